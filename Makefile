@@ -111,16 +111,16 @@ fuzz: setup .venv-fuzz/.ready ## SECONDS (120) of coverage-guided fuzzing of eac
 	@touch $@
 
 bench: setup ## measure the short suite (less than 10 minutes on two cores), then write docs/performance.md
-	$(BIN)/python benchmarks/short_suite.py
+	$(BIN)/python -m benchmarks --suite
 
 performance: setup ## write docs/performance.md from the files in benchmarks/results
-	$(BIN)/python -m tools.write_performance
+	$(BIN)/python -m benchmarks --page
 
 chaos: setup ## kill, stop and restart real processes under load; JSON in benchmarks/results
-	$(BIN)/python benchmarks/chaos.py
+	$(BIN)/python -m benchmarks chaos --save
 
 resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON in benchmarks/results (some 7 minutes)
-	$(BIN)/python benchmarks/resilience.py
+	$(BIN)/python -m benchmarks resilience --save
 
 kernels: setup .venv-triton/.ready ## compile the Triton kernels for sm_80 to sm_90 with both releases, no GPU needed; JSON in benchmarks/results
 	$(BIN)/python tools/compile_kernels.py
@@ -132,13 +132,13 @@ kernels: setup .venv-triton/.ready ## compile the Triton kernels for sm_80 to sm
 	@touch $@
 
 lm-eval: setup ## score a real model with lm-eval, through Baton and through transformers; JSON in benchmarks/results
-	$(BIN)/python benchmarks/lm_eval_agreement.py --save
+	$(BIN)/python -m benchmarks lm_eval_agreement --save
 
 loadtest-agreement: setup ## measure one load with baton loadtest, AIPerf and guidellm in turns; JSON in benchmarks/results (10 minutes)
-	$(BIN)/python benchmarks/loadtest_agreement.py --save
+	$(BIN)/python -m benchmarks loadtest_agreement --save
 
 gpu-suite: setup ## all that needs a GPU, in ten minutes: right tokens, step times, KV in its memory; JSON in benchmarks/results
-	$(BIN)/python benchmarks/gpu_suite.py
+	$(BIN)/python -m benchmarks gpu_suite --save
 
 check: setup .venv-proto/.ready .venv-audit/.ready ## lint, types, import rules, stub freshness, what is installed
 	$(BIN)/ruff check .
@@ -169,7 +169,7 @@ wheels: setup .venv-wheels/.ready ## build the wheels in dist/, with native kern
 
 # TORCH_WHEELS: a folder with PyTorch's CPU build for Debian's Python. SYSTEMS: options of the script.
 fresh-installs: wheels ## install the wheel in fresh Debian systems without a compiler and ask a question there; JSON in benchmarks/results (as root; takes long)
-	PATH=$(CURDIR)/.venv-wheels/bin:$$PATH $(BIN)/python benchmarks/fresh_installs.py --save \
+	PATH=$(CURDIR)/.venv-wheels/bin:$$PATH $(BIN)/python -m benchmarks fresh_installs --save \
 		$(if $(TORCH_WHEELS),--torch-wheels $(TORCH_WHEELS)) $(SYSTEMS)
 
 lock: .venv-audit/.ready ## write requirements.lock anew from pyproject.toml (UPGRADE=--upgrade: newest versions)

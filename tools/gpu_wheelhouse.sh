@@ -7,7 +7,7 @@
 #   WITHOUT="grpcio rich" tools/gpu_wheelhouse.sh   but for what that machine has already
 #   tools/gpu_wheelhouse.sh --peers [PYTHON]      with FlashInfer in NIXL's place: both are too much
 #   tools/gpu_wheelhouse.sh --unpack [PYTHON]     there: unpack into build/gpu_site, then
-#   PYTHONPATH=build/gpu_site python3 benchmarks/gpu_suite.py
+#   PYTHONPATH=build/gpu_site python3 -m benchmarks gpu_suite
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wheels=build/wheels

@@ -1,6 +1,7 @@
 """A table of hostile HTTP/2 tricks, each an endless run of frames.
 
-Tests use the table against one server, `benchmarks/http2_tricks.py` against a whole deployment.
+Tests use the table against one server, `benchmarks/security/http2_tricks.py` against a whole
+deployment.
 """
 
 from __future__ import annotations

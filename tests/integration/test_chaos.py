@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(300)]
 
@@ -17,10 +17,21 @@ pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(300)]
 @pytest.mark.parametrize("method", ["none", "ngram", "eagle", "medusa", "mtp"])
 def test_a_killed_and_restarted_node_and_a_killed_one_break_no_promise(method: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(CHAOS), "--short", "--seed", "1", "--speculative-method", method],
+        [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "chaos",
+            "--short",
+            "--seed",
+            "1",
+            "--speculative-method",
+            method,
+        ],
         capture_output=True,
         text=True,
         timeout=280,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kill -9 of a prefill node, restart: " in done.stdout

@@ -17,12 +17,11 @@ import pytest
 pytestmark = [pytest.mark.large, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITE = ROOT / "benchmarks" / "gpu_suite.py"
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SUITE), "--device", "cpu", *arguments],
+        [sys.executable, "-m", "benchmarks", "gpu_suite", "--device", "cpu", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -118,7 +117,7 @@ def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 def test_a_suite_that_is_stopped_ends_its_part_and_prints_its_table(tmp_path: Path) -> None:
     """The part is in a session of its own: nobody else would end it, and it may hold the GPU."""
-    command = [sys.executable, str(SUITE), "--device", "cpu", "--only", "ops"]
+    command = [sys.executable, "-m", "benchmarks", "gpu_suite", "--device", "cpu", "--only", "ops"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as suite:
         while not list(tmp_path.glob("*/report.json")):  # the part is at work

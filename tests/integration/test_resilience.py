@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-RESILIENCE = Path(__file__).parents[2] / "benchmarks" / "resilience.py"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = [sys.executable, "-m", "benchmarks"]
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(200)]
 
@@ -16,10 +17,11 @@ pytestmark = [pytest.mark.large, pytest.mark.timeout(200)]
 def test_nodes_that_die_lose_no_request() -> None:
     """(That of overload is about times, and so no test: `make resilience`.)"""
     done = subprocess.run(
-        [sys.executable, str(RESILIENCE), "--quick", "--only", "deaths"],
+        [*BENCHMARKS, "resilience", "--quick", "--only", "deaths"],
         capture_output=True,
         text=True,
         timeout=190,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "deaths: all promises kept" in done.stdout
@@ -28,10 +30,13 @@ def test_nodes_that_die_lose_no_request() -> None:
 @pytest.mark.parametrize("fleet", ["4P+4D", "2P+6D"])
 def test_under_overload_what_is_accepted_keeps_its_deadline(fleet: str) -> None:
     """On virtual time: the same numbers on every machine."""
-    drill = RESILIENCE.with_name("overload_virtual.py")
     options = ["--fleets", fleet, "--seeds", "1", "--overload-s", "8", "--no-steady", "--log"]
     done = subprocess.run(
-        [sys.executable, str(drill), *options], capture_output=True, text=True, check=False
+        [*BENCHMARKS, "overload_virtual", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all promises kept" in done.stdout

@@ -80,8 +80,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 def attention_gpu(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[ModuleType]:
     if device.type != "cpu":
         pytest.skip("what stands in for libraries computes on a CPU")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("attention_gpu")
+    module = importlib.import_module("benchmarks.kernels.attention_gpu")
     monkeypatch.setattr(module, "COLD_BYTES", 1)  # of each cell one layer: no time is looked at
     yield module
     for peer in module.PEERS.values():  # what stood in for one

@@ -18,9 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Run where Triton is not the interpreter that tests/kernels ask for: in a process of its own.
 SCRIPT = """
 import json, sys
-sys.path.insert(0, "benchmarks")
 import torch
-from fake_gpu import FakeDriver
+from benchmarks.engine.fake_gpu import FakeDriver
 driver = FakeDriver()
 from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.silu_mul import BLOCK, silu_mul_kernel

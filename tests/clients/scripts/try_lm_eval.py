@@ -24,7 +24,8 @@ def scores(system: System, kind: str, path: str, task: str, *options: str) -> di
             [
                 *(str(Path(sys.executable).with_name("lm_eval")), "run", "--model", kind),
                 *("--model_args", arguments, "--tasks", task, "--limit", str(NUM_ITEMS)),
-                *("--include_path", "benchmarks/lm_eval_tasks", "--output_path", folder, *options),
+                *("--include_path", "benchmarks/loadtest/lm_eval_tasks"),
+                *("--output_path", folder, *options),
             ],
             cwd=ROOT,  # the tasks name their data from here
             env={**os.environ, "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"},

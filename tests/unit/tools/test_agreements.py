@@ -11,12 +11,9 @@ import pytest
 
 from baton.text.tokenizer import Tokenizer
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module(name)
+    return importlib.import_module(f"benchmarks.loadtest.{name}")
 
 
 def task(score: float, *judged: Any) -> dict[str, Any]:

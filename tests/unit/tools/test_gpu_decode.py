@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 REPLAY_MS, UPLOAD_HOST_MS, SCHEDULE_HOST_MS = 2.0, 1.0, 4.0
 
 
@@ -44,8 +42,7 @@ class Event:
 
 
 def test_waiting_for_the_host_counts_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    gpu_decode = importlib.import_module("gpu_decode")
+    gpu_decode = importlib.import_module("benchmarks.gpu.gpu_decode")
     device = Device()
     monkeypatch.setattr(torch.cuda, "Event", device.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

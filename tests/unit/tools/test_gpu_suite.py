@@ -19,8 +19,7 @@ NOT_IMPORTED = {"gguf"}  # but for files of that kind
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gpu_suite")
+    return importlib.import_module("benchmarks.gpu.gpu_suite")
 
 
 def spend(suite: ModuleType, budget_s: float, used: dict[str, float]) -> dict[str, float]:
@@ -61,8 +60,7 @@ def test_what_one_part_leaves_the_next_may_use(suite: ModuleType) -> None:
 def test_outcomes_are_read_from_one_process_and_from_several(
     line: str, expected: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    found = importlib.import_module("gpu_tokens").outcome_of(line)
+    found = importlib.import_module("benchmarks.gpu.gpu_tokens").outcome_of(line)
     if expected is None:
         assert found is None
     else:
@@ -83,8 +81,7 @@ def test_drawn_weights_are_loaded_with_all_that_an_engine_says(
 ) -> None:
     from models import load_model
 
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    drawn = importlib.import_module("gpu_models")._load
+    drawn = importlib.import_module("benchmarks.gpu.gpu_models")._load
     assert list(inspect.signature(drawn).parameters) == list(
         inspect.signature(load_model).parameters
     )

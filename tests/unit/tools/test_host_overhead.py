@@ -22,8 +22,7 @@ RECORD = BENCHMARKS / "results" / "host_overhead.json"
 
 @pytest.fixture
 def host_overhead(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("host_overhead")
+    return importlib.import_module("benchmarks.engine.host_overhead")
 
 
 def recorded() -> dict[str, Any]:
@@ -60,7 +59,10 @@ def test_launches_and_copies_are_as_recorded(tmp_path: Path) -> None:
     into = tmp_path / "found.json"
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
-        [sys.executable, "benchmarks/host_overhead.py", "--into", str(into), "--parts", "counts"],
+        [
+            *(sys.executable, "-m", "benchmarks", "--call"),
+            *("benchmarks.engine.host_overhead:measure_into", str(into), "counts"),
+        ],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.text.tokenizer import Tokenizer
-from tools.performance.rows import Found
-from tools.performance.served import SERVED, best_shape, over_best_peer
+from benchmarks.page.rows import Found
+from benchmarks.served.rows import SERVED, best_shape, over_best_peer
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 RESULT = {
@@ -29,8 +28,7 @@ RESULT = {
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("served")
+    return importlib.import_module("benchmarks.served.served")
 
 
 def test_a_result_is_kept_in_our_words(served: Any) -> None:
@@ -70,20 +68,22 @@ def test_no_two_runs_of_a_server_have_one_seed(served: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "said"),
+    ("given", "said"),
     [
-        ("names", "baton split,sglang", "must be of .*, got 'sglang'"),
-        ("rates", "1,0", "must be above 0, got '1,0'"),
+        ({"servers": ["baton split", "sglang"]}, "servers: must be of .*, got 'sglang'"),
+        ({"rates": [1.0, 0.0]}, "rates: must be above 0, got 0"),
     ],
 )
-def test_what_is_no_server_or_rate_is_refused(served: Any, kind: str, text: str, said: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=said):
-        getattr(served, kind)(text)
+def test_what_is_no_server_or_rate_is_refused(
+    served: Any, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SystemExit, match=said):
+        served.Options(**given)
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 32768])
 def test_a_text_of_tokens_is_read_as_them(served: Any, tmp_path: Path, vocab_size: int) -> None:
-    served_servers = importlib.import_module("served_servers")
+    served_servers = importlib.import_module("benchmarks.served.served_servers")
     served_servers.write_tokenizer(tmp_path, vocab_size)
     tokenizer = Tokenizer(tmp_path)
     first = len(served_servers.SPECIALS) + 256

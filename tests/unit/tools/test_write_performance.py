@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tools.performance import engine, gpu
-from tools.performance.page import RESULTS, anchor, write
-from tools.performance.rows import Area, Found, Json, Row, Source, number, ratio, value
-from tools.write_performance import AREAS, PAGE, main
+from benchmarks.engine_cpu.rows import ENGINE_CPU
+from benchmarks.gpu import rows as gpu
+from benchmarks.loadtest.rows import COMPARE
+from benchmarks.page.headlines import HEADLINES
+from benchmarks.page.page import CHANGES, RESULTS, anchor, write
+from benchmarks.page.rows import (
+    Found,
+    Json,
+    Measurement,
+    Row,
+    Source,
+    Subject,
+    number,
+    ratio,
+    value,
+)
+from benchmarks.page.write_performance import PAGE, SUBJECTS, count_changes, write_page
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = [source for area in AREAS for source in area.sources]
+MEASUREMENTS = [one for subject in SUBJECTS for one in subject.measurements]
+SOURCES = [source for one in MEASUREMENTS for source in one.sources]
 DAMAGES: tuple[object, ...] = (None, "text", [], {}, -1, {"a": None}, [[]])
 ENVIRONMENT = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -27,7 +42,7 @@ ENVIRONMENT = {
 
 
 def row(**fields: str) -> Row:
-    return Row(what="speed", measure=value("a", least=2.0), target=">= 2", **fields)
+    return Row("speed", value("a", least=2.0), ">= 2", **fields)
 
 
 def page_of(document: object, tmp_path: Path, *rows: Row) -> str:
@@ -35,8 +50,11 @@ def page_of(document: object, tmp_path: Path, *rows: Row) -> str:
     (tmp_path / RESULTS).mkdir(parents=True, exist_ok=True)
     text = document if isinstance(document, str) else json.dumps(document)
     (tmp_path / RESULTS / "one.json").write_text(text, encoding="utf-8")
-    source = Source(name="one", command="benchmarks/one.py", rows=rows)
-    return write([Area(title="Area", sources=(source,))], tmp_path)
+    return write([subject_of(Source("one", rows))], tmp_path)
+
+
+def subject_of(source: Source) -> Subject:
+    return Subject("Area", (Measurement("benchmarks.subject.one", "engine", (source,)),))
 
 
 def cells(page: str, what: str) -> list[str]:
@@ -46,15 +64,17 @@ def cells(page: str, what: str) -> list[str]:
 
 def test_the_page_is_what_the_script_makes_of_the_files() -> None:
     written = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert written == write(AREAS, ROOT), "run `make performance`"
+    expected = write(SUBJECTS, ROOT, HEADLINES)
+    assert CHANGES.sub("", written) == CHANGES.sub("", expected), "run `make performance`"
 
 
 def test_files_without_anything_give_a_page_of_what_is_not_measured(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    assert main(tmp_path) == 0
+    write_page(tmp_path)
     page = (tmp_path / PAGE).read_text(encoding="utf-8")
     num_rows = sum(len(source.rows) for source in SOURCES)
-    assert page.count("| not measured |") == num_rows + 1  # and the head of the first table
+    # Headlines have the words too, and so has the head of the table of subjects.
+    assert page.count("| not measured |") == num_rows + 1 + len(HEADLINES)
     assert "| yes |\n" not in page
     assert "missed**" not in page
     assert "](../benchmarks/results/" not in page  # no link to a file that is not there
@@ -67,7 +87,7 @@ def test_a_file_that_is_none_of_ours_is_not_measured(
 ) -> None:
     (tmp_path / RESULTS).mkdir(parents=True)
     (tmp_path / RESULTS / f"{source.name}.json").write_text(text, encoding="utf-8")
-    page = write([Area(title="Area", sources=(source,))], tmp_path)
+    page = write([subject_of(source)], tmp_path)
     assert page.count("| not measured |") == len(source.rows) + 1
 
 
@@ -83,7 +103,7 @@ def test_every_value_of_every_file_may_be_damaged(tmp_path: Path) -> None:
         for key in whole:
             for damage in DAMAGES:
                 path.write_text(json.dumps({**whole, key: damage}), encoding="utf-8")
-                page = write([Area(title="Area", sources=(source,))], tmp_path)
+                page = write([subject_of(source)], tmp_path)
                 assert page.count(" |\n") >= len(source.rows)
 
 
@@ -99,7 +119,7 @@ def test_a_row_says_what_was_measured_and_whether_that_is_enough(tmp_path: Path)
 
 
 def test_a_row_without_a_target_has_no_verdict(tmp_path: Path) -> None:
-    page = page_of({"a": 3, "b": 2}, tmp_path, Row(what="x", measure=ratio(("a",), ("b",))))
+    page = page_of({"a": 3, "b": 2}, tmp_path, Row("x", ratio(("a",), ("b",))))
     assert cells(page, "x") == ["x", "", "1.50 (3 / 2)", ""]
     assert cells(page, "[Area](#area)") == ["[Area](#area)", "0", "0", "0"]
 
@@ -112,7 +132,7 @@ def test_who_used_the_machine_and_which_options_are_told(tmp_path: Path) -> None
 
 def test_what_is_not_measured_is_listed_with_its_reason(tmp_path: Path) -> None:
     page = page_of({"b": 1}, tmp_path, row(unmeasured="needs a checkout."))
-    assert "* speed (`benchmarks/one.py`): needs a checkout." in page
+    assert "* speed (`python -m benchmarks one --save`): needs a checkout." in page
 
 
 @pytest.mark.parametrize("damaged", [None, "3", True, [], {}, float("nan"), float("inf")])
@@ -122,27 +142,66 @@ def test_what_is_no_number_is_not_measured(damaged: Json) -> None:
 
 
 def test_a_ratio_over_nothing_is_not_measured(tmp_path: Path) -> None:
-    page = page_of({"a": 3, "b": 0}, tmp_path, Row(what="x", measure=ratio(("a",), ("b",))))
+    page = page_of({"a": 3, "b": 0}, tmp_path, Row("x", ratio(("a",), ("b",))))
     assert cells(page, "x")[-1] == "not measured"
 
 
 def test_a_bar_in_a_figure_breaks_no_table(tmp_path: Path) -> None:
-    page = page_of({}, tmp_path, Row(what="x", measure=lambda _: Found("a|b", True)))
+    page = page_of({}, tmp_path, Row("x", lambda _: Found("a|b", True)))
     assert "| x |  | a\\|b | yes |" in page
 
 
 def test_links_to_the_log_lead_to_headings() -> None:
     log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
     headings = {line.removeprefix("## ") for line in log.splitlines() if line.startswith("## ")}
-    assert {heading for area in AREAS for heading in area.log} <= headings
+    assert {heading for subject in SUBJECTS for heading in subject.log} <= headings
     assert (
         anchor("2026-11-21: a dead sender's last bytes") == "2026-11-21-a-dead-senders-last-bytes"
     )
 
 
-def test_every_command_is_there() -> None:
-    commands = {source.command.split()[0] for source in SOURCES}
-    assert [command for command in commands if not (ROOT / command).exists()] == []
+def test_every_measurement_and_the_code_that_it_speaks_of_are_there() -> None:
+    modules = [one.module.replace(".", "/") + ".py" for one in MEASUREMENTS]
+    paths = [path for one in MEASUREMENTS for path in one.code.split()]
+    assert [path for path in (*modules, *paths) if not (ROOT / path).exists()] == []
+    names = [one.name for one in MEASUREMENTS]
+    assert len(set(names)) == len(names)
+
+
+def test_every_headline_is_answered_from_a_file_that_has_rows() -> None:
+    page = write(SUBJECTS, ROOT, HEADLINES)
+    assert len(HEADLINES) == 10
+    assert {headline.source for headline in HEADLINES} <= {source.name for source in SOURCES}
+    answers = [cells(page, headline.question)[1] for headline in HEADLINES]
+    assert "not measured" not in answers
+
+
+def test_results_older_than_their_code_are_marked(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        names = ["-c", "user.name=n", "-c", "user.email=n@example.org"]
+        done = subprocess.run(
+            ["git", *names, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-q")
+    revisions: list[str] = []
+    for name in ("engine.py", "other.py", "engine.py"):
+        (tmp_path / name).write_text(str(len(revisions)), encoding="utf-8")
+        git("add", ".")
+        git("commit", "-q", "-m", name)
+        revisions.append(git("rev-parse", "--short", "HEAD"))
+    marks = [revisions[0], f"{revisions[0]}+", revisions[1], revisions[2], "unknown"]
+    found = [count_changes(tmp_path, "engine.py", {"git_revision": mark}) for mark in marks]
+    assert found == [1, 0, 1, 0, 0]
+    (tmp_path / RESULTS).mkdir(parents=True)
+    document = {"environment": ENVIRONMENT, "a": 2}
+    (tmp_path / RESULTS / "one.json").write_text(json.dumps(document), encoding="utf-8")
+    page = write([subject_of(Source("one", (row(),)))], tmp_path, (), lambda one, where: 3)
+    assert (
+        "2 cores, load average 0.5 before, 1.5 after, **its code has changed since** in 3" in page
+    )
+    assert "changed since**" not in CHANGES.sub("", page.partition("## Area")[2])
 
 
 GPU_PARTS: dict[str, dict[str, object]] = {
@@ -193,7 +252,7 @@ def test_the_gpu_suite_is_read_as_it_writes(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "gpu": "Some GPU"}
     document = {"environment": environment, "device": "cuda", "parts": GPU_PARTS}
     (tmp_path / RESULTS / "gpu_suite.json").write_text(json.dumps(document), encoding="utf-8")
-    page = write(gpu.AREAS, tmp_path)
+    page = write([gpu.SUBJECT], tmp_path)
     assert "Some GPU" in page
     shown = {row.what: cells(page, row.what)[2:] for row in gpu.SUITE.rows}
     assert [shown[row.what] for row in gpu.SUITE.rows] == [
@@ -229,7 +288,7 @@ def test_an_engine_is_compared_with_the_best_beside_it(
         "ratio_to_best_peer": {"float32": {"prefill 512": rate / 100}},
         "share_of_limit": {"baton": {"prefill 512": 0.9}},
     }
-    page = page_of(document, tmp_path, *engine.ENGINE_CPU[0].rows)
+    page = page_of(document, tmp_path, *ENGINE_CPU[0].rows)
     row = "prefill 512, float32: over the best peer's"
     assert cells(page, row)[2:] == [f"{rate / 100:.2f} ({rate} tok/s)", verdict]
     share = "prefill 512, float32: share of the rate of a large product in float32"
@@ -254,7 +313,7 @@ def test_a_split_is_not_better_while_its_interval_has_0_in_it(
         },
         "exit_code": 3,
     }
-    page = page_of(document, tmp_path, *engine.COMPARE.rows)
+    page = page_of(document, tmp_path, *COMPARE.rows)
     shown = f"0.50 (100.00 / 200.00 ms; difference -200.00 to {1e3 * high:+.2f})"
     assert cells(page, "ITL p99: best split / best colocated")[2:] == [shown, verdict]
     assert cells(page, "verdict by goodput")[2] == "undecided: 1:1 against colocated:2"

@@ -6,13 +6,10 @@ The real router and real node loops, on the virtual time of a CPU with two cores
 from __future__ import annotations
 
 import statistics
-import sys
 
 import pytest
 
-sys.path.insert(0, "benchmarks")
-
-from beside_decodes import percentile, play
+from benchmarks.fleet.beside_decodes import percentile, play
 
 pytestmark = pytest.mark.medium
 

@@ -6,15 +6,11 @@ Four kinds of load on two kinds of machine, on virtual time; a cold prefill node
 from __future__ import annotations
 
 import statistics
-import sys
 
 import pytest
 
+from benchmarks.fleet.prefill_estimate import LOADS, MACHINES, learnt, play, play_steps
 from sim_node.executor import SimExecutor
-
-sys.path.insert(0, "benchmarks")
-
-from prefill_estimate import LOADS, MACHINES, learnt, play, play_steps
 
 pytestmark = pytest.mark.medium
 

@@ -1,0 +1,264 @@
+"""A GPU that is not there, for timing the host: everything down to the driver's call is real.
+
+Tensors lie on the host; Triton compiles for sm_90 and launches through its own code into a driver
+that only counts (`fake_libcuda.c`). Products of matrices, which are the library's, give memory
+that nobody has written. Refuses to know: what is measured, and what anything computes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SOURCE = Path(__file__).with_name("fake_libcuda.c")
+CAPABILITY = (9, 0)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
+_MAX_WATCHED = 8
+# What launches nothing: new memory, and another look at the same.
+_NOT_LAUNCHED = (  # beginnings of names
+    "empty", "view", "slice", "select", "alias", "detach", "as_strided", "unsqueeze", "unbind",
+    "transpose", "expand", "permute", "squeeze", "t.default", "split", "new_empty", "lift_fresh",
+    "flatten", "reshape", "resolve_", "to.dtype_layout", "contiguous",
+)  # fmt: skip
+
+
+class FakeDriver:
+    """Counts what reaches the driver; made once in a process."""
+
+    def __init__(self) -> None:
+        assert os.environ.get("TRITON_INTERPRET", "0") != "1", "nothing is launched there"
+        folder = Path(tempfile.mkdtemp(prefix="baton-fake-cuda-"))
+        library = folder / "libcuda.so.1"
+        subprocess.run(
+            ["cc", "-O2", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}",
+             "-o", str(library), str(SOURCE)],
+            check=True,
+        )  # fmt: skip
+        os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+        # What Triton builds finds it under its name, as it is loaded already.
+        self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        self._library.fake_num_launches.restype = ctypes.c_uint64
+        self._library.fake_num_pointer_queries.restype = ctypes.c_uint64
+        self._library.fake_last_function.restype = ctypes.c_void_p
+        self._library.fake_last_grid.restype = ctypes.POINTER(ctypes.c_uint)
+        self._library.fake_last_parameters.restype = ctypes.POINTER(ctypes.c_uint64)
+        self._activate()
+        _keep_memory()
+        # Triton 3.6 links what launches a kernel with it, kernel by kernel.
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+    @staticmethod
+    def _activate() -> None:
+        from triton.backends.nvidia.driver import CudaDriver
+        from triton.runtime.driver import driver
+
+        fake = CudaDriver()
+        fake.get_device_capability = lambda device: CAPABILITY
+        fake.get_current_device = lambda: 0
+        fake.get_current_stream = lambda device: 0
+        driver.set_active(fake)
+
+    @property
+    def num_launches(self) -> int:
+        return int(self._library.fake_num_launches())
+
+    def watch(self, num_parameters: int) -> None:
+        """Keep so many parameters of each launch from now on."""
+        self._library.fake_watch(num_parameters)
+
+    @property
+    def last_launch(self) -> tuple[int, list[int], list[int]]:
+        """The last launch's function, grid, and the watched parameters, 8 bytes of each."""
+        watched = self._library.fake_last_parameters()
+        return (
+            int(self._library.fake_last_function()),
+            self._library.fake_last_grid()[:3],
+            watched[:_MAX_WATCHED],
+        )
+
+    @property
+    def num_pointer_queries(self) -> int:
+        """How often a tensor's address was looked up."""
+        return int(self._library.fake_num_pointer_queries())
+
+
+def _keep_memory() -> None:
+    """Have the host's allocator keep what is freed, as a GPU's does, and not ask the system."""
+    libc = ctypes.CDLL(None)
+    for option, value in ((_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+        libc.mallopt(option, value)
+
+
+class Timeline:
+    """When the device is busy, where every launch of a step takes as long.
+
+    Attributes:
+        step_s: seconds that a step computes.
+        idle_s: seconds that it waited between steps.
+        busy_s: seconds that it computed.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.idle_s = self.busy_s = 0.0
+        self._ends_at = 0.0
+
+    def launch(self) -> None:
+        now = time.perf_counter()
+        if self._ends_at:
+            self.idle_s += max(now - self._ends_at, 0.0)
+        self._ends_at = max(now, self._ends_at) + self.step_s
+        self.busy_s += self.step_s
+
+    def start_over(self) -> None:
+        self.idle_s = self.busy_s = self._ends_at = 0.0
+
+    @property
+    def idle_share(self) -> float:
+        return self.idle_s / (self.idle_s + self.busy_s)
+
+    def record_event(self) -> _Event:
+        return _Event(self._ends_at)
+
+
+class _Event:
+    def __init__(self, ends_at: float) -> None:
+        self._ends_at = ends_at
+
+    def synchronize(self) -> None:
+        """Wait as a driver does: without the interpreter's lock."""
+        left = self._ends_at - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self._ends_at
+
+
+class _Device:
+    """What says that it is a GPU where only that is asked for."""
+
+    type, index = "cuda", 0
+
+
+class FakeGPU:
+    """The driver, and torch as it is with a GPU.
+
+    Attributes:
+        driver: counts launches of Triton's kernels.
+        timeline: when the device computes.
+        num_copies: between host and device, so far.
+        num_products: of matrices, likewise; each is taken for one launch.
+    """
+
+    def __init__(self) -> None:
+        self.driver = FakeDriver()
+        self.timeline = Timeline(0.0)
+        self.device = _Device()
+        self.num_copies = self.num_products = 0
+        self._install()
+
+    def _install(self) -> None:
+        import baton_kernels
+        import engine.sampling.step_sampler
+        import engine.worker.cuda_graphs
+        import engine.worker.worker
+        from baton_kernels import dispatch
+        from engine.sampling import device_sampling
+
+        triton_ops = dispatch._triton_ops
+        baton_kernels.ops_for = lambda tensor: triton_ops()  # type: ignore[attr-defined]
+        torch.nn.functional.linear = self._linear  # type: ignore[assignment]
+        torch.cuda.current_stream = lambda device=None: self.timeline  # type: ignore
+        torch.cuda.set_device = lambda device: None
+        to, copy = Tensor.to, Tensor.copy_
+
+        def counted_to(tensor: Tensor, device: Any, *arguments: Any, **options: Any) -> Tensor:
+            if device is not self.device:
+                return to(tensor, device, *arguments, **options)
+            self.num_copies += 1
+            return tensor.clone()
+
+        def counted_copy(tensor: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
+            self.num_copies += non_blocking
+            return copy(tensor, other)
+
+        Tensor.to, Tensor.copy_ = counted_to, counted_copy  # type: ignore
+        Tensor.pin_memory = lambda tensor: tensor  # type: ignore
+        # Kernels that do not run leave any number in logits; token ids are used as indices.
+        vars(engine.worker.worker)["check_numbers"] = lambda *given: None
+        for module in (engine.sampling.step_sampler, engine.worker.cuda_graphs):
+            module.sample_on_device = (  # type: ignore[attr-defined]
+                lambda *tensors: _cleared(device_sampling.sample_on_device(*tensors))
+            )
+
+    def move(self, runner: Any) -> None:
+        """Have a runner that was made on the CPU take this for its device."""
+        runner._device = runner._input_batch.device = self.device
+        runner._input_batch._on_gpu = True
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        """See `engine.worker.cuda_graphs.Capture`."""
+        return self.timeline.launch
+
+    def capture_pieces(
+        self, body: Callable[[Callable[[], None]], None]
+    ) -> list[Callable[[], None]]:
+        """See `engine.worker.chunks.chunk_graphs.CapturePieces`."""
+        pieces = [self.timeline.launch]
+        body(lambda: pieces.append(self.timeline.launch))
+        return pieces
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A library's product, of which only the memory is left."""
+        self.num_products += 1
+        return x.new_empty((*x.shape[:-1], len(weight)))
+
+    @contextmanager
+    def counting(self) -> Iterator[dict[str, int]]:
+        """Launches (Triton's and torch's, this thread's) and copies inside; filled at the end."""
+        found: dict[str, int] = {}
+        launches, copies = self.driver.num_launches, self.num_copies
+        products = self.num_products
+        with _Operators() as operators:
+            yield found
+        found["triton launches"] = self.driver.num_launches - launches
+        found["copies"] = self.num_copies - copies
+        found["products"] = self.num_products - products
+        found["other launches"] = len(operators.launched) - found["copies"]
+
+
+def _cleared(tensor: Tensor) -> Tensor:
+    """Zeros, without a launch."""
+    tensor.numpy().fill(0)
+    return tensor
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists the operators that would launch something."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launched: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.")
+        if not name.startswith(_NOT_LAUNCHED):
+            self.launched.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+__all__ = ["FakeDriver", "FakeGPU", "Timeline"]

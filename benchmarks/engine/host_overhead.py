@@ -1,0 +1,469 @@
+"""Measure host microseconds of a decode step and an eager layer, without a GPU (`fake_gpu.py`).
+
+    decode step   the engine as a node runs it, steps ahead, graphs replayed in no time; and of it
+                  the model runner's part: without scheduling, and without taking the tokens
+    eager layer   all of the model's Python but the products of matrices; and of it what launches
+                  Triton's kernels, from the call of an op or of the attention backend on
+    replayed      a step with a prompt that is replayed layer by layer, by layer
+    counts        launches and copies of a step, graph nodes of a layer
+    idle          a device whose steps take as long as said, while another thread computes in Python
+
+``--against REV`` measures another revision in the same run, in turns, each in a process of its
+own. No figure here is a GPU's: a real driver's calls come on top of every launch and copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import operator
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.engine.fake_gpu import FakeGPU
+from benchmarks.runner.environment import DEMO_MODEL, ROOT
+from benchmarks.runner.run import Document, Run
+
+BATCHES = (1, 32, 256)
+CONTEXT = 1000  # tokens of each request
+WARM_UP_STEPS, STEPS = 20, 100
+# Qwen3-0.6B but for its depth and its vocabulary, of which nothing here depends.
+SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 8, "num_heads": 16}
+SHAPE |= {"num_kv_heads": 8, "head_dim": 128}
+CHUNK = 128  # tokens of a prompt
+LAYER_STEPS = 60
+# Of the other thread: bursts of so many ms, and as long a sleep of twice as much behind each.
+BURSTS_MS = (0.0, 0.5, 2.0, 5.0)
+DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 2.0, 64
+SWITCH_INTERVALS_MS = (5.0, 0.5)  # the interpreter's own, and a short one
+# Where each is in the figures of a revision, and the most that it may be. Eager layers: a prompt's
+# and a decode's.
+TARGETS: dict[str, tuple[float, tuple[tuple[str, ...], ...]]] = {
+    "launches of an eager layer us": (
+        45,
+        tuple(
+            ("eager layer us", step, "launches", "median")
+            for step in (f"prompt chunk of {CHUNK}", "decode")
+        ),
+    ),
+    "runner's part of a decode step us, batch 256": (
+        400,
+        (("decode step us", "batch 256", "runner", "median"),),
+    ),
+    "graph nodes per layer": (9, (("graph nodes", "per layer"),)),
+}
+
+Figures = dict[str, float]
+REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # a revision before does not
+
+
+class Engines:
+    """Engines of the demo model on the fake device, whose prompts have been computed."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self._gpu = gpu
+
+    def decoding(self, batch: int, *, runs_ahead: bool = True) -> Any:
+        from baton.api.sampling_params import SamplingParams
+        from baton.engine_config import EngineConfig
+        from engine.core.request import Request
+        from engine.engine import Engine
+        from engine.executors.uniproc import worker_of
+        from engine.worker.make_runner import make_model_runner
+
+        config = EngineConfig(
+            device="cpu", num_threads=1, attention_backend="triton", native_kernels=False,
+            dtype="bfloat16", num_blocks=batch * 128 + 1, max_num_requests=256,
+            max_num_batched_tokens=8192, long_prefill_token_threshold=4096,
+            async_scheduling=runs_ahead,
+        )  # fmt: skip
+        engine = Engine(DEMO_MODEL, config)
+        worker_of(engine.executor).device = self._gpu.device  # type: ignore
+        worker_of(engine.executor).runner = runner = make_model_runner(
+            worker_of(engine.executor).runner._model, engine.kv_memory.tensor,
+            engine.kv_memory.spec, config, ("triton",),
+            engine.max_model_len, with_graphs=True, samples_on_device=True,
+        )  # fmt: skip
+        runner.decode_graphs.capture(self._gpu.capture)
+        self._gpu.move(runner)
+        params = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True)
+        for index in range(batch):
+            prompt = [(index * 7 + place) % 4000 for place in range(CONTEXT)]
+            request = Request.create(
+                f"request-{index}", prompt, params, seed=index, eos_token_ids=frozenset(),
+                max_model_len=engine.max_model_len, max_tokens=900,
+            )  # fmt: skip
+            engine.add_request(request)
+        while any(request.num_output_tokens < 2 for request in engine.requests.values()):
+            engine.step()
+        return engine
+
+
+def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
+    """Median and others of a step's microseconds, and of the runner's in it."""
+    from engine.executors.uniproc import worker_of
+
+    engine = engines.decoding(batch)
+    runner = worker_of(engine.executor).runner
+    whole, inside = [], []
+    with without_collections(), timed((runner, "prepare"), (runner, "launch")) as calls:
+        for _ in range(WARM_UP_STEPS + STEPS):
+            start = time.process_time()  # of both threads, of which one computes at a time
+            engine.step()
+            whole.append(time.process_time() - start)
+            inside.append(sum(calls))
+            calls.clear()
+    engine.executor.thread.shutdown()
+    return {"whole": quantiles(whole[WARM_UP_STEPS:]), "runner": quantiles(inside[WARM_UP_STEPS:])}
+
+
+@contextmanager
+def timed(*places: tuple[Any, str]) -> Iterator[list[float]]:
+    """Seconds of each call of these methods, as their thread computes."""
+    seconds: list[float] = []
+
+    def around(inner: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            found = inner(*arguments, **options)
+            seconds.append(time.thread_time() - start)
+            return found
+
+        return call
+
+    before = [getattr(owner, name) for owner, name in places]
+    for (owner, name), inner in zip(places, before, strict=True):
+        setattr(owner, name, around(inner))
+    try:
+        yield seconds
+    finally:
+        for (owner, name), inner in zip(places, before, strict=True):
+            setattr(owner, name, inner)
+
+
+def step_counts(gpu: FakeGPU, engines: Engines, batch: int) -> dict[str, int]:
+    """Launches and copies of one decode step."""
+    engine = engines.decoding(batch, runs_ahead=False)
+    engine.step()
+    with gpu.counting() as found:
+        engine.step()
+    return found
+
+
+class Layers:
+    """A runner of a model of `SHAPE`, whose steps are launched kernel by kernel."""
+
+    def __init__(self, gpu: FakeGPU, num_layers: int = SHAPE["num_layers"]) -> None:
+        from baton.engine_config import EngineConfig
+        from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
+        from engine.worker.make_runner import make_model_runner
+        from models.config import ModelConfig
+        from models.registry import MODELS
+
+        shape: dict[str, Any] = {**SHAPE, "num_layers": num_layers}
+        config = replace(ModelConfig.from_folder(DEMO_MODEL), **shape, layer_types=None)
+        torch.set_default_dtype(torch.bfloat16)
+        model = MODELS.load(config.architecture)(config)
+        torch.set_default_dtype(torch.float32)
+        with torch.no_grad():
+            for weight in model.model.embed_tokens.parameters():
+                weight.zero_()
+        spec = kv_cache_spec(model.kv_layers, 16, torch.bfloat16)
+        options = EngineConfig(
+            device="cpu", max_num_requests=32, max_num_batched_tokens=2048, block_size=16,
+            long_prefill_token_threshold=2048,
+        )  # fmt: skip
+        cache = allocate_kv_cache(spec, 64, torch.device("cpu"))
+        self.num_layers = num_layers
+        # (The code before, which this is run with as well, does not know them.)
+        options_of_runner: dict[str, Any] = {"with_chunks": True} if REPLAYS_CHUNKS else {}
+        self.runner = make_model_runner(
+            model, cache, spec, options, ("triton",), 1024, with_graphs=True,
+            samples_on_device=True, **options_of_runner,
+        )  # fmt: skip
+        gpu.move(self.runner)
+        self._gpu = gpu
+        self._request = 0
+
+    def prompt(self) -> Any:
+        """A step of a prompt's first chunk."""
+        return self._scheduled(CHUNK + 1, 0, CHUNK)
+
+    def decode(self) -> Any:
+        """A step of one request's next token."""
+        return self._scheduled(CHUNK, CHUNK - 1, 1)
+
+    def _scheduled(self, num_tokens: int, num_computed: int, count: int) -> Any:
+        from baton.api.sampling_params import SamplingParams
+        from engine.core.outputs import ScheduledRequest
+        from engine.core.request import Request
+        from engine.core.step_plan import StepPlanner
+
+        self._request += 1
+        request = Request.create(
+            str(self._request), [7] * num_tokens, SamplingParams(ignore_eos=True), seed=1,
+            eos_token_ids=frozenset(), max_model_len=1024, max_tokens=100,
+        )  # fmt: skip
+        request.num_computed_tokens, request.block_ids = num_computed, list(range(1, 12))
+        return StepPlanner(1).plan([ScheduledRequest(request, count)])
+
+    def time(self, scheduled: Any) -> dict[str, Figures]:
+        """Microseconds of a layer, and of its launches."""
+        from baton_kernels import dispatch
+        from models.architectures.decoder import Decoder
+
+        ops = dispatch._triton_ops()
+        launches: list[tuple[Any, str]] = [(ops, name) for name in dispatch._TRITON]
+        launches += [(backend, "run") for backend in self.runner._context.backends]
+        return {
+            "whole": self._time(scheduled, [(Decoder, "_layers")]),
+            "launches": self._time(scheduled, launches),
+        }
+
+    def time_replay(self) -> Figures:
+        """Microseconds that a layer takes of a step with a prompt that is replayed."""
+        self.runner.chunk_graphs.capture(self._gpu.capture_pieces)
+        step = self.prompt()
+        prepared = self.runner.prepare(step, eager=True)
+        chunks: Any = self.runner.chunk_graphs.graphs
+        assert chunks.takes(prepared.model)  # type: ignore[union-attr]  # eager
+        found = self._time(step, [(self.runner, "launch")])
+        self.runner.chunk_graphs.graphs = None
+        return found
+
+    @torch.inference_mode()
+    def _time(self, scheduled: Any, places: list[tuple[Any, str]]) -> Figures:
+        """Microseconds that a layer's calls of these methods take."""
+        of_layers = []
+        with without_collections(), timed(*places) as calls:
+            for _ in range(LAYER_STEPS):
+                self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
+                of_layers.append(sum(calls) / self.num_layers)
+                calls.clear()
+        return quantiles(of_layers[5:])
+
+    def count_step(self, scheduled: Any) -> dict[str, int]:
+        """Launches and copies of an eager step."""
+        self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
+        with self._gpu.counting() as found:
+            self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
+        return found
+
+    @torch.inference_mode()
+    def count_nodes(self) -> int:
+        """Launches that a captured step consists of."""
+        bodies = []
+        self.runner.decode_graphs.capture(lambda body: bodies.append(body) or body, [8])  # type: ignore
+        bodies[0]()
+        with self._gpu.counting() as found:
+            bodies[0]()
+        return sum(found.values())
+
+
+def graph_nodes(gpu: FakeGPU) -> Figures:
+    """Count the graph's nodes of each layer, and those of a step besides."""
+    few, many = (Layers(gpu, num_layers).count_nodes() for num_layers in (2, 4))
+    each = (many - few) / 2
+    return {"per layer": each, "besides": few - 2 * each}
+
+
+def idle_shares(gpu: FakeGPU, engines: Engines) -> dict[str, Figures]:
+    """{switch interval: {burst: share of time that the device waits for the host}}."""
+    found: dict[str, Figures] = {}
+    for interval_ms in SWITCH_INTERVALS_MS:
+        sys.setswitchinterval(interval_ms / 1e3)
+        found[f"switch interval {interval_ms:g} ms"] = {
+            f"bursts of {burst:g} ms": idle_share(gpu, engines, burst) for burst in BURSTS_MS
+        }
+    return found
+
+
+def idle_share(gpu: FakeGPU, engines: Engines, burst_ms: float) -> float:
+    engine = engines.decoding(IDLE_BATCH)
+    gpu.timeline.step_s = DEVICE_STEP_MS / 1e3
+    for _ in range(5):
+        engine.step()
+    stop = threading.Event()
+    other = threading.Thread(target=compute_in_bursts, args=(burst_ms / 1e3, stop))
+    if burst_ms:
+        other.start()
+    gpu.timeline.start_over()
+    until = time.perf_counter() + IDLE_SECONDS
+    while time.perf_counter() < until:
+        engine.step()
+    share = gpu.timeline.idle_share
+    stop.set()
+    if burst_ms:
+        other.join()
+    engine.executor.thread.shutdown()
+    gpu.timeline.step_s = 0.0
+    return round(share, 4)
+
+
+def compute_in_bursts(burst_s: float, stop: threading.Event) -> None:
+    """Pure Python for a while, then twice as long nothing."""
+    while not stop.is_set():
+        until = time.perf_counter() + burst_s
+        while time.perf_counter() < until:
+            sum(range(50))
+        stop.wait(2 * burst_s)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """No garbage collection meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def quantiles(seconds: list[float]) -> Figures:
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
+    return {
+        "median": round(statistics.median(seconds) * 1e6, 1),
+        "p10": round(tenths[0] * 1e6, 1),
+        "p90": round(tenths[-1] * 1e6, 1),
+    }
+
+
+# ---------------------------------------------------------------------- one revision
+
+
+def measure(parts: list[str]) -> dict[str, Any]:
+    """Measure the revision that is imported."""
+    gpu = FakeGPU()
+    engines = Engines(gpu)
+    found: dict[str, Any] = {}
+    if "times" in parts:
+        layers = Layers(gpu)
+        found["eager layer us"] = {
+            f"prompt chunk of {CHUNK}": layers.time(layers.prompt()),
+            "decode": layers.time(layers.decode()),
+        }
+        if REPLAYS_CHUNKS:
+            found["eager layer us"]["the prompt's step, replayed"] = layers.time_replay()
+        found["decode step us"] = {
+            f"batch {batch}": decode_steps(engines, batch) for batch in BATCHES
+        }
+    if "counts" in parts:
+        layers = Layers(gpu)
+        found["graph nodes"] = graph_nodes(gpu)
+        found["eager step"] = {
+            f"prompt chunk of {CHUNK}": layers.count_step(layers.prompt()),
+            "decode": layers.count_step(layers.decode()),
+        }
+        found["replayed step"] = step_counts(gpu, engines, 32)
+    if "idle" in parts:
+        found["idle share"] = idle_shares(gpu, engines)
+    return found
+
+
+def measure_apart(tree: Path, parts: Sequence[str]) -> dict[str, Any]:
+    """Measure a tree in a process of its own."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        subprocess.run(
+            [
+                *(sys.executable, "-P", "-m", "benchmarks", "--call"),
+                *("benchmarks.engine.host_overhead:measure_into", file.name, *parts),
+            ],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "kernels", ROOT))),
+                "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0",
+            },
+            cwd=tree, check=True,
+        )  # fmt: skip
+        found: dict[str, Any] = json.load(file)
+        return found
+
+
+# ---------------------------------------------------------------------- both, in turns
+
+
+@contextmanager
+def checkout(revision: str) -> Iterator[Path]:
+    """Check out a tree of another revision, and remove it in the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
+        try:
+            (tree / ".venv").symlink_to(ROOT / ".venv")
+            shutil.rmtree(tree / "benchmarks")  # this tree's benchmark measures both
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+def merged(runs: list[Any]) -> Any:
+    """Return the least of the rounds for each figure: other work on the machine only adds."""
+    first = runs[0]
+    if isinstance(first, dict):
+        return {key: merged([run[key] for run in runs]) for key in first}
+    return min(runs)
+
+
+def missed(found: dict[str, Any]) -> list[str]:
+    """A line for each target that a revision's figures miss; those of parts not measured do not."""
+    lines = []
+    for what, (most, places) in TARGETS.items():
+        for place in places:
+            if place[0] in found:
+                value: Any = functools.reduce(operator.getitem, place, found)
+                if value > most:
+                    lines.append(f"{what}: at most {most:g}, got {value:g} ({', '.join(place)})")
+    return lines
+
+
+def measure_into(path: str, *parts: str) -> None:
+    """Measure the tree that is imported; write its figures as JSON."""
+    Path(path).write_text(json.dumps(measure(list(parts))), encoding="utf-8")
+
+
+def run(
+    run: Run,
+    rounds: int = 3,
+    parts: Sequence[Literal["times", "counts", "idle"]] = ("times", "counts", "idle"),
+    against: str = "",
+) -> Document:
+    """Measure this tree, perhaps in turns with another revision.
+
+    Args:
+        against: another revision of git.
+    """
+    with contextlib.ExitStack() as stack:
+        trees = {"now": ROOT}
+        if against:
+            trees["before"] = stack.enter_context(checkout(against))
+        runs: dict[str, list[Any]] = {name: [] for name in trees}
+        for _ in range(rounds):
+            for name, tree in trees.items():
+                runs[name].append(measure_apart(tree, parts))
+    results = {name: merged(found) for name, found in runs.items()}
+    for name, found in results.items():
+        for part, figures in found.items():
+            run.show(f"{name}: {part}", figures)
+    run.problems += [f"missed: {line}" for line in missed(results["now"])]
+    shape = {"layer": SHAPE, "context": CONTEXT, "device_step_ms": DEVICE_STEP_MS}
+    shape |= {"rounds": rounds, "against": against or None}
+    shape["targets"] = {what: most for what, (most, _) in TARGETS.items()}
+    return {"shape": shape, **results}

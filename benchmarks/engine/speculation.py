@@ -1,0 +1,315 @@
+"""Measure tokens per second with and without drafts, on a CPU, greedy.
+
+``ngram`` with SmolLM2-135M-Instruct, whose weights have 4 bits, as they are and in float32: this
+repository's own files, code to be edited and prose to be summarised. Trained heads and layers, and
+a draft model (its first four layers of six), with the demo model: functions that begin. Each
+comparison is made in turns within one run, and told as a ratio of medians; outputs must be equal.
+Beside them `transformers`' own prompt lookup and assisted generation over its plain generation, of
+the same models.
+
+    python -m benchmarks speculation [--part PART]      a part is measured anew, the others stay
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.packaged_model import SMOLLM2
+from benchmarks.runner.environment import RESULTS, ROOT
+from benchmarks.runner.run import Run
+from engine import LLM
+from examples.demo import fetch_model
+
+CODE = (
+    "baton/registry.py", "engine/core/extents.py", "engine/core/waiting_queue.py",
+    "engine/worker/host/cores.py", "baton/addresses.py", "engine/executors/uniproc.py",
+)  # fmt: skip
+PROSE = ("docs/determinism.md", "docs/routing.md", "docs/security.md", "docs/chat.md")
+EDIT = "Rename the first function of this file, and give back the whole file.\n\n```python\n{}\n```"
+SUMMARISE = "Summarise this text in its own words, sentence by sentence.\n\n{}"
+TASKS = {"editing code": (CODE, EDIT), "summarising": (PROSE, SUMMARISE)}
+PROMPT_TOKENS = 400  # of a file
+NUM_DRAFTS = 5  # the default; Medusa heads: as many as there are
+DEMO = ROOT / "examples" / "demo_model"
+PEERS = "transformers"
+PARTS = (*TASKS, "medusa", "eagle", "mtp", "draft_model", PEERS)
+BEGINNINGS = (
+    "def read_config(path):\n",
+    'class Stack:\n    """A simple stack."""\n',
+    "import os\n\ndef main(",
+    "    def __init__(self, name, value=None):\n",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Tokens of an output, repetitions, and prompts of each kind."""
+
+    tokens: int
+    repetitions: int
+    prompts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        ratio: tokens per second with drafts over without.
+        acceptance_length: tokens that a request gets from a step with drafts.
+        share_computed: share of steps and requests that checked drafts.
+        step_cost: seconds of a step with drafts, drafting included, over one without.
+        why: reason of the number of drafts at the end, where that is chosen.
+    """
+
+    name: str
+    batch: int
+    tokens_per_s: float
+    ratio: float
+    acceptance_length: float
+    share_computed: float
+    step_cost: float
+    equal: bool
+    why: str = ""
+
+
+def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
+    """One chat about the beginning of each file."""
+    assert llm.tokenizer is not None
+    found = []
+    for name in files:
+        content = (ROOT / name).read_text(encoding="utf-8")
+        beginning = llm.tokenizer.decode(llm.tokenizer.encode(content)[:PROMPT_TOKENS])
+        message = {"role": "user", "content": text.format(beginning)}
+        found.append(llm.tokenizer.encode_chat([message]))
+    return found
+
+
+def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[int, ...]]]:
+    """Tokens per second, and the outputs."""
+    started = time.monotonic()
+    outputs = run()
+    return sum(map(len, outputs)) / (time.monotonic() - started), outputs
+
+
+def compare(
+    name: str,
+    plain: LLM,
+    guessing: LLM,
+    prompts: list[list[int]],
+    batch: int,
+    options: Options,
+) -> Row:
+    """Complete prompts in batches with both, in turns."""
+    params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True)
+    prompts = [prompts[index % len(prompts)] for index in range(max(batch, len(prompts)))]
+
+    def complete(llm: LLM) -> list[tuple[int, ...]]:
+        outputs = []
+        for first in range(0, len(prompts), batch):
+            outputs += llm.generate(prompts[first : first + batch], params)
+        return [output.token_ids for output in outputs]
+
+    complete(plain)  # prompts are cached from now on: what is timed is decoding
+    complete(guessing)
+    before, num_steps_before = guessing.metrics(), engine_steps(plain, guessing)
+    speeds: dict[str, list[float]] = {"plain": [], "guessing": []}
+    equal = True
+    for _ in range(options.repetitions):
+        speed, expected = timed(lambda: complete(plain))
+        speeds["plain"].append(speed)
+        speed, found = timed(lambda: complete(guessing))
+        speeds["guessing"].append(speed)
+        equal &= found == expected
+    after = guessing.metrics()
+    num_draft_steps = after.draft_steps_total - before.draft_steps_total
+    num_accepted = after.accepted_drafts_total - before.accepted_drafts_total
+    num_tokens = after.output_tokens_total - before.output_tokens_total
+    ratio = statistics.median(speeds["guessing"]) / statistics.median(speeds["plain"])
+    num_steps = [
+        now - then
+        for now, then in zip(engine_steps(plain, guessing), num_steps_before, strict=True)
+    ]
+    return Row(
+        name=name,
+        batch=batch,
+        tokens_per_s=statistics.median(speeds["guessing"]),
+        ratio=ratio,
+        acceptance_length=1 + num_accepted / max(num_draft_steps, 1),
+        share_computed=num_draft_steps / max(num_tokens - num_accepted, 1),
+        step_cost=num_steps[0] / num_steps[1] / ratio,
+        equal=equal,
+        why=guessing.engine.why_drafts(),
+    )
+
+
+def engine_steps(*llms: LLM) -> list[int]:
+    return [llm.engine.num_steps for llm in llms]
+
+
+def load_peer(model: Path) -> Any:
+    """A folder, or a GGUF file, by `transformers`."""
+    where: dict[str, Any] = {"gguf_file": model.name} if model.is_file() else {}
+    folder = model.parent if model.is_file() else model
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where)
+
+
+def compare_transformers(
+    name: str, peer: Any, prompts: list[list[int]], options: Options, **guesses: Any
+) -> Row:
+    """Measure `transformers` at batch 1 with drafts over without; prompts are computed, too."""
+
+    def complete(**guesses: Any) -> list[tuple[int, ...]]:
+        outputs = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            made = peer.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                min_new_tokens=options.tokens, max_new_tokens=options.tokens, **guesses,
+            )  # fmt: skip
+            outputs.append(tuple(made[0, len(prompt) :].tolist()))
+        return outputs
+
+    speed, expected = timed(complete)
+    guessed, found = timed(lambda: complete(**guesses))
+    return Row(
+        name=f"transformers: {name}", batch=1, tokens_per_s=guessed, ratio=guessed / speed,
+        acceptance_length=0.0, share_computed=0.0, step_cost=0.0, equal=found == expected,
+    )  # fmt: skip
+
+
+def first_layers(folder: Path, to: Path, num_layers: int) -> Path:
+    """Write a draft model: the first layers of a model."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = num_layers
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:num_layers]
+    (to / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    stored = load_file(folder / "model.safetensors")
+    gone = tuple(f"model.layers.{index}." for index in range(num_layers, 100))
+    kept = {name: tensor for name, tensor in stored.items() if not name.startswith(gone)}
+    save_file(kept, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def compare_drafters(
+    method: str, add: Callable[[Row], None], draft_model: Path, options: Options
+) -> None:
+    """A drafter with weights, of the demo model."""
+    of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**28}
+    plain = LLM(str(DEMO), **of_engine)
+    assert plain.tokenizer is not None
+    prompts = [plain.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
+    folder = draft_model if method == "draft_model" else DEMO / method
+    guesses = {
+        "speculative_method": method,
+        "speculative_model": str(folder),
+    }
+    adaptive = LLM(str(DEMO), **of_engine, **guesses)
+    fixed = LLM(str(DEMO), **of_engine, **guesses, adaptive_speculation=False)
+    name = f"demo model, {method}"
+    add(compare(f"{name}, as many as pay", plain, adaptive, prompts, 1, options))
+    add(compare(f"{name}, all guesses", plain, fixed, prompts, 1, options))
+    add(compare(f"{name}, as many as pay", plain, adaptive, prompts, 32, options))
+
+
+def compare_ngram(task: str, add: Callable[[Row], None], model: Path, options: Options) -> None:
+    """Prompt lookup with SmolLM2."""
+    of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**29}
+    guesses: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
+    plain = LLM(str(model), **of_engine)
+    adaptive = LLM(str(model), **of_engine, **guesses)
+    fixed = LLM(str(model), **of_engine, **guesses, adaptive_speculation=False)
+    files, text = TASKS[task]
+    prompts = prompts_of(plain, files[: options.prompts], text)
+    add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 1, options))
+    add(compare(f"{task}, all guesses", plain, fixed, prompts, 1, options))
+    add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 32, options))
+    # What `transformers` computes with, beside it: weights that take most of a step to read.
+    del plain, adaptive, fixed
+    of_engine["weights"] = "fp32"
+    plain, adaptive = LLM(str(model), **of_engine), LLM(str(model), **of_engine, **guesses)
+    name = f"{task}, float32 weights, as many as pay"
+    add(compare(name, plain, adaptive, prompts, 1, options))
+
+
+def compare_peers(
+    add: Callable[[Row], None], model: Path, draft_model: Path, options: Options
+) -> None:
+    """`transformers` with the same models, weights in float32."""
+    reader = LLM(str(model), dtype="float32", kv_cache_bytes=2**26)
+    peer, guesses = load_peer(model), {"prompt_lookup_num_tokens": NUM_DRAFTS}
+    for task, (files, text) in TASKS.items():
+        prompts = prompts_of(reader, files[: options.prompts], text)
+        add(compare_transformers(task, peer, prompts, options, **guesses))
+    reader = LLM(str(DEMO), dtype="float32", kv_cache_bytes=2**26)
+    assert reader.tokenizer is not None
+    prompts = [reader.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
+    peer, assistant = load_peer(DEMO), load_peer(draft_model)
+    assistant.generation_config.num_assistant_tokens = NUM_DRAFTS
+    given = {"assistant_model": assistant}
+    add(compare_transformers("demo model, assisted", peer, prompts, options, **given))
+    guesses = {"prompt_lookup_num_tokens": NUM_DRAFTS}
+    add(compare_transformers("demo model, prompt lookup", peer, prompts, options, **guesses))
+
+
+def measure(part: str, console: Console, options: Options) -> list[Row]:
+    """The rows of a part."""
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        console.print(row)
+
+    found = fetch_model(console, SMOLLM2)
+    if found is None:
+        raise SystemExit("the model cannot be had")
+    with tempfile.TemporaryDirectory() as made:
+        draft_model = first_layers(DEMO, Path(made), 4)
+        if part in TASKS:
+            compare_ngram(part, add, Path(found), options)
+        elif part == PEERS:
+            compare_peers(add, Path(found), draft_model, options)
+        else:
+            compare_drafters(part, add, draft_model, options)
+    return rows
+
+
+def run(
+    run: Run,
+    part: Sequence[str] = PARTS,
+    tokens: int = 128,
+    repetitions: int = 3,
+    prompts: int = 4,
+) -> None:
+    """Compare one part after the other; results of other parts are kept.
+
+    Args:
+        part: some of editing code, summarising, medusa, eagle, mtp, draft_model, transformers.
+        tokens: tokens of an output.
+        prompts: prompts of each kind.
+    """
+    options = Options(tokens, repetitions, prompts)
+    written = RESULTS / "speculation.json"
+    parts = json.loads(written.read_text(encoding="utf-8"))["parts"] if written.exists() else {}
+    environment = run.environment
+    for name in part:
+        now = {key: environment[key] for key in ("date", "git_revision", "cpu", "load_average")}
+        rows = [asdict(row) for row in measure(name, run.console, options)]
+        run.show(name, rows)
+        parts[name] = {"measured": now, "rows": rows}
+        parts = {one: parts[one] for one in PARTS if one in parts}
+        run.save({"parts": parts})

@@ -1,0 +1,299 @@
+"""One engine in a process of its own: load a checkpoint, time what is asked for, print JSON.
+
+Run by engine_cpu.py, perhaps with the Python of another environment, so nothing is imported before
+it is needed. Refuses to know: the other engines, what the times are compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS = 32  # of the prompts that decodes begin with
+Prompts = Sequence[list[int]]
+Generate = Callable[[Prompts, int], object]  # prompts (all of one length), tokens to make of each
+
+
+def baton(folder: Path, threads: int, weights: str) -> Generate:
+    """This engine, offline, in the checkpoint's dtype; int8 and int4 weights round inputs, too.
+
+    Weights of GGUF (q8_0 and so on) are those of the file that llama.cpp's turn has made.
+    """
+    from baton.api.sampling_params import SamplingParams
+    from engine import LLM
+
+    config = json.loads((folder / "config.json").read_text())
+    is_gguf = weights.startswith("q")
+    llm = LLM(
+        f"{folder}-{weights}.gguf" if is_gguf else str(folder),
+        dtype=config.get("dtype") or config["torch_dtype"],
+        num_threads=threads,
+        weights="auto" if is_gguf else weights or "auto",
+        prefix_cache=False,
+        max_num_batched_tokens=2048,
+        kv_cache_bytes=2**30 + 2**28,
+    )
+
+    def generate(prompts: Prompts, num_tokens: int) -> object:
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_tokens)
+        return llm.generate(prompts, params)
+
+    return generate
+
+
+def transformers(folder: Path, threads: int, weights: str) -> Generate:
+    """Hugging Face's generate with its default, dynamic cache."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert not weights, weights
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def generate(prompts: Prompts, num_tokens: int) -> object:
+        with torch.inference_mode():
+            ids = torch.tensor(prompts)
+            return model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                min_new_tokens=num_tokens,
+                max_new_tokens=num_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+
+    return generate
+
+
+def vllm(folder: Path, threads: int, weights: str) -> Generate:
+    """vLLM's CPU build, compiled."""
+    import os
+
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(folder),
+        dtype="bfloat16" if weights == "bf16" else "float32",
+        skip_tokenizer_init=True,
+        max_model_len=16384,
+        enable_prefix_caching=False,
+    )
+
+    def generate(prompts: Prompts, num_tokens: int) -> object:
+        params = SamplingParams(
+            temperature=0, ignore_eos=True, max_tokens=num_tokens, detokenize=False
+        )
+        return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+    return generate
+
+
+def onnxruntime(folder: Path, threads: int, weights: str) -> Generate:
+    """ONNX Runtime GenAI; the checkpoint is converted beside itself by its own builder."""
+    import subprocess
+    import sys
+
+    weights = weights or "fp32"
+    converted = folder.parent / f"{folder.name}-onnx-{weights}"
+    if not (converted / "genai_config.json").exists():
+        builder = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
+        subprocess.run(
+            [*builder, "-i", str(folder), "-o", str(converted), "-p", weights, "-e", "cpu"],
+            check=True,
+            stdout=sys.stderr,
+        )
+    path = converted / "genai_config.json"
+    config = json.loads(path.read_text())
+    session = config["model"]["decoder"]["session_options"]
+    session["intra_op_num_threads"] = threads
+    path.write_text(json.dumps(config))
+    import numpy as np
+    import onnxruntime_genai as og
+
+    model = og.Model(str(converted))
+
+    def generate(prompts: Prompts, num_tokens: int) -> object:
+        params = og.GeneratorParams(model)
+        length = len(prompts[0]) + num_tokens
+        params.set_search_options(
+            batch_size=len(prompts), max_length=length, min_length=length, do_sample=False
+        )
+        generator = og.Generator(model, params)
+        generator.append_tokens(np.array(prompts, dtype=np.int32))
+        for _ in range(num_tokens):
+            generator.generate_next_token()
+        return generator.get_sequence(0)
+
+    return generate
+
+
+def openvino(folder: Path, threads: int, weights: str) -> Generate:
+    """OpenVINO GenAI's continuous batching; the checkpoint is converted beside itself."""
+    import subprocess
+    import sys
+
+    # Smaller weights are widened: products are made in bfloat16.
+    kept = {"": "fp32", "bf16": "fp16"}.get(weights, weights)
+    precision = "bf16" if weights else "f32"
+    converted = folder.parent / f"{folder.name}-openvino-{kept}"
+    if not (converted / "openvino_model.xml").exists():
+        command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
+        export = ["--task", "text-generation-with-past", "--weight-format", kept]
+        subprocess.run(
+            [*command, *export, "--model", str(folder), str(converted)],
+            check=True,
+            stdout=sys.stderr,
+        )
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = 2
+    scheduler.max_num_batched_tokens = 2048
+    scheduler.enable_prefix_caching = False
+    options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
+    pipeline = genai.ContinuousBatchingPipeline(str(converted), scheduler, "CPU", options)
+
+    def generate(prompts: Prompts, num_tokens: int) -> object:
+        config = genai.GenerationConfig()
+        config.max_new_tokens = num_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        handles = [
+            pipeline.add_request(index, ov.Tensor(np.array([prompt], dtype=np.int64)), config)
+            for index, prompt in enumerate(prompts)
+        ]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+        return [handle.read_all() for handle in handles]
+
+    return generate
+
+
+def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
+    """llama.cpp, built here for this CPU; the checkpoint is converted beside itself."""
+    import llama_cpp as api
+    import numpy as np
+
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from benchmarks.engine_cpu.gguf_checkpoints import as_gguf
+
+    path = as_gguf(folder, weights)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    api.llama_backend_init()
+    loading = api.llama_model_default_params()
+    model = api.llama_model_load_from_file(str(path).encode(), loading)
+    contexts: dict[int, Any] = {}
+
+    def context_of(batch: int) -> Any:
+        if batch not in contexts:
+            options = api.llama_context_default_params()
+            options.n_ctx = 8704 if batch == 1 else batch * 256
+            options.n_batch = 8704  # of a call: it cuts them itself, into 512
+            options.n_seq_max = batch
+            options.n_threads = options.n_threads_batch = threads
+            contexts[batch] = api.llama_init_from_model(model, options)
+        return contexts[batch]
+
+    def step(context: Any, tokens: Prompts, position: int) -> list[list[int]]:
+        """The tokens of each request, from a position on; returns the next one of each."""
+        total = sum(map(len, tokens))
+        batch = api.llama_batch_init(total, 0, 1)
+        index = 0
+        last = []
+        for request, own in enumerate(tokens):
+            for offset, token in enumerate(own):
+                batch.token[index] = token
+                batch.pos[index] = position + offset
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = request
+                batch.logits[index] = offset == len(own) - 1
+                index += 1
+            last.append(index - 1)
+        batch.n_tokens = total
+        done = api.llama_decode(context, batch)
+        assert done == 0, done
+        rows = [
+            np.ctypeslib.as_array(api.llama_get_logits_ith(context, i), (vocabulary,)) for i in last
+        ]
+        api.llama_batch_free(batch)
+        return [[int(row.argmax())] for row in rows]
+
+    def generate(prompts: Prompts, num_tokens: int) -> object:
+        context = context_of(len(prompts))
+        api.llama_memory_clear(api.llama_get_memory(context), True)
+        tokens = step(context, prompts, 0)
+        for made in range(1, num_tokens):
+            tokens = step(context, tokens, len(prompts[0]) + made - 1)
+        return tokens
+
+    return generate
+
+
+SUBJECTS: dict[str, Callable[[Path, int, str], Generate]] = {
+    "baton": baton,
+    "transformers": transformers,
+    "openvino": openvino,
+    "onnxruntime": onnxruntime,
+    "vllm": vllm,
+    "llamacpp": llamacpp,
+}
+
+
+def measure(generate: Generate, case: str, num_tokens: int) -> float:
+    """Tokens per second: ``prefill N`` of one prompt, ``decode B`` of B requests at a time.
+
+    What runs first is not counted; of a long prompt its beginning alone, to save minutes.
+    """
+    kind, _, number = case.partition(" ")
+    draw = random.Random(case)
+    batch, length = (1, int(number)) if kind == "prefill" else (int(number), PROMPT_TOKENS)
+
+    def seconds(new_tokens: int, length: int = length) -> float:
+        prompts = [draw.choices(range(1000), k=length) for _ in range(batch)]
+        start = time.perf_counter()
+        generate(prompts, new_tokens)
+        return time.perf_counter() - start
+
+    seconds(2, min(length, 2048))
+    if kind == "prefill":
+        return length / seconds(1)
+    first, all_tokens = seconds(1), seconds(1 + num_tokens)
+    return batch * num_tokens / (all_tokens - first)
+
+
+def main() -> None:
+    """Load, measure every case, print one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--subject", required=True, help="an engine, perhaps with its weights")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--tokens", type=int, required=True, help="decode steps per case")
+    parser.add_argument("--repetitions", type=int, required=True)
+    parser.add_argument("--cases", nargs="+", required=True)
+    arguments: Any = parser.parse_args()
+    engine, _, weights = arguments.subject.partition(" ")
+    generate = SUBJECTS[engine](arguments.model, arguments.threads, weights)
+    results: dict[str, float | str] = {}
+    for case in arguments.cases:
+        rounds = range(arguments.repetitions)
+        try:
+            results[case] = max(measure(generate, case, arguments.tokens) for _ in rounds)
+        except Exception as error:  # an engine may refuse a case: the others still count
+            results[case] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Compare families of models on a CPU with a dense model, `transformers` and llama.cpp.
+
+One row per family, random float32 weights of some hundred million parameters (or fewer, see
+``--layers``). Engines run alone, each in a process of its own, and take turns; the best of the
+rounds counts, as others on the machine only ever slow one down. A family joins by a row in SHAPES.
+Refuses to know: how an engine is called, see engine_cpu_subjects.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_cpu.engine_cpu import python_of, reason_of
+from benchmarks.runner.environment import ROOT
+from benchmarks.runner.run import Document, Run
+
+BUILD = ROOT / "build" / "families"
+CASES = ("prefill 512", "decode 1", "decode 8")
+PEERS = ("transformers", "llamacpp")
+SHORT_CONTEXT = 32
+RUN_LIMIT_S = 1800
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": 32768,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+_FOUR_OF_SIXTEEN = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+# Row -> architecture, and what its config has beyond _DENSE.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3": ("Qwen3ForCausalLM", {}),
+    "Mistral, window": ("MistralForCausalLM", {"sliding_window": 1024}),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", _FOUR_OF_SIXTEEN | {"norm_topk_prob": True}),
+    "Mixtral": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    ),
+    "Gemma 3": (
+        "Gemma3ForCausalLM",
+        {"sliding_window": 512, "tie_word_embeddings": True, "query_pre_attn_scalar": 64},
+    ),
+    "DeepSeek-V2": (
+        "DeepseekV2ForCausalLM",
+        {
+            "num_key_value_heads": 12,
+            "head_dim": 64,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 12,
+            "n_routed_experts": 8,  # of layers that it has not, but a config says it
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+# Rows whose tokens take as many weights as the dense row's, experts that are not chosen aside.
+DENSE_ROW = "Qwen3"
+EXPERT_ROWS = ("Qwen3-MoE", "Mixtral")
+ATTENTION_ROWS = ("Qwen3", "DeepSeek-V2")
+TARGETS = {"experts over dense": 0.8, "attention's share of bandwidth": 0.7, "over peers": 1.0}
+
+
+def make_checkpoint(row: str, num_layers: int) -> Path:
+    """The random checkpoint of a row, made once."""
+    architecture, others = SHAPES[row]
+    folder = BUILD / f"{row}-{num_layers}"
+    if not (folder / "model.safetensors").exists():
+        import torch
+        import transformers
+
+        torch.manual_seed(0)
+        transformers.utils.logging.disable_progress_bar()
+        model_class = getattr(transformers, architecture)
+        shape = _DENSE | others | {"num_hidden_layers": num_layers}
+        model_class(model_class.config_class(**shape)).save_pretrained(folder)
+    return folder
+
+
+def answer_of(
+    words: Sequence[object], num_threads: int, python: Path = Path(sys.executable)
+) -> dict[str, float]:
+    """Return the last line that a script prints; raises SubprocessError or ValueError."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+    if python == Path(sys.executable):
+        folders = (ROOT, ROOT / "kernels")
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))
+    done = subprocess.run(
+        [str(python), "-P", *map(str, words)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+        env=environment,
+    )
+    results: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return results
+
+
+def measure(
+    rows: Sequence[str], pythons: dict[str, Path], options: Options
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Tokens per second by row, engine and case, in turns; and why a row of a peer is missing."""
+    script = Path(__file__).parent / "engine_cpu_subjects.py"
+    best: dict[str, dict[str, Any]] = {row: {engine: {} for engine in pythons} for row in rows}
+    missing: dict[str, str] = {}
+    for _ in range(options.rounds):
+        for row in rows:
+            folder = make_checkpoint(row, options.layers)
+            for engine, python in pythons.items():
+                words = (
+                    "--subject", engine, "--model", folder, "--threads", options.threads,
+                    "--tokens", options.tokens, "--repetitions", 1, "--cases", *CASES,
+                )  # fmt: skip
+                cases = best[row][engine]
+                try:
+                    found = answer_of((script, *words), options.threads, python)
+                except (subprocess.SubprocessError, ValueError) as error:
+                    if engine == "baton":
+                        raise
+                    missing[f"{row}, {engine}"] = reason_of(error)
+                    continue
+                for case, rate in found.items():
+                    cases[case] = round(max(rate, cases.get(case, 0.0)), 1)
+                print(row, engine, cases, file=sys.stderr)
+    return best, missing
+
+
+def measure_attention(row: str, options: Options) -> dict[str, float]:
+    """What the KV of a long context adds to a token, as bytes per second."""
+    folder = make_checkpoint(row, options.layers)
+    call = "benchmarks.engine_cpu.families:print_attention"
+    words = ("-m", "benchmarks", "--call", call, folder)
+    numbers = (options.threads, options.tokens, options.context)
+    found = answer_of((*words, *numbers), options.threads)
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("kv_lora_rank"):
+        num_values = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    else:
+        num_values = 2 * config["num_key_value_heads"] * config["head_dim"]
+    num_tokens = options.context - SHORT_CONTEXT
+    num_bytes = 4 * num_values * config["num_hidden_layers"] * num_tokens
+    attention_s = found["long_s"] - found["short_s"]
+    rate = num_bytes / attention_s / 1e9 if attention_s > 0 else 0.0
+    return {
+        "bytes_per_token_and_layer": 4 * num_values,
+        "milliseconds": round(1e3 * attention_s, 3),
+        "gb_s": round(rate, 2),
+        "read_gb_s": round(found["read_gb_s"], 2),
+        "share_of_bandwidth": round(rate / found["read_gb_s"], 3),
+    }
+
+
+def print_attention(folder: str, threads: str, tokens: str, context: str) -> None:
+    """Print as JSON: seconds per token after both contexts, and how fast memory is."""
+    import torch
+
+    from baton.api.sampling_params import SamplingParams
+    from engine import LLM
+
+    llm = LLM(
+        folder,
+        dtype="float32",
+        num_threads=int(threads),
+        max_num_batched_tokens=2048,
+        kv_cache_bytes=2**29,
+    )
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=1 + int(tokens))
+
+    def seconds_per_token(context: int) -> float:
+        times = [time.perf_counter() for _ in llm.stream([3] * context, params)]
+        return statistics.median(after - before for before, after in pairwise(times))
+
+    seconds_per_token(SHORT_CONTEXT)
+    memory = torch.ones(2**26)  # 256 MiB
+
+    def read_s() -> float:
+        start = time.perf_counter()
+        memory.sum()
+        return time.perf_counter() - start
+
+    found = {
+        "short_s": seconds_per_token(SHORT_CONTEXT),
+        "long_s": seconds_per_token(int(context)),
+        "read_gb_s": 4 * memory.numel() / min(read_s() for _ in range(10)) / 1e9,
+    }
+    print(json.dumps(found))
+
+
+def ratios_of(best: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the ratios that have targets."""
+    ratios: dict[str, dict[str, float]] = {}
+    for row, engines in best.items():
+        for engine in PEERS:
+            if theirs := engines.get(engine):
+                over = {case: round(engines["baton"][case] / theirs[case], 2) for case in CASES}
+                ratios[f"{row} over {engine}"] = over
+    for row in EXPERT_ROWS:
+        if row in best and DENSE_ROW in best:
+            dense = best[DENSE_ROW]["baton"]
+            over = {case: round(best[row]["baton"][case] / dense[case], 2) for case in CASES[1:]}
+            ratios[f"{row} over dense"] = over
+    return ratios
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How families are timed.
+
+    Attributes:
+        rounds: processes of each engine and row.
+        tokens: decode steps per case.
+        context: tokens of the rows of attention.
+        peers: llamacpp is built if need be.
+    """
+
+    threads: int = 2
+    rounds: int = 2
+    tokens: int = 32
+    layers: int = 12
+    context: int = 4096
+    rows: Sequence[str] = tuple(SHAPES)
+    peers: Sequence[str] = PEERS
+
+
+def run(run: Run, options: Options) -> Document:
+    """Measure all engines in turns, then attention over a long context."""
+    from models.registry import MODELS
+
+    missing = [row for row in options.rows if SHAPES[row][0] not in MODELS.names()]
+    rows = [row for row in options.rows if row not in missing]
+    pythons = {"baton": Path(sys.executable)}
+    for peer in options.peers:
+        pythons[peer] = Path(sys.executable) if peer == "transformers" else python_of(peer)
+    best, silent = measure(rows, pythons, options)
+    attention = {row: measure_attention(row, options) for row in ATTENTION_ROWS if row in rows}
+    for row, engines in best.items():
+        run.show(f"{row}, tokens per second", engines)
+    run.show("not supported", missing)
+    return {
+        "shapes": {row: {"architecture": SHAPES[row][0], **SHAPES[row][1]} for row in rows},
+        "shape_of_all": _DENSE | {"num_hidden_layers": options.layers},
+        "num_threads": options.threads,
+        "dtype": "float32",
+        "context": options.context,
+        "targets": TARGETS,
+        "tokens_per_second": best,
+        "ratios": ratios_of(best),
+        "attention": attention,
+        "not_supported": missing,
+        "missing": silent,
+    }

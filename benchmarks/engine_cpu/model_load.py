@@ -1,0 +1,121 @@
+"""Measure how long a model takes to load on a CPU, and how far memory grows meanwhile.
+
+A checkpoint of Qwen3-0.6B's shape with random weights, in bfloat16; a fresh process per run, its
+files in the page cache. In turns with another checkout, if one is given:
+
+    python -m benchmarks model_load --other ../before
+
+Refuses to know: how models are loaded; it runs engines of checkouts older than itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runner.environment import ROOT
+from benchmarks.runner.run import Document, Run
+
+FOLDER = ROOT / "build" / "model_load" / "qwen3-0.6b"
+FORMATS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
+KV_CACHE_BYTES = 256 * 2**20
+MIB = 2**20
+LARGEST_SECONDS = 1.5
+LARGEST_SHARE = 1.15
+
+
+def make_checkpoint() -> None:
+    """Write the checkpoint, once."""
+    if (FOLDER / "model.safetensors").exists():
+        return
+    import torch
+    from safetensors.torch import save_file
+
+    from benchmarks.gpu.gpu_models import SHAPES
+    from models.config import ModelConfig
+    from models.loading.loader import checkpoint_shapes
+    from models.registry import MODELS
+
+    torch.manual_seed(0)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "config.json").write_text(json.dumps(SHAPES["0.6B"]), encoding="utf-8")
+    config = ModelConfig.from_folder(FOLDER)
+    with torch.device("meta"):
+        model = MODELS.load(config.architecture)(config)
+    weights = {
+        name: (torch.randn(shape) * 0.02).bfloat16()
+        for name, shape in checkpoint_shapes(model).items()
+    }
+    save_file(weights, FOLDER / "model.safetensors")
+
+
+def load_once(weights: str) -> dict[str, float]:
+    """Load in this process; the libraries are imported and built before."""
+    from baton.engine_config import EngineConfig
+    from baton_kernels.dispatch import native_ops
+    from engine.worker.host.host_memory import peak_growth
+    from engine.worker.worker import Worker
+
+    native_ops()
+    config = EngineConfig(device="cpu", weights=weights, kv_cache_bytes=KV_CACHE_BYTES)
+    found: list[Any] = []
+    start = time.perf_counter()
+    growth = peak_growth(lambda: found.append(Worker(FOLDER, config)))
+    seconds = time.perf_counter() - start
+    model, cache = found[0].runner._model, found[0].kv_memory.tensor
+    kept = sum(tensor.numel() * tensor.itemsize for tensor in [*model.parameters(), cache])
+    return {"seconds": seconds, "growth_mib": growth / MIB, "kept_mib": kept / MIB}
+
+
+def load_in(checkout: Path, weights: str) -> dict[str, float] | None:
+    """Load in a fresh process of a checkout; None: it does not know these weights."""
+    paths = (checkout, checkout / "kernels", ROOT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-P", __file__, weights]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr.strip().rpartition("\n")[2], file=sys.stderr)
+        return None
+    found: dict[str, float] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return found
+
+
+def medians(runs: list[dict[str, float] | None]) -> dict[str, float] | None:
+    """Summarize the runs of one checkout and format."""
+    done = [one for one in runs if one is not None]
+    if not done:
+        return None
+    found = {name: round(statistics.median(one[name] for one in done), 2) for name in done[0]}
+    # Of the weights alone: nobody has written the KV cache's pages yet.
+    weights_mib = found["kept_mib"] - KV_CACHE_BYTES / MIB
+    return {**found, "share": round(found["growth_mib"] / weights_mib, 3)}
+
+
+def run(run: Run, other: Path | None = None, repetitions: int = 3) -> Document:
+    """Load every format in fresh processes.
+
+    Args:
+        other: another checkout, in turns with this one.
+    """
+    make_checkpoint()
+    checkouts = {"this": ROOT} | ({"other": other.resolve()} if other else {})
+    runs: dict[tuple[str, str], list[dict[str, float] | None]] = {}
+    for _ in range(repetitions):
+        for weights in FORMATS:
+            for name, checkout in checkouts.items():
+                runs.setdefault((weights, name), []).append(load_in(checkout, weights))
+    results = {
+        weights: {name: medians(runs[weights, name]) for name in checkouts} for weights in FORMATS
+    }
+    targets = {"seconds": LARGEST_SECONDS, "share": LARGEST_SHARE}
+    return {"kv_cache_mib": KV_CACHE_BYTES / MIB, "targets": targets, "weights": results}
+
+
+if __name__ == "__main__":  # in a process of its own, perhaps of an older checkout
+    print(json.dumps(load_once(sys.argv[1])))

@@ -1,0 +1,304 @@
+"""Measure what several ranks of one machine cost and bring: sums, decode, prompts, hand-off.
+
+Sums are timed in two processes, side by side. Engines have a process each, in turns, and a Qwen3
+shape of about 125 million random weights in float32. Hand-overs are those of the demo model between
+real nodes. Ratios are of medians of one run, and of an engine's best round: others' work on the
+machine makes a round slower, never faster. Parts may be measured in runs of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+from baton.processes.free_address import free_address
+from benchmarks.engine_cpu.engine_cpu import WORKS, make_checkpoint
+from benchmarks.faults.chaos_site import ranks_of
+from benchmarks.runner.environment import DEMO_MODEL, RESULTS
+from benchmarks.runner.run import Document, Run
+
+KIBIBYTES = (8, 16, 32, 64)
+# Of one transport in a row, as in a step: the ranks come to each at the same time.
+NUM_BURSTS, SUMS_IN_BURST = 50, 10
+# Threads of all ranks together, ranks of a stage, stages.
+ENGINES = {
+    "one process, 1 thread": (1, 1, 1),
+    "one process, 2 threads": (2, 1, 1),
+    "TP 2": (2, 2, 1),
+    "PP 2": (2, 1, 2),
+}
+CHUNK_TOKENS, NUM_CHUNKS, DECODE_TOKENS = 128, 12, 48
+SHAPES = {"P1 -> D1": (1, 1), "P2 -> D1": (2, 1), "P1 -> D2": (1, 2)}
+PROMPT_TOKENS, NUM_HANDOVERS, NUM_STARTS = 1000, 16, 2
+REST_S = 5.0
+TARGETS = {
+    "sums": "<= 0.2",
+    "decode TP 2 / 2 threads": ">= 0.9",
+    "decode TP 2 / 1 thread": ">= 1.6",
+    "prompt PP 2 / 1 thread": ">= 1.7",
+    "idle rank, share of a core": "<= 0.01",
+}
+LAYOUTS = ("layers", "heads")
+# Of each layout: time of unlike shapes, against alike ones of the same layout, and descriptors.
+for _layout in LAYOUTS:
+    TARGETS |= {f"hand-over {shape}, {_layout}": "<= 1.15" for shape in ("P2 -> D1", "P1 -> D2")}
+    TARGETS[f"descriptors per block and pair, {_layout}"] = "<= 1"
+
+
+# ---------------------------------------------------------------------- sums
+
+
+def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
+    """One of two ranks: medians in microseconds, by transport and KiB."""
+    import torch
+
+    from models.parallel.shared_group import share_memory
+    from models.parallel.torch_group import TorchGroup
+
+    torch.set_num_threads(1)
+    gloo = TorchGroup(rank, 2, folder, "sums", torch.device("cpu"))
+    shared = share_memory(gloo, descriptor, 0)
+    found: dict[str, dict[str, float]] = {}
+    for kibibytes in KIBIBYTES:
+        tensor = torch.zeros(kibibytes * 256)
+        samples: dict[str, list[float]] = {"gloo": [], "shared memory": []}
+        for _ in range(NUM_BURSTS):
+            for name, group in (("gloo", gloo), ("shared memory", shared)):
+                group.all_reduce(tensor)  # ranks that come at unlike times meet here
+                for _ in range(SUMS_IN_BURST):
+                    started = time.perf_counter()
+                    group.all_reduce(tensor)
+                    samples[name].append(time.perf_counter() - started)
+        for name, times in samples.items():
+            found.setdefault(name, {})[str(kibibytes)] = statistics.median(times) * 1e6
+    if rank == 0:
+        to.put(found)
+
+
+def measure_sums() -> dict[str, dict[str, float]]:
+    """Of both ranks' sums, what the first one took."""
+    from baton_kernels.native.library import load_library
+    from models.parallel.shared_group import open_shared
+
+    load_library()
+    descriptor = open_shared(1, 2)
+    assert descriptor is not None
+    context = get_context("fork")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=time_sums, args=(rank, folder, descriptor, answers))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        found: dict[str, dict[str, float]] = answers.get(timeout=120)
+        for process in ranks:
+            process.join()
+    os.close(descriptor)
+    return found
+
+
+# ---------------------------------------------------------------------- engines
+
+
+def run_engine(name: str, folder: Path) -> dict[str, float]:
+    """In a process of its own: seconds of a decode step and of a prompt, and of idle ranks."""
+    from baton.api.sampling_params import SamplingParams
+    from engine import LLM
+
+    threads, num_ranks, num_stages = ENGINES[name]
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        num_threads=threads,
+        tensor_parallel_size=num_ranks,
+        pipeline_parallel_size=num_stages,
+        prefix_cache=False,
+        long_prefill_token_threshold=CHUNK_TOKENS,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        kv_cache_bytes=2**29,
+    )
+    draw = random.Random(0)
+
+    def seconds(num_prompt: int, num_output: int) -> float:
+        prompt = draw.choices(range(30_000), k=num_prompt)
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_output)
+        started = time.perf_counter()
+        llm.generate([prompt], params)
+        return time.perf_counter() - started
+
+    seconds(CHUNK_TOKENS * 2, 8)  # warms up
+    decode = [(seconds(32, DECODE_TOKENS) - seconds(32, 1)) / (DECODE_TOKENS - 1) for _ in range(3)]
+    prompt = [seconds(CHUNK_TOKENS * NUM_CHUNKS, 1) for _ in range(3)]
+    others = ranks_of(os.getpid())[1:]
+    before = sum(map(cpu_seconds, others))
+    time.sleep(REST_S)
+    idle = (sum(map(cpu_seconds, others)) - before) / REST_S / max(len(others), 1)
+    llm.engine.close()
+    return {
+        "decode_s": statistics.median(decode),
+        "prompt_s": statistics.median(prompt),
+        "idle_share": idle,
+    }
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Each in turns; {engine: {figure: by round}}."""
+    folder = make_checkpoint(WORKS["125M"])
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in ENGINES}
+    for _ in range(rounds):
+        for name, figures in found.items():
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "benchmarks", "--call"),
+                    *("benchmarks.engine_cpu.parallel:print_engine", name, str(folder)),
+                ],
+                capture_output=True,
+                text=True,
+                check=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(ENGINES[name][0])},
+            )
+            for figure, value in json.loads(done.stdout.strip().splitlines()[-1]).items():
+                figures.setdefault(figure, []).append(value)
+    return found
+
+
+# ---------------------------------------------------------------------- hand-overs
+
+
+def measure_handovers() -> dict[str, dict[str, float]]:
+    """{shapes: medians of exposed transfer in ms, and descriptors per block and pair of ranks}."""
+    from baton import Client, SamplingParams
+    from baton.api.outputs import PushReceipt
+    from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    pushes: dict[tuple[str, str], list[PushReceipt]] = {}
+
+    def hand_over(layout: str, name: str) -> None:
+        prefill, decode = SHAPES[name]
+        config = LocalDeploymentConfig(
+            model=str(DEMO_MODEL),
+            listen=free_address(),
+            router_args=["--no-local-prefill"],
+            node_args=["--kv-cache-memory", "128M", "--kv-layout", layout],
+            prefill_args=["--tensor-parallel-size", str(prefill)],
+            decode_args=["--tensor-parallel-size", str(decode)],
+        )
+        draw = random.Random(0)
+        with LocalDeployment(config) as deployment, Client(config.listen) as client:
+            deployment.wait_ready(120)
+            for number in range(NUM_HANDOVERS + 1):
+                receipt = client.generate(draw.choices(range(4000), k=PROMPT_TOKENS), params)
+                assert receipt.receipt is not None
+                assert receipt.receipt.decode is not None
+                if number:  # the first one warms up
+                    pushes.setdefault((layout, name), []).append(receipt.receipt.decode.push)
+
+    # Where the kernel puts threads differs from start to start, so each is started more than once.
+    for _ in range(NUM_STARTS):
+        for layout in LAYOUTS:
+            for name in SHAPES:
+                hand_over(layout, name)
+    found = {}
+    for (layout, name), of_both in pushes.items():
+        found[f"{name}, {layout}"] = {
+            "exposed_ms": statistics.median(p.exposed_transfer_s for p in of_both) * 1e3,
+            "descriptors": statistics.median(
+                p.num_descriptors / p.num_blocks / max(SHAPES[name]) for p in of_both
+            ),
+        }
+    return found
+
+
+# ---------------------------------------------------------------------- all together
+
+
+def ratios(
+    sums: dict[str, dict[str, float]],
+    engines: dict[str, dict[str, list[float]]],
+    handovers: dict[str, dict[str, float]],
+) -> dict[str, float]:
+    """What the targets are of."""
+    found: dict[str, float] = {}
+    if sums:
+        found["sums"] = max(
+            sums["shared memory"][size] / sums["gloo"][size] for size in sums["gloo"]
+        )
+    if engines:
+        best = {
+            name: {figure: min(values) for figure, values in figures.items()}
+            for name, figures in engines.items()
+        }
+        one, two = best["one process, 1 thread"], best["one process, 2 threads"]
+        found["decode TP 2 / 2 threads"] = two["decode_s"] / best["TP 2"]["decode_s"]
+        found["decode TP 2 / 1 thread"] = one["decode_s"] / best["TP 2"]["decode_s"]
+        found["decode 2 threads / 1 thread"] = one["decode_s"] / two["decode_s"]
+        found["prompt PP 2 / 1 thread"] = one["prompt_s"] / best["PP 2"]["prompt_s"]
+        found["idle rank, share of a core"] = max(
+            max(engines[name]["idle_share"]) for name in ("TP 2", "PP 2")
+        )
+    if handovers:
+        for layout in LAYOUTS:
+            alone = handovers[f"P1 -> D1, {layout}"]["exposed_ms"]
+            unlike = {name: handovers[f"{name}, {layout}"] for name in ("P2 -> D1", "P1 -> D2")}
+            for name, figures in unlike.items():
+                found[f"hand-over {name}, {layout}"] = figures["exposed_ms"] / alone
+            found[f"descriptors per block and pair, {layout}"] = max(
+                figures["descriptors"] for figures in unlike.values()
+            )
+    return found
+
+
+def run(
+    run: Run, rounds: int = 2, without: Sequence[Literal["sums", "engines", "handovers"]] = ()
+) -> Document:
+    """Measure sums, engines and hand-overs.
+
+    Args:
+        without: parts that are left out.
+    """
+    sums = {} if "sums" in without else measure_sums()
+    engines = {} if "engines" in without else measure_engines(rounds)
+    handovers = {} if "handovers" in without else measure_handovers()
+    measured = {"sums_us": sums, "engines": engines, "handovers": handovers}
+    run.show("ratios", ratios(sums, engines, handovers))
+    for name, rows in measured.items():
+        run.show(name, rows)
+    return merge_results(run.environment, measured)
+
+
+def print_engine(name: str, folder: str) -> None:
+    """Print an engine's figures as JSON; what a process of its own does."""
+    print(json.dumps(run_engine(name, Path(folder))))
+
+
+def merge_results(environment: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what an earlier run measured of the parts that this one left out, and when."""
+    path = RESULTS / "parallel.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    keys = ("date", "git_revision", "load_average")
+    when = {key: environment[key] for key in keys}
+    parts = {name: figures or before.get(name, {}) for name, figures in measured.items()}
+    of_parts = {
+        name: when if figures else before.get("of_parts", {}).get(name, {})
+        for name, figures in measured.items()
+    }
+    return {"ratios": ratios(*parts.values()), **parts, "of_parts": of_parts}

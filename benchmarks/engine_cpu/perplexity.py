@@ -1,0 +1,102 @@
+"""Measure the perplexity of a real model in every format of weights, on the same text.
+
+SmolLM2-135M-Instruct, computed in float32; the text is this repository's own prose, cut into
+windows that are scored as prompts. Told is each perplexity over that of float32 weights, and how
+often the likeliest next token is another one. Formats of GPUs are computed by their definition.
+
+    python -m benchmarks perplexity
+    python -m benchmarks perplexity --demo    the demo model, whose weights have 16 bits, on code
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from unittest import mock
+
+import torch
+
+from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.packaged_model import SMOLLM2
+from baton.engine_config import WEIGHTS
+from baton_kernels.quantized import QuantizedFormat
+from benchmarks.runner.environment import ROOT
+from benchmarks.runner.run import Run
+from engine import LLM
+from engine.worker import worker
+from examples.demo import fetch_model
+from models.gpu.packing import GpuPacker
+
+TEXTS = ("docs/architecture.md", "docs/inside.md", "docs/routing.md", "docs/security.md")
+DEMO_MODEL = ROOT / "examples" / "demo_model"
+# Written after the model was trained.
+DEMO_TEXTS = (
+    "models/gpu/packing.py",
+    "benchmarks/engine_cpu/compile_layers.py",
+    "benchmarks/kernels/quantized_gpu.py",
+)
+BASE, ON_GPUS = "fp32", "on GPUs: "
+OTHERS = [
+    *(name for name in WEIGHTS if name not in ("auto", BASE)),
+    *(f"{ON_GPUS}{one.value}" for one in QuantizedFormat),
+]
+
+
+def score(
+    model: str, weights: str, texts: Sequence[str], num_windows: int, num_tokens: int
+) -> tuple[list[float], list[int]]:
+    """Return each token's log-likelihood after those before it, and the likeliest token there."""
+    with contextlib.ExitStack() as replaced:
+        if weights.startswith(ON_GPUS):
+            format_ = QuantizedFormat(weights.removeprefix(ON_GPUS))
+            packer = GpuPacker(torch.device("cpu"), format_, has_float8=True)
+            choose = mock.patch.object(worker, "choose_packer", return_value=packer)
+            replaced.enter_context(choose)
+            weights = "auto"
+        llm = LLM(model, dtype="float32", weights=weights, prefix_cache=False)
+    assert llm.tokenizer is not None
+    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in texts)
+    token_ids = list(llm.tokenizer.encode(text))
+    windows = [token_ids[i * num_tokens : (i + 1) * num_tokens] for i in range(num_windows)]
+    assert len(windows[-1]) == num_tokens, "the text is too short"
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    logprobs, likeliest = [], []
+    for output in llm.generate(windows, params):
+        for one in filter(None, output.prompt_logprobs):
+            logprobs.append(one.logprob)
+            likeliest.append(one.top[0][0])
+    return logprobs, likeliest
+
+
+def run(run: Run, windows: int = 24, tokens: int = 512, demo: bool = False) -> None:
+    """Score the text with every format of weights.
+
+    Args:
+        tokens: tokens of a window.
+        demo: the demo model, on code.
+    """
+    model = str(DEMO_MODEL) if demo else fetch_model(run.console, SMOLLM2)
+    if model is None:
+        raise SystemExit("the model cannot be had")
+    texts = DEMO_TEXTS if demo else TEXTS
+    scored = {weights: score(model, weights, texts, windows, tokens) for weights in (BASE, *OTHERS)}
+    perplexity = {
+        weights: math.exp(-sum(logprobs) / len(logprobs))
+        for weights, (logprobs, _) in scored.items()
+    }
+    rows = []
+    for weights, (logprobs, likeliest) in scored.items():
+        pairs = zip(likeliest, scored[BASE][1], strict=True)
+        others = sum(mine != theirs for mine, theirs in pairs) / len(logprobs)
+        rows.append(
+            {
+                "weights": weights,
+                "perplexity": round(perplexity[weights], 4),
+                "ratio": round(perplexity[weights] / perplexity[BASE], 5),
+                "share_of_other_tokens": round(others, 4),
+            }
+        )
+    run.show("demo model" if demo else SMOLLM2.name, rows)
+    document = {"num_tokens": len(scored[BASE][0]), "rows": rows}
+    run.save(document, "perplexity_demo" if demo else "perplexity")

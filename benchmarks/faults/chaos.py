@@ -1,0 +1,404 @@
+"""Kill, stop and restart real processes under load; exit 1 when a promise of the hand-off breaks.
+
+A router, two prefill and two decode nodes with NIXL on this machine, the demo model, a continuous
+load whose right answers are known. After each drill: every request had an end, no token was wrong,
+every block of every node is free again, and no process died that was not told to. The numbers of
+the arrows are those of docs/protocol/README.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from rich.console import Console
+
+from baton.api.errors import BatonError
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
+from benchmarks.faults.chaos_load import BROKEN, CHUNK_TOKENS, Case, Load, make_cases
+from benchmarks.faults.chaos_site import (
+    DETECTION_TIMEOUT_S,
+    READY_TIMEOUT_S,
+    STOP_S,
+    Site,
+    flush_caches,
+    left_behind,
+    list_nodes,
+    wait_until_free,
+)
+from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.run import Run
+
+DRAFTERS = ("eagle", "medusa", "mtp")  # trained for the demo model
+STORM_REQUESTS = 1000
+NODE_ARGS = [
+    *("--dtype", "float32", "--num-blocks", "400", "--max-num-requests", "16"),
+    *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
+]
+RANK_ARGS = ["--tensor-parallel-size", "2"]
+# Arrow of the diagram -> who dies, and where (an option of the connector).
+ARROWS = {
+    4: [("p0", "Start:send"), ("d0", "Start:recv")],
+    5: [("d0", "Grant:send"), ("p0", "Grant:recv")],
+    6: [("p0", "Write:send")],
+    7: [("p0", "Watermark:send"), ("d0", "Watermark:recv")],
+    8: [("p0", "Commit:send"), ("d0", "Commit:recv")],
+    9: [("d0", "Cancel:send"), ("p0", "Cancel:recv")],
+    10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
+}
+KILL_AT_COUNT = 5
+RANK_DETECTION_S = 1.0  # from the signal until the router knows that the node is gone
+FLUSH_INTERVAL_S = 1.0  # what nodes have in their caches does not travel, and kills nobody
+
+
+@dataclass(slots=True)
+class Result:
+    """What a drill showed. ``broken`` lists the promises that did not hold."""
+
+    name: str
+    counts: dict[str, int] = field(default_factory=dict)
+    retried: int = 0
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
+    detection_s: float | None = None
+    recovery_s: float = 0.0
+    free_after_s: float | None = None
+    broken: list[str] = field(default_factory=list)
+
+
+Action = Callable[[Site], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """Something that happens to a site under load; ``prepare`` comes before the load.
+
+    Attributes:
+        num_leavers: see `Load`.
+        of_ranks: its nodes have two ranks each.
+    """
+
+    name: str
+    action: Action
+    prepare: Action | None = None
+    num_leavers: int = 0
+    in_short: bool = False
+    of_ranks: bool = False
+
+
+# ---------------------------------------------------------------------- what happens
+
+
+async def kill_one(site: Site, name: str) -> None:
+    await site.kill(name)
+
+
+async def kill_and_restart(site: Site, name: str) -> None:
+    nodes = await asyncio.to_thread(list_nodes, site.address) or {}
+    await site.kill(name)
+    listen = ["--listen", nodes[name]] if name in nodes else []
+    await asyncio.to_thread(site.deployment.restart, name, *listen)
+    site.doomed.discard(name)
+    await site.wait_ready()
+    await site.some_time()
+
+
+async def kill_all_prefill(site: Site) -> None:
+    await site.kill("p0")
+    await site.kill("p1")
+    await site.restart("p1")
+    begin = time.monotonic()
+    while "p1" not in (await asyncio.to_thread(list_nodes, site.address) or {}):
+        if time.monotonic() > begin + READY_TIMEOUT_S:
+            return
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(2.0)
+
+
+async def stop_one(site: Site, name: str) -> None:
+    await site.stop(name)
+    await asyncio.sleep(2.0)
+
+
+async def end_rank(site: Site, name: str, which: int, number: signal.Signals) -> None:
+    """At some moment of the load, whatever the rank does then."""
+    before = left_behind()
+    await site.end_rank(name, which, number)
+    await asyncio.to_thread(site.deployment.restart, name)
+    site.doomed.discard(name)
+    await site.wait_ready()
+    left = left_behind() - before
+    if left:
+        raise BatonError(f"left behind: {', '.join(sorted(left))}")
+    await site.some_time()
+
+
+async def abort_storm(site: Site) -> None:
+    """1,000 clients that leave at random states."""
+    seed = site.draw.randrange(2**32)
+    storm = Load(site.address, site.cases, 64, seed, leaving=1.0, most=STORM_REQUESTS)
+    await storm.run()
+    broken = [answer for answer in storm.answers if answer.outcome in BROKEN]
+    if broken:
+        raise BatonError(f"storm: {broken[0].outcome}: {broken[0].detail}")
+
+
+async def arm(site: Site, name: str, point: str) -> None:
+    await site.restart(name, "--inject-faults", f"kill={point}:{KILL_AT_COUNT}")
+    await site.wait_ready()
+
+
+async def wait_for_death(site: Site, name: str, point: str) -> None:
+    site.doomed.add(name)
+    child = site.deployment.child(name)
+    process = child.process
+    begin = flushed_at = time.monotonic()
+    while process.poll() is None:
+        now = time.monotonic()
+        if now > begin + 20:
+            process.kill()  # the next drill is not to meet it there
+            raise BatonError(f"{name} never came to where it should die")
+        if now > flushed_at + FLUSH_INTERVAL_S:
+            with contextlib.suppress(BatonError):  # it may be dead by now
+                await asyncio.to_thread(flush_caches, site.address)
+            flushed_at = time.monotonic()
+        await asyncio.sleep(0.01)
+    told = f"killed before {point}:{KILL_AT_COUNT}" in child.log.read_text(errors="replace")
+    if process.returncode != -signal.SIGKILL or not told:
+        raise BatonError(f"{name} died elsewhere, with exit code {process.returncode}")
+    await site.watch_detection(name)
+
+
+def drills() -> list[Drill]:
+    """All of them; those at arrows only where the nodes can inject faults."""
+    found = [
+        Drill("kill -9 of a prefill node", partial(kill_one, name="p0")),
+        Drill("kill -9 of a decode node", partial(kill_one, name="d0"), in_short=True),
+        Drill("kill -9 of the router, restart", partial(kill_and_restart, name="router")),
+        Drill(
+            "kill -9 of a prefill node, restart",
+            partial(kill_and_restart, name="p1"),
+            in_short=True,
+        ),
+        Drill("kill -9 of a decode node, restart", partial(kill_and_restart, name="d1")),
+        Drill("both prefill nodes killed, one restarted", kill_all_prefill),
+        Drill(f"SIGSTOP of a prefill node, {STOP_S:g} s", partial(stop_one, name="p0")),
+        Drill(f"SIGSTOP of a decode node, {STOP_S:g} s", partial(stop_one, name="d0")),
+        Drill(f"abort storm, {STORM_REQUESTS} requests", abort_storm),
+    ]
+    found += [
+        Drill(
+            f"{verb} of rank {which} of a {role} node of two",
+            partial(end_rank, name=name, which=which, number=number),
+            of_ranks=True,
+        )
+        for name, role in (("p0", "prefill"), ("d0", "decode"))
+        for number, verb in ((signal.SIGKILL, "kill -9"), (signal.SIGSTOP, "SIGSTOP"))
+        for which in (0, 1)
+    ]
+    if can_inject_faults():
+        for arrow, points in ARROWS.items():
+            for name, point in points:
+                found.append(
+                    Drill(
+                        f"arrow {arrow}: {name} dies at {point}",
+                        partial(wait_for_death, name=name, point=point),
+                        prepare=partial(arm, name=name, point=point),
+                        num_leavers=4 if arrow in (9, 10) else 0,
+                    )
+                )
+    return found
+
+
+def can_inject_faults() -> bool:
+    told = subprocess.run(
+        [sys.executable, "-m", "baton", "prefill", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"COLUMNS": "200", "PATH": ""},
+    )
+    return "--inject-faults" in told.stdout
+
+
+# ---------------------------------------------------------------------- what must hold
+
+
+async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Result:
+    """Load, the drill, the end of the load, and then the promises."""
+    result = Result(drill.name)
+    site.doomed.clear()
+    site.detection_s = None
+    site.undetected.clear()
+    if drill.prepare is not None:
+        await drill.prepare(site)
+    try:
+        await asyncio.to_thread(flush_caches, site.address)
+    except BatonError as error:
+        result.broken.append(str(error))
+    load = Load(site.address, site.cases, concurrency, seed, num_leavers=drill.num_leavers)
+    running = asyncio.create_task(load.run())
+    try:
+        await site.some_time()
+        await drill.action(site)
+        await asyncio.sleep(1.5)
+    except BatonError as error:
+        result.broken.append(str(error))
+    finally:
+        load.stop()
+        await running
+    result.counts = dict(sorted(load.counts().items()))
+    result.retried = sum(answer.attempts > 1 for answer in load.answers)
+    result.num_drafts = sum(answer.num_drafts for answer in load.answers)
+    result.num_accepted_drafts = sum(answer.num_accepted_drafts for answer in load.answers)
+    result.detection_s = site.detection_s
+    complete = [answer for answer in load.answers if answer.outcome == "complete"]
+    result.recovery_s = max((answer.longest_gap_s for answer in complete), default=0.0)
+    if drill.of_ranks and (site.detection_s or 0.0) > RANK_DETECTION_S:
+        result.broken.append(f"noticed only after {site.detection_s:.2f} s")
+    for name in site.undetected:
+        result.broken.append(f"{name} not missed within {DETECTION_TIMEOUT_S:g} s")
+    for outcome in BROKEN:
+        those = [answer for answer in load.answers if answer.outcome == outcome]
+        if those:
+            details = sorted({answer.detail for answer in those})
+            result.broken.append(f"{len(those)} {outcome}: {'; '.join(details[:5])}")
+    for child in site.deployment.children:
+        code = child.process.poll()
+        if code is not None and child.name not in site.doomed:
+            result.broken.append(f"{child.name} died with exit code {code}")
+    result.free_after_s, held = await wait_until_free(site)
+    if held:
+        result.broken.append(f"held: {held}")
+    return result
+
+
+# ---------------------------------------------------------------------- all together
+
+
+async def run_all(
+    chosen: list[Drill],
+    cases: list[Case],
+    concurrency: int,
+    seed: int,
+    console: Console,
+    kv_connector: str,
+    method: str = "none",
+) -> list[Result]:
+    """Each drill on a whole site; a site that cannot be made whole is replaced by a new one."""
+    guesses = guessing_args(method)
+    results: list[Result] = []
+    while len(results) < len(chosen):
+        config = LocalDeploymentConfig(
+            model=str(DEMO_MODEL),
+            listen=free_address(),
+            num_prefill=2,
+            num_decode=2,
+            router_args=["--no-local-prefill"],  # it is the hand-off that is to fail
+            node_args=[
+                *(*NODE_ARGS, *guesses, "--kv-connector", kv_connector),
+                *(RANK_ARGS if chosen[len(results)].of_ranks else []),
+            ],
+            decode_args=["--no-adaptive-speculation"] if guesses else [],
+        )
+        of_ranks = chosen[len(results)].of_ranks
+        with LocalDeployment(config) as deployment:
+            site = Site(deployment, cases, seed + len(results))
+            await site.wait_ready()
+            while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
+                drill = chosen[len(results)]
+                result = await run_drill(site, drill, concurrency, seed + len(results))
+                if guesses and not result.num_accepted_drafts:
+                    result.broken.append(f"{result.num_drafts} guesses, and none was right")
+                results.append(result)
+                mark = "; ".join(result.broken) or "holds"
+                console.print(f"{drill.name}: {result.counts} {mark}", highlight=False)
+                if len(results) == len(chosen) or chosen[len(results)].of_ranks is not of_ranks:
+                    break
+                try:
+                    await site.repair()
+                except BatonError as error:
+                    result.broken.append(f"not whole again: {error}")
+                    break
+                if result.free_after_s is None:
+                    break
+    return results
+
+
+def guessing_args(method: str) -> list[str]:
+    """Return the options of nodes that draft with this method."""
+    if method == "none":
+        return []
+    drafter = ["--speculative-model", str(DEMO_MODEL / method)] if method in DRAFTERS else []
+    return ["--speculative-method", method, "--num-speculative-tokens", "3", *drafter]
+
+
+def run(
+    run: Run,
+    short: bool = False,
+    only: str = "",
+    concurrency: int = 8,
+    seed: int = -1,
+    kv_connector: Literal["nixl", "tls"] = "nixl",
+    speculative_method: str = "none",
+) -> None:
+    """Run the drills; every broken promise is a problem.
+
+    Args:
+        short: two drills, nothing is saved.
+        only: drills whose name contains this; nothing is saved.
+        seed: -1: any.
+        speculative_method: none, ngram, or a drafter of the demo model.
+    """
+    seed = random.randrange(2**16) if seed < 0 else seed
+    method = speculative_method
+    if method not in ("none", "ngram", *DRAFTERS):
+        raise SystemExit(f"speculative-method: unknown, got {method!r}")
+    print(f"seed {seed}")
+    chosen = [
+        drill
+        for drill in drills()
+        if only in drill.name
+        and (drill.in_short or not short)
+        and not (drill.of_ranks and method in DRAFTERS)  # which draft in one rank alone
+    ]
+    cases = make_cases(str(DEMO_MODEL), 12 if short else 32, seed)
+    given = (concurrency, seed, run.console, kv_connector, method)
+    results = asyncio.run(run_all(chosen, cases, *given))
+    run.problems += [f"{r.name}: {'; '.join(r.broken)}" for r in results if r.broken]
+    drills_by_name = {
+        r.name: {
+            "counts": r.counts,
+            "retried": r.retried,
+            "drafts": r.num_drafts,
+            "accepted_drafts": r.num_accepted_drafts,
+            "detection_s": r.detection_s,
+            "recovery_s": r.recovery_s,
+            "free_after_s": r.free_after_s,
+            "broken": r.broken,
+        }
+        for r in results
+    }
+    run.show("drill", drills_by_name)
+    if not short and not only:
+        document = {
+            "seed": seed,
+            "concurrency": concurrency,
+            "median_recovery_s": statistics.median(r.recovery_s for r in results),
+            "drills": drills_by_name,
+        }
+        name = "chaos" if kv_connector == "nixl" else f"chaos_{kv_connector}"
+        name += "" if method == "none" else f"_{method}"
+        run.judge(document, name)
+        run.save(document, name)

@@ -1,0 +1,220 @@
+"""A deployment under chaos: what is done to its processes, and what they then say of themselves.
+
+Knows processes and the admin services; not what a drill is, nor what the load asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from baton.api.errors import BatonError
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
+from baton.processes.held_folder import abandoned_folders
+from baton.v1 import admin_pb2, admin_pb2_grpc
+from benchmarks.faults.chaos_load import Case
+from benchmarks.runner.environment import DEMO_MODEL
+from engine.executors.multiproc import RANKS_PREFIX
+
+READY_TIMEOUT_S = 60.0
+FREE_TIMEOUT_S = 10.0  # "within seconds"
+DETECTION_TIMEOUT_S = 2.0  # of a node that died or stopped, by the router
+STOP_S = 5.0
+ORPHAN_TIMEOUT_S = 3.0  # of a node's processes when one of them has died
+
+
+def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDeploymentConfig:
+    """Return two prefill nodes and some decode nodes of the demo model, with little room each.
+
+    Args:
+        node_args: more arguments of each node.
+    """
+    room = ["--dtype", "float32", "--num-blocks", "600", "--max-num-requests", "32"]
+    return LocalDeploymentConfig(
+        model=str(DEMO_MODEL),
+        listen=free_address(),
+        num_prefill=2,
+        num_decode=num_decode,
+        router_args=["--no-local-prefill"],
+        node_args=[*room, *node_args],
+    )
+
+
+class Site:
+    """One deployment, its load, and what is done to it."""
+
+    def __init__(self, deployment: LocalDeployment, cases: list[Case], seed: int) -> None:
+        self.deployment = deployment
+        self.address = deployment.config.listen
+        self.cases = cases
+        self.draw = random.Random(seed)
+        self.doomed: set[str] = set()  # told to die in this drill
+        self.detection_s: float | None = None
+        self.undetected: list[str] = []
+
+    async def stand_still(self, name: str, stop_s: float) -> None:
+        """Stop a process for so long, and let it go on."""
+        process = self.deployment.child(name).process
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(stop_s)
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+    async def some_time(self, low_s: float = 0.5, high_s: float = 2.5) -> None:
+        await asyncio.sleep(self.draw.uniform(low_s, high_s))
+
+    async def kill(self, name: str) -> None:
+        """kill -9, and how long it takes until the router knows."""
+        self.doomed.add(name)
+        self.deployment.child(name).process.kill()
+        await self.watch_detection(name)
+
+    async def end_rank(self, name: str, which: int, number: signal.Signals) -> None:
+        """Kill or stop one of a node's ranks (0: the process that leads); all of it must end."""
+        self.doomed.add(name)
+        processes = ranks_of(self.deployment.child(name).process.pid)
+        os.kill(processes[which], number)
+        begin = time.monotonic()
+        await self.watch_detection(name)
+        while any(map(is_running, processes)):
+            if time.monotonic() > begin + ORPHAN_TIMEOUT_S:
+                left = [pid for pid in processes if is_running(pid)]
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                raise BatonError(f"{len(left)} processes of {name} were left behind")
+            await asyncio.sleep(0.02)
+
+    async def stop(self, name: str) -> None:
+        """SIGSTOP for a while."""
+        process = self.deployment.child(name).process
+        process.send_signal(signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            await self.watch_detection(name)
+            await asyncio.sleep(max(0.0, begin + STOP_S - time.monotonic()))
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+    async def watch_detection(self, name: str) -> None:
+        if name == "router":
+            return
+        begin = time.monotonic()
+        while time.monotonic() < begin + DETECTION_TIMEOUT_S:
+            nodes = await asyncio.to_thread(list_nodes, self.address)
+            if nodes is not None and name not in nodes:
+                self.detection_s = max(self.detection_s or 0.0, time.monotonic() - begin)
+                return
+            await asyncio.sleep(0.02)
+        self.undetected.append(name)
+
+    async def restart(self, name: str, *more_arguments: str) -> None:
+        """Start a node again, at the address it had."""
+        nodes = await asyncio.to_thread(list_nodes, self.address) or {}
+        listen = [] if name == "router" else ["--listen", nodes.get(name) or free_address()]
+        await asyncio.to_thread(self.deployment.restart, name, *listen, *more_arguments)
+        self.doomed.discard(name)
+
+    async def wait_ready(self) -> None:
+        await asyncio.to_thread(self.deployment.wait_ready, READY_TIMEOUT_S)
+
+    async def repair(self) -> None:
+        """All processes run again, and are connected."""
+        for child in list(self.deployment.children):
+            if child.process.poll() is not None:
+                await self.restart(child.name)
+        await self.wait_ready()
+
+
+async def wait_until_free(site: Site) -> tuple[float | None, str]:
+    """How long until every block of every living node is free; else what is held."""
+    begin = time.monotonic()
+    while True:
+        alive = {c.name for c in site.deployment.children if c.process.poll() is None}
+        held = await asyncio.to_thread(held_blocks, site.address, alive - {"router"})
+        if not held:
+            return time.monotonic() - begin, ""
+        if time.monotonic() > begin + FREE_TIMEOUT_S:
+            return None, held
+        await asyncio.sleep(0.05)
+
+
+def held_blocks(router: str, alive: set[str]) -> str:
+    """List blocks in use on living nodes, and nodes that have not joined; empty: all is well."""
+    nodes = list_nodes(router) or {}
+    found = [f"{name} has not joined" for name in sorted(alive - nodes.keys())]
+    for name in nodes:
+        try:
+            with grpc.insecure_channel(router) as channel:
+                stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+                answer = stub.ListNodeRequests(admin_pb2.NodeRequest(node=name), timeout=2)
+        except grpc.RpcError as error:
+            found.append(f"{name} does not answer: {error.code().name}")
+            continue
+        if answer.requests or answer.num_free_blocks != answer.num_blocks:
+            states = {f"{one.status}/{one.transfer_state}" for one in answer.requests}
+            found.append(
+                f"{name} {answer.num_blocks - answer.num_free_blocks} blocks "
+                f"({answer.num_quarantined_blocks} in quarantine), "
+                f"{len(answer.requests)} requests {' '.join(sorted(states))}".strip()
+            )
+    return "; ".join(found)
+
+
+def list_nodes(router: str) -> dict[str, str] | None:
+    """{name: address} of the nodes that are there; None when the router does not answer."""
+    try:
+        with grpc.insecure_channel(router) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2).nodes
+    except grpc.RpcError:
+        return None
+    return {node.node_name: node.address for node in nodes if not node.lost}
+
+
+def ranks_of(node: int) -> list[int]:
+    """Process ids of a node's ranks, given that of the one that leads, which is the first."""
+    others = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # it has ended meanwhile
+        if parent == node and b"engine.executors.rank_process" in words:
+            others.append(int(folder.name))
+    return [node, *sorted(others)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and not just its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+def left_behind() -> set[str]:
+    """Files in shared memory, and folders where ranks of processes met that have ended."""
+    return {str(path) for path in (*Path("/dev/shm").iterdir(), *abandoned_folders(RANKS_PREFIX))}
+
+
+def flush_caches(router: str) -> None:
+    """Have all nodes forget the prefixes they know. Raises BatonError if one does not."""
+    try:
+        with grpc.insecure_channel(router) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            nodes = stub.FlushCache(admin_pb2.AdminFlushCacheRequest(), timeout=10).nodes
+    except grpc.RpcError as error:
+        raise BatonError(f"caches are not flushed: {error.code().name}") from error
+    for node in nodes:
+        if node.problem:
+            raise BatonError(f"{node.node_name}'s cache is not flushed: {node.problem}")

@@ -1,0 +1,319 @@
+"""Start a node with other weights beside the right ones: no token of it may be served.
+
+A router with the demo model, two real decode nodes with its weights and one with others that only
+`weights` tells apart. Every answer is compared, token by token, with that of one process. Orders:
+
+    foreign first     it joins an empty router, the right ones follow
+    foreign last      it joins beside the right ones
+    foreign drained   it comes, is drained, serves again, under load
+    right drained     each right one in turn is drained and serves again
+    router restarted  all of them come back in any order
+    all right drained the foreign one takes over: then every token must be that of its model
+
+Exit 1 if a token differs, a request fails, or the foreign node got one that it should not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from baton import AsyncClient, BatonError, SamplingParams
+from baton.processes.free_address import free_address
+from baton.v1 import admin_pb2, admin_pb2_grpc
+from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.run import Document, Run
+from engine.offline.llm import LLM
+
+NUM_CASES = 24
+MAX_TOKENS = 32
+CONCURRENCY = 4
+JOIN_TIMEOUT_S = 120.0
+SETTLED_S = 2.5  # behind the time in which the router sorts out who is there
+TOKENS_PER_ORDER = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request, and its answers by the right and by the foreign model."""
+
+    prompt: list[int]
+    params: SamplingParams
+    right: tuple[int, ...]
+    foreign: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Order:
+    """What one order showed."""
+
+    name: str
+    num_tokens: int = 0
+    num_wrong: int = 0
+    num_foreign_requests: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+class Fleet:
+    """The processes; ends all of them."""
+
+    def __init__(self, foreign_model: Path, logs: Path) -> None:
+        self.address = free_address()
+        self._foreign_model = foreign_model
+        self._logs = logs
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> None:
+        """``router``, ``right0``, ``right1`` or ``foreign``."""
+        model = self._foreign_model if name == "foreign" else DEMO_MODEL
+        arguments = ["router", "--model", str(DEMO_MODEL), "--listen", self.address]
+        if name != "router":
+            arguments = ["decode", "--model", str(model), "--router", self.address, "--name", name]
+            arguments += ["--dtype", "float32", "--num-threads", "1", "--num-blocks", "400"]
+            arguments += ["--drain-timeout-s", "5", "--join-timeout-s", "60"]
+        with (self._logs / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "baton", *arguments], stdout=log, stderr=log
+            )
+
+    def kill(self, name: str) -> None:
+        process = self._processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def close(self) -> None:
+        for name in list(self._processes):
+            self.kill(name)
+
+    @property
+    def router_log(self) -> str:
+        return (self._logs / "router.log").read_text(errors="replace")
+
+    def nodes(self) -> dict[str, admin_pb2.NodeDescription]:
+        with grpc.insecure_channel(self.address) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            try:
+                found = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=5).nodes
+            except grpc.RpcError:
+                return {}
+        return {node.node_name: node for node in found if not node.lost}
+
+    def tell(self, name: str, what: str) -> None:
+        """``Drain`` or ``Resume`` a node."""
+        with grpc.insecure_channel(self.address) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            getattr(stub, what)(admin_pb2.NodeRequest(node=name), timeout=5)
+
+    async def wait_for(self, *names: str) -> None:
+        give_up_at = time.monotonic() + JOIN_TIMEOUT_S
+        while not set(names) <= (await asyncio.to_thread(self.nodes)).keys():
+            if time.monotonic() > give_up_at:
+                raise BatonError(f"{', '.join(names)} have not joined")
+            await asyncio.sleep(0.1)
+
+
+async def ask_all(
+    fleet: Fleet, cases: Sequence[Case], order: Order, least: int, *, is_foreign: bool = False
+) -> None:
+    """Ask until so many more tokens came; compares each of them."""
+    goal = order.num_tokens + least
+    turn = itertools.cycle(cases)
+
+    async def lane(client: AsyncClient) -> None:
+        while order.num_tokens < goal and len(order.errors) < 10:
+            case = next(turn)
+            expected = case.foreign if is_foreign else case.right
+            try:
+                answer = await client.generate(case.prompt, case.params, timeout_s=60)
+            except BatonError as error:
+                order.errors.append(f"{type(error).__name__}: {error}")
+                continue
+            pairs = itertools.zip_longest(answer.token_ids, expected)
+            order.num_wrong += sum(got != wanted for got, wanted in pairs)
+            order.num_tokens += len(expected)
+            receipt = answer.receipt
+            assert receipt is not None
+            if (receipt.decode_node == "foreign") is not is_foreign:
+                order.num_foreign_requests += 1
+
+    async with AsyncClient(fleet.address) as client:
+        await asyncio.gather(*(lane(client) for _ in range(CONCURRENCY)))
+
+
+@contextlib.asynccontextmanager
+async def load(fleet: Fleet, cases: Sequence[Case], order: Order) -> AsyncIterator[None]:
+    """Requests while something happens, and for a while behind it."""
+    running = asyncio.create_task(ask_all(fleet, cases, order, TOKENS_PER_ORDER))
+    try:
+        yield
+    finally:
+        await running
+
+
+async def foreign_first(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+    fleet.start("router")
+    fleet.start("foreign")
+    await fleet.wait_for("foreign")
+    async with AsyncClient(fleet.address) as client:
+        with contextlib.suppress(BatonError):  # it is no error that nobody answers
+            case = cases[0]
+            answer = await client.generate(case.prompt, case.params, timeout_s=3)
+            order.errors.append(f"answered before a right node was there: {answer.token_ids}")
+    fleet.start("right0")
+    await fleet.wait_for("right0")
+    async with load(fleet, cases, order):
+        fleet.start("right1")
+        await fleet.wait_for("right1")
+
+
+async def foreign_last(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+    fleet.kill("foreign")
+    async with load(fleet, cases, order):
+        fleet.start("foreign")
+        await fleet.wait_for("foreign")
+
+
+async def foreign_drained(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+    async with load(fleet, cases, order):
+        for what in ("Drain", "Resume"):
+            await asyncio.to_thread(fleet.tell, "foreign", what)
+            await asyncio.sleep(1)
+
+
+async def right_drained(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+    async with load(fleet, cases, order):
+        for name in ("right0", "right1"):
+            for what in ("Drain", "Resume"):
+                await asyncio.to_thread(fleet.tell, name, what)
+                await asyncio.sleep(1)
+
+
+async def router_restarted(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+    fleet.kill("router")
+    fleet.start("router")
+    await fleet.wait_for("foreign", "right0", "right1")
+    await ask_all(fleet, cases, order, TOKENS_PER_ORDER)
+
+
+async def all_right_drained(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+    await asyncio.sleep(SETTLED_S)
+    for name in ("right0", "right1"):
+        await asyncio.to_thread(fleet.tell, name, "Drain")
+    await asyncio.sleep(1)
+    await ask_all(fleet, cases, order, TOKENS_PER_ORDER // 2, is_foreign=True)
+    await asyncio.to_thread(fleet.tell, "right0", "Resume")
+    await asyncio.sleep(1)
+    await ask_all(fleet, cases, order, TOKENS_PER_ORDER // 2)
+
+
+ORDERS: dict[str, Callable[[Fleet, Sequence[Case], Order], Awaitable[None]]] = {
+    "foreign first": foreign_first,
+    "foreign last": foreign_last,
+    "foreign drained": foreign_drained,
+    "right drained": right_drained,
+    "router restarted": router_restarted,
+    "all right drained": all_right_drained,
+}
+
+
+def make_foreign_model(folder: Path) -> Path:
+    """The demo model with the rows of its largest tensor moved by one."""
+    foreign = folder / "foreign_model"
+    shutil.copytree(DEMO_MODEL, foreign)
+    path = foreign / "model.safetensors"
+    tensors = load_file(path)
+    name = max(tensors, key=lambda name: (tensors[name].numel(), name))
+    tensors[name] = tensors[name].roll(1, dims=0)
+    save_file(tensors, path)
+    return foreign
+
+
+def make_cases(foreign: Path, seed: int) -> list[Case]:
+    """Requests whose answers do not hang on a rounding, and differ between the models."""
+    draw = random.Random(seed)
+    prompts = [
+        [draw.randrange(4000) for _ in range(draw.choice([5, 40, 150]))] for _ in range(NUM_CASES)
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=MAX_TOKENS, temperature=0.8 * (index % 2), seed=index, ignore_eos=True
+        )
+        for index in range(NUM_CASES)
+    ]
+    answers = []
+    for model in (DEMO_MODEL, foreign):
+        llm = LLM(str(model), dtype="float32", device="cpu", kv_cache_bytes=2**27)
+        together = [one.token_ids for one in llm.generate(list(prompts), params)]
+        alone = [
+            llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)
+        ]
+        answers.append((together, alone))
+    (right, right_alone), (other, other_alone) = answers
+    return [
+        Case(prompts[i], params[i], right[i], other[i])
+        for i in range(NUM_CASES)
+        if right[i] == right_alone[i] and other[i] == other_alone[i] and right[i] != other[i]
+    ]
+
+
+async def play_orders(
+    foreign: Path, logs: Path, cases: list[Case], console: Console
+) -> list[Order]:
+    fleet = Fleet(foreign, logs)
+    orders = []
+    try:
+        for name, play in ORDERS.items():
+            orders.append(order := Order(name))
+            await play(fleet, cases, order)
+            console.print(order)
+        problem = fleet.nodes()["foreign"].health_why
+        console.print(f"admin nodes: foreign is {fleet.nodes()['foreign'].health}: {problem}")
+        for line in fleet.router_log.splitlines():
+            if "gets no requests" in line or "another model" in line:
+                console.print(f"router: {line}")
+    finally:
+        fleet.close()
+    return orders
+
+
+def run(run: Run, seed: int = 1) -> Document:
+    """Play all orders."""
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
+        foreign = make_foreign_model(Path(folder))
+        cases = make_cases(foreign, seed)
+        run.console.print(f"{len(cases)} of {NUM_CASES} requests with an answer that is certain")
+        orders = asyncio.run(play_orders(foreign, Path(folder), cases, run.console))
+    rows = {
+        order.name: {
+            "tokens": order.num_tokens,
+            "wrong_tokens": order.num_wrong,
+            "requests_on_the_wrong_model": order.num_foreign_requests,
+            "errors": order.errors,
+        }
+        for order in orders
+    }
+    run.show("order", rows)
+    num_tokens = sum(order.num_tokens for order in orders)
+    num_wrong = sum(order.num_wrong for order in orders)
+    run.problems += [
+        f"{order.name}: a wrong token, node or error"
+        for order in orders
+        if order.num_wrong or order.num_foreign_requests or order.errors
+    ]
+    if num_tokens < TOKENS_PER_ORDER * 5:
+        run.problems.append(f"{num_tokens} tokens are too few to tell")
+    return {"seed": seed, "tokens": num_tokens, "wrong_tokens": num_wrong, "orders": rows}

@@ -1,0 +1,301 @@
+"""Kill nodes, break links and stop processes under load: no innocent request may be refused.
+
+Runs a router, two prefill and two decode nodes with NIXL on this machine, with the demo model and
+requests whose right answers are known. Every request must be complete and right. A request that
+kills each node that computes it (`--inject-faults poison=`) must be refused after at most two
+nodes. `innocents_virtual.py` does the same to simulated nodes, with many seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton import AsyncClient, BatonError, SamplingParams
+from baton.access.exposure import split_address
+from baton.api.errors import PoisonRequestError
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
+from benchmarks.faults.chaos import NODE_ARGS
+from benchmarks.faults.chaos_load import Case, Load, make_cases
+from benchmarks.faults.chaos_site import Site
+from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.run import Document, Run
+
+KILLER = "poison"
+KILLER_PROMPT = [11 + (i * 37) % 4000 for i in range(400)]
+MOST_KILLED = 2
+POLL_S = 0.05
+
+Row = dict[str, Any]
+
+
+class Proxy:
+    """A TCP proxy in front of the router that can break and refuse connections."""
+
+    def __init__(self, target: str) -> None:
+        self.address = free_address()
+        self._target = split_address("router", target)
+        self._is_cut = False
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def serve(self) -> None:
+        """Carry bytes until cancelled."""
+        host, port = split_address("proxy", self.address)
+        async with await asyncio.start_server(self._carry, host, port) as server:
+            await server.serve_forever()
+
+    async def cut(self, seconds: float) -> None:
+        """Break all connections, and refuse new ones for so many seconds."""
+        self._is_cut = True
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.sleep(seconds)
+        self._is_cut = False
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_cut:
+            writer.transport.abort()
+            return
+        there, back = await asyncio.open_connection(*self._target)
+        both = {writer, back}
+        self._writers |= both
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(_copy(reader, back), _copy(there, writer))
+        finally:
+            self._writers -= both
+            for one in both:
+                one.transport.abort()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+    writer.transport.abort()
+
+
+@dataclass(slots=True)
+class Scene:
+    """A deployment under load.
+
+    Attributes:
+        proxies: proxy in front of the router, by the name of the node that dials through it.
+        num_kills: kills of the drill, in turns.
+        num_deaths: nodes that ended; each is started again at once.
+    """
+
+    site: Site
+    proxies: dict[str, Proxy]
+    num_kills: int
+    num_deaths: int = 0
+    doings: list[str] = field(default_factory=list)
+
+    async def supervise(self) -> None:
+        """Restart nodes that ended, as a service manager does."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            for child in list(self.site.deployment.children):
+                if child.process.poll() is not None:
+                    await asyncio.to_thread(self.site.deployment.restart, child.name)
+                    self.num_deaths += 1
+
+    async def kill(self, name: str) -> None:
+        """Kill a node, and wait until another node has its name."""
+        self.site.deployment.child(name).process.kill()
+        num_deaths = self.num_deaths
+        while self.num_deaths == num_deaths:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """What happens to a deployment under load.
+
+    Attributes:
+        through_proxies: whether the first node of each role dials the router through a proxy.
+        poisoned: the role that the killer kills ("p", "d" or "").
+    """
+
+    name: str
+    act: Callable[[Scene], Awaitable[None]]
+    num_decode: int = 2
+    through_proxies: bool = False
+    poisoned: str = ""
+
+
+async def kill_in_turns(scene: Scene) -> None:
+    """Kill a prefill and a decode node in turns, each a moment after all nodes are together."""
+    draw = scene.site.draw
+    for number in range(scene.num_kills):
+        await scene.site.wait_ready()
+        await asyncio.sleep(draw.uniform(0.0, 2.0))
+        name = draw.choice(("p0", "p1") if number % 2 == 0 else ("d0", "d1"))
+        scene.doings.append(name)
+        await scene.kill(name)
+
+
+async def break_links_twice(scene: Scene) -> None:
+    """Break the links of a prefill and of a decode node for 0.3 s, ten times in turns."""
+    for number in range(10):
+        await scene.proxies["pd"[number % 2] + "0"].cut(0.3)
+        await asyncio.sleep(scene.site.draw.uniform(0.3, 2.5))
+
+
+async def stand_still(scene: Scene) -> None:
+    """Have a prefill node, and then a decode node, stand still for 3 s, three times."""
+    draw = scene.site.draw
+    for _ in range(3):
+        for role in "pd":
+            process = scene.site.deployment.child(f"{role}{draw.randrange(2)}").process
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(3.0)
+            process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(draw.uniform(0.0, 1.5))
+
+
+async def cut_the_only_decode_node(scene: Scene) -> None:
+    """Cut the link of the only decode node for 10 s."""
+    await asyncio.sleep(2.0)
+    await scene.proxies["d0"].cut(10.0)
+
+
+async def send_killer(scene: Scene) -> None:
+    """Send a request that kills nodes, and send it once more when it was refused."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    async with AsyncClient(scene.site.address) as client:
+        for number in range(2):
+            await asyncio.sleep(2.0)
+            try:
+                request_id = f"{KILLER}-{number}"
+                stream = client.stream(KILLER_PROMPT, params, request_id=request_id, timeout_s=60)
+                async with contextlib.aclosing(stream) as deltas:
+                    async for _ in deltas:
+                        pass
+                scene.doings.append("complete")
+            except BatonError as error:
+                scene.doings.append(f"{type(error).__name__}: {error}")
+
+
+def drills() -> list[Drill]:
+    """Return all drills."""
+    return [
+        Drill("kills of P and D in turns", kill_in_turns),
+        Drill("links broken for 0.3 s, ten times", break_links_twice, through_proxies=True),
+        Drill("standstills of 3 s, six", stand_still),
+        Drill("the only decode node cut for 10 s", cut_the_only_decode_node, 1, True),
+        Drill("a request that kills prefill nodes", send_killer, poisoned="p"),
+        Drill("a request that kills decode nodes", send_killer, poisoned="d"),
+    ]
+
+
+async def run_drill(drill: Drill, cases: list[Case], options: Options, seed: int) -> Row:
+    """Run a drill under load; return what became of all requests."""
+    poison = ["--inject-faults", f"poison={KILLER}"]
+    config = LocalDeploymentConfig(
+        model=str(DEMO_MODEL),
+        listen=free_address(),
+        num_prefill=2,
+        num_decode=drill.num_decode,
+        router_args=["--no-local-prefill"],
+        node_args=NODE_ARGS,
+        prefill_args=poison if drill.poisoned == "p" else [],
+        decode_args=poison if drill.poisoned == "d" else [],
+    )
+    with LocalDeployment(config) as deployment:
+        site = Site(deployment, cases, seed)
+        await site.wait_ready()
+        proxies = {name: Proxy(config.router_address) for name in ("p0", "d0")}
+        scene = Scene(site, proxies, options.kills)
+        with _jobs([proxy.serve() for proxy in proxies.values()]):
+            for name, proxy in proxies.items() if drill.through_proxies else ():
+                arguments = deployment.child(name).arguments
+                arguments[arguments.index("--router") + 1] = proxy.address
+                await asyncio.to_thread(deployment.restart, name)
+            await asyncio.sleep(1.0)
+            await site.wait_ready()
+            load = Load(site.address, cases, options.concurrency, seed, leaving=0.0)
+            running = asyncio.create_task(load.run())
+            with _jobs([scene.supervise()]):
+                began = time.monotonic()
+                await drill.act(scene)
+                while len(load.answers) < options.requests or time.monotonic() < began + 5.0:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)
+                load.stop()
+                await running
+    complete = [answer for answer in load.answers if answer.outcome == "complete"]
+    others = {f"{a.outcome}: {a.detail}" for a in load.answers if a.outcome != "complete"}
+    return {
+        "seed": seed,
+        "requests": len(load.answers),
+        "complete": len(complete),
+        "attempts": dict(sorted(Counter(answer.attempts for answer in complete).items())),
+        "longest_gap_s": round(max(answer.longest_gap_s for answer in complete), 2),
+        "others": sorted(others),
+        "deaths": scene.num_deaths,
+        "doings": scene.doings,
+    }
+
+
+@contextlib.contextmanager
+def _jobs(coroutines: list[Any]) -> Iterator[None]:
+    tasks = [asyncio.create_task(one) for one in coroutines]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def problems_of(drill: Drill, row: Row) -> list[str]:
+    """Return what the drill should not have shown."""
+    problems = list(row["others"])
+    if drill.poisoned:
+        names = [doing.partition(":")[0] for doing in row["doings"]]
+        if names != [PoisonRequestError.__name__] * 2:
+            problems.append(f"the killer: {row['doings']}")
+        if row["deaths"] > MOST_KILLED:
+            problems.append(f"the killer ended {row['deaths']} nodes")
+    return problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Which drills are run, and how much load.
+
+    Attributes:
+        only: drills whose name contains this.
+        seeds: one that is drawn if there are none.
+        kills: in the drill of kills.
+        requests: at least, of a drill.
+    """
+
+    only: str = ""
+    seeds: Sequence[int] = ()
+    kills: int = 20
+    requests: int = 200
+    concurrency: int = 8
+
+
+def run(run: Run, options: Options) -> Document:
+    """Run every drill with every seed."""
+    seeds = options.seeds or [random.randrange(2**16)]
+    cases = make_cases(str(DEMO_MODEL), 16, seeds[0])
+    results: dict[str, list[Row]] = {}
+    for drill in drills():
+        for seed in seeds if options.only in drill.name else ():
+            row = asyncio.run(run_drill(drill, cases, options, seed))
+            row["problems"] = problems_of(drill, row)
+            run.problems += [f"{drill.name}, seed {seed}: {text}" for text in row["problems"]]
+            results.setdefault(drill.name, []).append(row)
+            run.console.print(f"{drill.name}: {row}")
+    return {"drills": results}

@@ -1,0 +1,283 @@
+"""Kill and stop simulated nodes on virtual time: no innocent request may be refused.
+
+Runs the real dispatcher and pool over simulated nodes on virtual time (`virtual_fleet.py`). The
+same seed gives the same run every time, and many seeds cost little. After each drill every request
+must be complete and have the right tokens. A request that kills the nodes that compute it must be
+refused after at most two nodes. `innocents.py` does the same to real processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.api.errors import BatonError
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import BEAT_INTERVAL_S, NodeEvent, split_request_id
+from benchmarks.faults.resilience_load import Case, draw_case
+from benchmarks.fleet.virtual_fleet import MODEL, JoinedCluster, joined_cluster
+from benchmarks.runner.run import Document, Run
+from router.calls.call import Call, Terms
+from router.calls.dispatcher import Dispatcher
+from router.calls.wake_ups import WakeUps
+from router.policies import POLICIES
+from sim_node.options import SimOptions
+from sim_node.sim_model import output_tokens
+from sim_node.timing import preset
+from sim_node.virtual_time import VirtualTimeLoop
+
+OPTIONS = SimOptions(timing=preset("h100-8b").scaled(1.5))
+NUM_REQUESTS, NUM_KILLS = 200, 20
+RESTART_S = 2.0
+TIMEOUT_S = 60.0
+MOST_KILLED = 2
+KILLER = "killer"
+KILLER_PROMPT = [7] * 200
+KILLER_TOKENS = 40
+
+Row = dict[str, Any]
+Fault = Callable[["Site"], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """What happens to a fleet under load.
+
+    Attributes:
+        nodes: numbers of prefill and decode nodes.
+        seconds: in which the requests arrive.
+        kills_at: role ("p" or "d") of the nodes that a killer kills, and the index of the output
+            token at which they die; None: no killer.
+    """
+
+    name: str
+    act: Fault
+    nodes: tuple[int, int] = (2, 2)
+    seconds: float = 30.0
+    kills_at: tuple[str, int] | None = None
+
+
+@dataclass(slots=True)
+class Site:
+    """A fleet under load.
+
+    Attributes:
+        killed_by_killer: names of the nodes that the killer killed.
+        refusals: texts of the errors that requests ended with.
+    """
+
+    drill: Drill
+    draw: random.Random
+    joined: JoinedCluster = field(init=False)
+    dispatcher: Dispatcher = field(init=False)
+    killed_by_killer: list[str] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    longest_s: float = 0.0
+    jobs: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def kill(self, name: str) -> None:
+        """Kill a node, and restart it a little later."""
+        await self.joined.cluster.kill(name)
+        await asyncio.sleep(RESTART_S)
+        await self.joined.cluster.restart(name)
+
+    def is_deadly(self, name: str, event: NodeEvent) -> bool:
+        """Return whether a node dies of the event that it is about to send; kill it if so."""
+        if self.drill.kills_at is None or not isinstance(event, tuple):
+            return False
+        role, index = self.drill.kills_at
+        is_deadly = f"-{role}" in name and any(
+            KILLER in split_request_id(delta.request_id)[0] and delta.output_index >= index
+            for delta in event
+        )
+        if is_deadly:
+            self.killed_by_killer.append(name)
+            self.jobs.append(asyncio.create_task(self.kill(name)))
+        return is_deadly
+
+    async def ask(self, request_id: str, case: Case) -> None:
+        """Send one request, and count its outcome."""
+        call = Call(
+            request_id=request_id,
+            prompt_token_ids=case.prompt,
+            sampling_params=case.params,
+            terms=Terms(received_at=0.0),
+            timeout_s=TIMEOUT_S,
+        )
+        got: list[int] = []
+        began_s = asyncio.get_running_loop().time()
+        outcome = "complete"
+        try:
+            async with contextlib.aclosing(self.dispatcher.run(call)) as outputs:
+                async for item in outputs:
+                    got += item.token_ids
+        except BatonError as error:
+            outcome = type(error).__name__
+            self.errors.append(f"{request_id}: {outcome}: {error}")
+        if outcome == "complete" and tuple(got) != case.expected:
+            outcome = "wrong"
+        if request_id != KILLER:
+            self.longest_s = max(self.longest_s, asyncio.get_running_loop().time() - began_s)
+        self.outcomes[f"{KILLER}: {outcome}" if request_id == KILLER else outcome] += 1
+
+
+# ---------------------------------------------------------------- what happens
+
+
+async def kill_in_turns(site: Site) -> None:
+    """Kill prefill and decode nodes in turns, at any moment."""
+    num_prefill, num_decode = site.drill.nodes
+    for number in range(NUM_KILLS):
+        await asyncio.sleep(site.draw.uniform(0.2, 2.0) * site.drill.seconds / NUM_KILLS)
+        role, count = (("p", num_prefill), ("d", num_decode))[number % 2]
+        names = [f"sim-{role}{index}" for index in range(count)]
+        alive = [name for name in names if name in {n.name for n in site.joined.pool.nodes}]
+        if alive:
+            site.jobs.append(asyncio.create_task(site.kill(site.draw.choice(alive))))
+
+
+async def break_links_twice(site: Site) -> None:
+    """Break two links for 0.3 s, one after the other; both processes go on."""
+    await asyncio.sleep(site.draw.uniform(0.2, 0.4) * site.drill.seconds)
+    for name in site.draw.sample(sorted(site.joined.links), 2):
+        site.joined.links[name].break_for(0.3)
+        await asyncio.sleep(site.draw.uniform(0.3, 2.5))
+
+
+async def stand_still(site: Site) -> None:
+    """Have a prefill and a decode node stand still for 3 s, one a little later than the other."""
+    await asyncio.sleep(site.draw.uniform(0.2, 0.4) * site.drill.seconds)
+    for name in (f"sim-{role}{site.draw.randrange(2)}" for role in "pd"):
+        await site.joined.cluster.stall(name, 3.0)
+        await asyncio.sleep(site.draw.uniform(0.0, 4.0))
+
+
+async def cut_the_only_decode_node(site: Site) -> None:
+    """Cut the link of the only decode node for 10 s."""
+    await asyncio.sleep(0.3 * site.drill.seconds)
+    site.joined.links["sim-d0"].break_for(10.0)
+
+
+async def send_killer(site: Site) -> None:
+    """Send a request that kills each node that computes it."""
+    await asyncio.sleep(site.draw.uniform(0.2, 0.6) * site.drill.seconds)
+    expected = output_tokens(KILLER_PROMPT, KILLER_TOKENS, vocab_size=MODEL["vocab_size"])
+    params = SamplingParams(max_tokens=KILLER_TOKENS, ignore_eos=True)
+    await site.ask(KILLER, Case(KILLER_PROMPT, params, expected))
+
+
+def drills() -> list[Drill]:
+    """Return all drills."""
+    killers = [
+        Drill(f"a killer at {role}'s token {index}, {p}P+{d}D", send_killer, (p, d), 15.0,
+              kills_at=(role, index))
+        for role, index in (("p", 0), ("d", 1), ("d", 5))
+        for p, d in ((1, 1), (2, 2), (2, 6))
+    ]  # fmt: skip
+    return [
+        Drill("20 kills of P and D in turns, 2P+2D", kill_in_turns, (2, 2), 40.0),
+        Drill("20 kills of P and D in turns, 1P+1D", kill_in_turns, (1, 1), 160.0),
+        Drill("20 kills of P and D in turns, 3P+5D", kill_in_turns, (3, 5), 20.0),
+        Drill("two links broken for 0.3 s", break_links_twice, seconds=10.0),
+        Drill("a standstill of 3 s of P and D", stand_still, seconds=10.0),
+        Drill("the only decode node cut for 10 s", cut_the_only_decode_node, (1, 1), 20.0),
+        *killers,
+    ]
+
+
+# ---------------------------------------------------------------- what must hold
+
+
+async def run_drill(drill: Drill, seed: int) -> Row:
+    """Run a drill under load; return what became of all requests."""
+    site = Site(drill, random.Random(f"{drill.name} {seed}"))
+    cluster = joined_cluster(*drill.nodes, OPTIONS, local_prefill=False, is_dropped=site.is_deadly)
+    async with cluster as site.joined:
+        loop = asyncio.get_running_loop()
+        site.dispatcher = Dispatcher(site.joined.pool, POLICIES.load("cost")())
+        site.dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=loop.time)
+        watch = asyncio.create_task(_count_missed_beats(site))
+        site.jobs.append(asyncio.create_task(_act(site)))
+        calls = []
+        for number in range(NUM_REQUESTS):
+            await asyncio.sleep(site.draw.expovariate(NUM_REQUESTS / drill.seconds))
+            case = draw_case(site.draw, MODEL["vocab_size"])
+            calls.append(asyncio.create_task(site.ask(f"r{number}", case)))
+        await asyncio.gather(*calls)
+        while site.jobs:
+            await site.jobs.pop()
+        watch.cancel()
+        return {
+            "outcomes": dict(site.outcomes),
+            "errors": site.errors,
+            "killed_by_killer": len(site.killed_by_killer),
+            "longest_s": round(site.longest_s, 2),
+            "quarantined": len(site.dispatcher.suspects.quarantined),
+        }
+
+
+async def _act(site: Site) -> None:
+    await site.drill.act(site)
+
+
+async def _count_missed_beats(site: Site) -> None:
+    while True:
+        await asyncio.sleep(BEAT_INTERVAL_S)
+        site.joined.pool.count_missed_beats()
+
+
+def problems_of(drill: Drill, row: Row) -> list[str]:
+    """Return what the drill should not have shown."""
+    problems = [error for error in row["errors"] if not error.startswith(f"{KILLER}:")]
+    if row["outcomes"].get("complete", 0) != NUM_REQUESTS:
+        problems.append(f"{row['outcomes'].get('complete', 0)} of {NUM_REQUESTS} complete")
+    is_killer = drill.kills_at is not None
+    if row["quarantined"] != int(is_killer):
+        problems.append(f"{row['quarantined']} quarantined")
+    if is_killer and f"{KILLER}: PoisonRequestError" not in row["outcomes"]:
+        problems.append("the killer was not refused")
+    if row["killed_by_killer"] > MOST_KILLED:
+        problems.append(f"the killer ended {row['killed_by_killer']} nodes")
+    return problems
+
+
+def run_on_virtual_time(drill: Drill, seed: int) -> Row:
+    """Run one drill with one seed."""
+    loop = VirtualTimeLoop()
+    try:
+        return loop.run_until_complete(run_drill(drill, seed))
+    finally:
+        loop.close()
+
+
+def run(run: Run, seeds: int = 20, only: str = "") -> Document:
+    """Run every drill with many seeds.
+
+    Args:
+        seeds: how many.
+        only: drills whose name contains this.
+    """
+    results: Row = {}
+    for drill in drills():
+        if only not in drill.name:
+            continue
+        rows = [run_on_virtual_time(drill, seed) for seed in range(1, seeds + 1)]
+        found = {
+            seed: broken for seed, row in enumerate(rows, 1) if (broken := problems_of(drill, row))
+        }
+        run.problems += [f"{drill.name}, seed {seed}: {'; '.join(b)}" for seed, b in found.items()]
+        results[drill.name] = {
+            "requests": NUM_REQUESTS * len(rows),
+            "complete": sum(row["outcomes"].get("complete", 0) for row in rows),
+            "most_killed_by_killer": max(row["killed_by_killer"] for row in rows),
+            "longest_s": max(row["longest_s"] for row in rows),
+            "problems": found,
+        }
+    run.show("drill", results)
+    return {"seeds": seeds, "drills": results}

@@ -1,0 +1,227 @@
+"""Compare descriptors, threads and memory before and after many faults; exit 1 if they grow.
+
+Runs a router, two prefill and two decode nodes with NIXL on this machine, with the demo model and
+streams with known answers. The first run stops p0 and d0 in turns. The second is a soak with a
+fault at regular intervals: p1 and d1 are killed and restarted, p0 and d0 stand still. The router,
+p0 and d0 survive; their descriptors, threads and memory are compared at rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from baton.deployment.local_deployment import LocalDeployment
+from benchmarks.faults.chaos_load import BROKEN, Load, make_cases
+from benchmarks.faults.chaos_site import Site, demo_deployment, wait_until_free
+from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.run import Run
+
+SURVIVORS = ("router", "p0", "d0")
+STANDSTILL_S = 3.0
+NUM_WARM_UP = 2  # standstills before the first look, as each process opens some things once
+CONCURRENCY = 6
+NUM_LOOKS = 5
+SAMPLE_S = 5.0
+MAX_GROWTH = {"descriptors": 0, "threads": 0}
+MAX_GROWTH_MIB = 32.0
+READY_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Descriptors, threads and memory of a process at one moment."""
+
+    descriptors: int
+    threads: int
+    resident_mib: float
+
+    @classmethod
+    def of(cls, pid: int) -> Usage:
+        """Read the usage of a living process."""
+        folder = Path(f"/proc/{pid}")
+        resident = int((folder / "statm").read_text().split()[1]) * 4096
+        return cls(
+            len(list((folder / "fd").iterdir())),
+            len(list((folder / "task").iterdir())),
+            round(resident / 2**20, 1),
+        )
+
+
+def look(site: Site) -> dict[str, Usage]:
+    """Read the usage of the processes that survive."""
+    return {name: Usage.of(site.deployment.child(name).process.pid) for name in SURVIVORS}
+
+
+def open_files(site: Site) -> dict[str, Counter[str]]:
+    """Return what the survivors' descriptors are, and of sockets who is at the other end."""
+    found = {}
+    for name in SURVIVORS:
+        pid = site.deployment.child(name).process.pid
+        links = [str(one.readlink()) for one in Path(f"/proc/{pid}/fd").iterdir()]
+        files = Counter(link for link in links if not link.startswith("socket:"))
+        for one in psutil.Process(pid).net_connections("all"):
+            ends = [
+                str(end.port) if hasattr(end, "port") else end for end in (one.laddr, one.raddr)
+            ]
+            files[f"{one.family.name} {one.status} {ends[0]} {ends[1]}"] += 1
+        found[name] = files
+    return found
+
+
+async def look_at_rest(site: Site) -> dict[str, Usage]:
+    """Wait until nothing is in progress, and read the survivors' usage."""
+    await site.repair()
+    await wait_until_free(site)
+    looks = []
+    for _ in range(NUM_LOOKS):  # a client that looks at the router counts there, too
+        await asyncio.sleep(1.0)
+        looks.append(look(site))
+    return {name: min((one[name] for one in looks), key=order) for name in SURVIVORS}
+
+
+def order(usage: Usage) -> tuple[int, int, float]:
+    """Return a sort key: fewest descriptors and threads first."""
+    return usage.descriptors, usage.threads, usage.resident_mib
+
+
+async def stand_still(site: Site, name: str) -> None:
+    """Stop a node for longer than its router and its peers wait."""
+    await site.stand_still(name, STANDSTILL_S)
+    await site.wait_ready()
+
+
+async def stand_still_often(site: Site, number: int) -> list[str]:
+    """Have p0 and d0 stand still in turns."""
+    for index in range(number):
+        await stand_still(site, SURVIVORS[1 + index % 2])
+    return ["stands still"] * number
+
+
+async def soak(site: Site, minutes: float, every_s: float) -> list[str]:
+    """Cause a fault at regular intervals; returns the list of faults."""
+    begun_at, done = time.monotonic(), list[str]()
+    while (due := (len(done) + 1) * every_s) < minutes * 60:
+        await asyncio.sleep(max(0.0, begun_at + due - time.monotonic()))
+        name = ("p1", "d0", "d1", "p0")[len(done) % 4]
+        if name in SURVIVORS:
+            await stand_still(site, name)
+            done.append("stands still")
+        else:
+            site.deployment.child(name).process.kill()
+            await site.restart(name)
+            await site.wait_ready()
+            done.append("killed")
+    await asyncio.sleep(max(0.0, begun_at + minutes * 60 - time.monotonic()))
+    return done
+
+
+async def sample(site: Site, samples: list[dict[str, Usage]]) -> None:
+    """Take a sample now and then, until cancelled."""
+    while True:
+        await asyncio.sleep(SAMPLE_S)
+        samples.append(look(site))
+
+
+async def measure(site: Site, what: str, options: Options) -> dict[str, object]:
+    """Do one run under load, and compare the survivors' usage before and after."""
+    await stand_still_often(site, NUM_WARM_UP)
+    await warm_up(site)
+    before, files = await look_at_rest(site), open_files(site)
+    samples: list[dict[str, Usage]] = []
+    load = Load(site.address, site.cases, CONCURRENCY, options.seed, leaving=0.05)
+    running = asyncio.create_task(load.run())
+    sampling = asyncio.create_task(sample(site, samples))
+    try:
+        if what == "standstills":
+            faults = await stand_still_often(site, options.standstills)
+        else:
+            faults = await soak(site, options.minutes, options.every)
+    finally:
+        load.stop()
+        await running
+        sampling.cancel()
+    after, opened = await look_at_rest(site), open_files(site)
+    found: dict[str, object] = {
+        "faults": dict(Counter(faults)),
+        "requests": dict(sorted(load.counts().items())),
+        "details": sorted(
+            {a.detail for a in load.answers if a.outcome not in ("complete", "left")}
+        ),
+        "before": {name: asdict(one) for name, one in before.items()},
+        "after": {name: asdict(one) for name, one in after.items()},
+        "resident_mib_by_quarter": {
+            name: [round(statistics.median(part), 1) for part in quarters(samples, name)]
+            for name in SURVIVORS
+        },
+        "grown": grown(before, after),
+        "opened": {name: sorted((now - files[name]).elements()) for name, now in opened.items()},
+        "closed": {name: sorted((files[name] - now).elements()) for name, now in opened.items()},
+        "broken": {name: load.counts()[name] for name in BROKEN if load.counts()[name]},
+    }
+    return found
+
+
+async def warm_up(site: Site) -> None:
+    """Serve for a while, so that growth with the first requests is over."""
+    load = Load(site.address, site.cases, CONCURRENCY, 0, leaving=0.0, most=200)
+    await load.run()
+
+
+def quarters(samples: list[dict[str, Usage]], name: str) -> list[list[float]]:
+    """Cut a process's resident memory under load into four parts of equal length."""
+    values = [one[name].resident_mib for one in samples]
+    size = max(1, len(values) // 4)
+    return [part for start in range(0, 4 * size, size) if (part := values[start : start + size])]
+
+
+def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
+    """List what has grown beyond its limit."""
+    found = []
+    for name in SURVIVORS:
+        for kind, most in MAX_GROWTH.items():
+            growth = getattr(after[name], kind) - getattr(before[name], kind)
+            if growth > most:
+                found.append(f"{name}: {growth} {kind} more")
+        growth_mib = after[name].resident_mib - before[name].resident_mib
+        if growth_mib > MAX_GROWTH_MIB:
+            found.append(f"{name}: {growth_mib:.1f} MiB more")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How long the runs are.
+
+    Attributes:
+        every: seconds between two faults.
+        only: one of the runs.
+    """
+
+    standstills: int = 20
+    minutes: float = 10.0
+    every: float = 20.0
+    seed: int = 1
+    only: Literal["", "standstills", "soak"] = ""
+
+
+def run(run: Run, options: Options) -> None:
+    """Do each run on a fresh deployment."""
+    cases = make_cases(str(DEMO_MODEL), 32, options.seed)
+    for what in ("standstills", "soak"):
+        if options.only not in ("", what):
+            continue
+        with LocalDeployment(demo_deployment(2)) as deployment:
+            deployment.wait_ready(READY_TIMEOUT_S)
+            site = Site(deployment, cases, options.seed)
+            found = asyncio.run(measure(site, what, options))
+        run.console.print(f"{what}:", found)
+        run.problems += [f"{what}: {name}" for name in ("grown", "broken") if found[name]]
+        run.save(found, f"long_run_{what}")

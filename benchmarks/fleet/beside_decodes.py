@@ -1,0 +1,139 @@
+"""Measure what prompts beside decodes cost in gaps, TTFT and throughput.
+
+Compares values of `--prefill-tokens-beside-decodes`.
+
+The real router and real node loops run over an executor that only takes time, that of a CPU with
+two cores, on virtual time: a run gives the same numbers every time. Users send a prompt of 512
+tokens for 64 tokens, one after the other, with short pauses. A split deployment has as many nodes
+again, and its nodes do not take each other's cores. So the table shows what scheduling and placing
+do, and not what threads do to each other.
+
+    python -m benchmarks beside_decodes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.api.sampling_params import SamplingParams
+from benchmarks.fleet.prefill_estimate import CPU
+from benchmarks.fleet.virtual_fleet import MODEL, TIMEOUT_S, joined_cluster
+from benchmarks.runner.run import Document, Run
+from router.calls.call import Call, Terms
+from router.calls.dispatcher import Dispatcher
+from router.calls.wake_ups import WakeUps
+from router.policies import POLICIES
+from sim_node.options import SimOptions
+from sim_node.virtual_time import VirtualTimeLoop
+
+CHUNK = 512
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
+PROMPTS_OF_A_USER = 24
+# A user pauses for up to so long. Without that all times are alike, and requests meet all steps of
+# a decode node at the same point.
+LONGEST_PAUSE_S = 0.1
+# Prefill nodes, and whether decode nodes may compute prompts.
+SHAPES = {"colocated": (0, True), "split": (1, True), "split, no local prefill": (1, False)}
+
+
+@dataclass(slots=True)
+class Seen:
+    """Seconds that users saw.
+
+    Attributes:
+        gaps_s: between two tokens.
+        later_gaps_s: gaps without the one behind token 1 of each request. That gap is longer,
+            because token 2 waits for a step of the decode node that has begun.
+        num_alone: requests that a decode node served alone.
+        elapsed_s: until the last one ended.
+    """
+
+    gaps_s: list[float] = field(default_factory=list)
+    later_gaps_s: list[float] = field(default_factory=list)
+    ttfts_s: list[float] = field(default_factory=list)
+    num_alone: int = 0
+    elapsed_s: float = 0.0
+
+
+def play(shape: str, num_users: int, tokens_beside: int) -> Seen:
+    """Return what users saw of a deployment with one decode node."""
+    loop = VirtualTimeLoop()
+    try:
+        return loop.run_until_complete(_play(shape, num_users, tokens_beside))
+    finally:
+        loop.close()
+
+
+async def _play(shape: str, num_users: int, tokens_beside: int) -> Seen:
+    loop, seen = asyncio.get_running_loop(), Seen()
+    num_prefill, local_prefill = SHAPES[shape]
+    options = SimOptions(
+        timing=CPU, max_num_batched_tokens=CHUNK, prefill_tokens_beside_decodes=tokens_beside
+    )
+    async with joined_cluster(num_prefill, 1, options, local_prefill=local_prefill) as joined:
+        dispatcher = Dispatcher(joined.pool, POLICIES.load("cost")())
+        dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=lambda: 0.0)
+        await asyncio.gather(*(_use(dispatcher, user, seen) for user in range(num_users)))
+        seen.elapsed_s = loop.time()
+    return seen
+
+
+async def _use(dispatcher: Dispatcher, user: int, seen: Seen) -> None:
+    draw, clock = random.Random(user), asyncio.get_running_loop().time
+    for number in range(PROMPTS_OF_A_USER):
+        call = Call(
+            request_id=f"{user}-{number}",
+            prompt_token_ids=draw.choices(range(1, int(MODEL["vocab_size"])), k=PROMPT_TOKENS),
+            sampling_params=SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=1),
+            terms=Terms(received_at=0.0),
+            timeout_s=TIMEOUT_S,
+        )
+        await asyncio.sleep(draw.uniform(0, LONGEST_PAUSE_S))
+        sent_s, times = clock(), list[float]()
+        async with contextlib.aclosing(dispatcher.run(call)) as outputs:
+            async for item in outputs:
+                times += [clock()] * len(item.token_ids)
+        [decision] = dispatcher.placer.decisions.get(call.scoped_id)
+        seen.num_alone += not decision.prefill_node
+        seen.ttfts_s.append(times[0] - sent_s)
+        gaps_s = [after - before for before, after in itertools.pairwise(times)]
+        seen.gaps_s += gaps_s
+        seen.later_gaps_s += gaps_s[1:]
+
+
+def percentile(seconds: Sequence[float], part: float) -> float:
+    """Return the time that so great a part of all are at most."""
+    return sorted(seconds)[int(part * (len(seconds) - 1))]
+
+
+def shown_ms(seconds: Sequence[float]) -> str:
+    """Return the median and the 99th percentile."""
+    return f"{1000 * statistics.median(seconds):.0f}, {1000 * percentile(seconds, 0.99):.0f}"
+
+
+def run(run: Run) -> Document:
+    """Play users, shapes and both values of the option."""
+    rows = []
+    for num_users, shape, tokens in itertools.product((4, 16), SHAPES, (CHUNK, 64)):
+        seen = play(shape, num_users, tokens)
+        num_requests = len(seen.ttfts_s)
+        rows.append(
+            {
+                "users": num_users,
+                "shape": shape,
+                "tokens_beside": tokens,
+                "gap_p50_p99_ms": shown_ms(seen.gaps_s),
+                "from_token_2_on": shown_ms(seen.later_gaps_s),
+                "ttft_p50_p99_ms": shown_ms(seen.ttfts_s),
+                "tokens_per_s": round(num_requests * OUTPUT_TOKENS / seen.elapsed_s),
+                "alone": seen.num_alone / num_requests,
+            }
+        )
+    run.show("gaps", rows)
+    return {"rows": rows}

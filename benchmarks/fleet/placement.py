@@ -1,0 +1,83 @@
+"""Measure microseconds per placement decision, by policy and fleet size.
+
+Every decision is for a request of its own length; in three of ten, three tenths of all nodes have
+some of its prompt. Half as many nodes of each role; each pair has a bandwidth of its own. What a
+decision places stays open for a while, so that nodes differ. Time by the wall includes whatever
+else this machine was doing; time of the processor does not.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import statistics
+import time
+
+from benchmarks.fleet.fleet_parts import make_fleet, make_loads, open_legs
+from benchmarks.runner.run import Document, Run
+from router.fleet.load.node_load import Account, NodeLoad
+from router.policies import POLICIES
+from router.policies.base import RouteQuery
+
+SIZES = (16, 64, 512)
+HIT_SHARE = 0.3
+NUM_OPEN_PER_NODE = 4
+
+
+def measure(name: str, num_nodes: int, num_decisions: int) -> dict[str, float]:
+    """Return microseconds: median and 99th percentile, by the wall and of the processor."""
+    draw = random.Random(1)
+    prefills, decodes = make_loads(num_nodes // 2, num_nodes // 2, lambda: 0.0)
+    fleet = make_fleet(prefills, decodes, lambda: draw.uniform(30e9, 41e9))
+    loads = {load.engine_id: load for load in (*prefills, *decodes)}
+    policy = POLICIES.load(name)()
+    placed: collections.deque[list[tuple[NodeLoad, Account]]] = collections.deque()
+    walls, cpus = [], []
+    for number in range(num_decisions + num_nodes):  # the first ones fill the fleet
+        query = make_query(draw, list(loads), number)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        placement = policy.pick(query, fleet)
+        cpus.append((time.thread_time() - cpu) * 1e6)
+        walls.append((time.perf_counter() - wall) * 1e6)
+        assert placement is not None
+        placed.append(open_legs(placement, query, loads))
+        if len(placed) > NUM_OPEN_PER_NODE * num_nodes:
+            for load, account in placed.popleft():
+                load.note_closed(account)
+    return {
+        "p50_us": _percentile(walls[num_nodes:], 50),
+        "p99_us": _percentile(walls[num_nodes:], 99),
+        "cpu_p50_us": _percentile(cpus[num_nodes:], 50),
+        "cpu_p99_us": _percentile(cpus[num_nodes:], 99),
+    }
+
+
+def make_query(draw: random.Random, engine_ids: list[str], number: int) -> RouteQuery:
+    num_tokens = draw.randint(64, 16_000)
+    cached: dict[str, int] = {}
+    if draw.random() < HIT_SHARE:
+        holders = draw.sample(engine_ids, round(HIT_SHARE * len(engine_ids)))
+        cached = {holder: 16 * draw.randint(1, num_tokens // 16) for holder in holders}
+    return RouteQuery(
+        num_prompt_tokens=num_tokens,
+        max_tokens=draw.randint(16, 1024),
+        session_id=f"s{number % 100}",
+        now=1.0,
+        find_cached_tokens=lambda: cached,
+    )
+
+
+def _percentile(samples: list[float], percent: int) -> float:
+    return round(statistics.quantiles(samples, n=100, method="inclusive")[percent - 1], 1)
+
+
+def run(run: Run, decisions: int = 3000) -> Document:
+    """Measure every policy by fleet size."""
+    results = {
+        name: {str(size): measure(name, size, decisions) for size in SIZES}
+        for name in POLICIES.names()
+    }
+    for name, rows in results.items():
+        run.show(name, rows)
+    shape = {"decisions": decisions, "hit_share": HIT_SHARE, "sizes": SIZES}
+    return {"shape": shape, "results": results}

@@ -1,0 +1,145 @@
+"""Compare routing policies: the real router over simulated fleets, on virtual time.
+
+Fleets of 8+8 to 256+256 nodes (a 70B model on two H100 each, `sim_node/timing.py`), four kinds of
+traffic (`policies_traffic.py`) at 75 % of capacity, two seeds. What is real and what is not:
+`virtual_fleet.py`. The first fifth of each trace is not measured. Of a run the same numbers come
+every time, however busy the machine.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+
+from benchmarks.fleet.policies_traffic import (
+    TPOT_LIMIT_S,
+    TRAFFIC,
+    TTFT_LIMIT_S,
+    Traffic,
+    load_of,
+    make_trace,
+    num_unmeasured,
+)
+from benchmarks.fleet.virtual_fleet import Outcome, play
+from benchmarks.runner.run import Document, Run
+from sim_node.options import SimOptions
+from sim_node.timing import preset
+
+LOAD = 0.75
+SEEDS = (1, 2)
+# Blocks of 64 tokens: names of blocks are what takes most time here.
+OPTIONS = SimOptions(
+    timing=preset("h100-70b"), block_size=64, num_blocks=6500, max_num_batched_tokens=2048
+)
+# Nodes of each role: requests of a trace.
+SIZES = {8: 300, 32: 400, 64: 400, 256: 1000}
+PAIRS_ONLY = "cost, pairs only"
+POLICIES = ("cost", "prefix_aware", "least_tokens", "round_robin")
+OTHERS: dict[int, tuple[str, ...]] = {8: (PAIRS_ONLY, "power_of_two", "session_affinity")}
+TIE = 0.03
+
+Row = dict[str, float]
+Job = tuple[int, Traffic, str, int, int]  # nodes, traffic, policy, requests, seed
+
+
+def run_job(job: Job) -> tuple[float, list[Outcome]]:
+    """The load of a trace, and what became of the requests that are measured."""
+    num_nodes, traffic, policy, num_requests, seed = job
+    trace = make_trace(traffic, num_nodes, num_requests, LOAD, OPTIONS.timing, seed)
+    name = "cost" if policy == PAIRS_ONLY else policy
+    outcomes = play(trace, name, num_nodes, OPTIONS, local_prefill=policy == "cost")
+    measured = outcomes[num_unmeasured(len(outcomes)) :]
+    return load_of(trace, num_nodes, OPTIONS.timing), measured
+
+
+def summarize(runs: Sequence[tuple[float, list[Outcome]]]) -> Row:
+    """Summarize the runs of all seeds."""
+    outcomes = [outcome for _, measured in runs for outcome in measured]
+    ttfts, tpots = [o.ttft_s for o in outcomes], [o.tpot_s for o in outcomes]
+    num_good = sum(
+        o.receipt is not None and o.ttft_s <= TTFT_LIMIT_S and o.tpot_s <= TPOT_LIMIT_S
+        for o in outcomes
+    )
+    num_alone = sum(o.receipt is not None and not o.receipt.prefill_node for o in outcomes)
+    num_computed = sum(o.num_computed_tokens for o in outcomes)
+    return {
+        "ttft_p50_ms": round(1e3 * statistics.median(ttfts)),
+        "ttft_p99_ms": round(1e3 * statistics.quantiles(ttfts, n=100, method="inclusive")[98]),
+        "tpot_p50_ms": round(1e3 * statistics.median(tpots), 1),
+        "tpot_p99_ms": round(1e3 * statistics.quantiles(tpots, n=100, method="inclusive")[98], 1),
+        "goodput": round(num_good / len(outcomes), 3),
+        "hit_rate": round(1 - num_computed / sum(o.num_prompt_tokens for o in outcomes), 3),
+        "alone": round(num_alone / len(outcomes), 3),
+        "num_measured": len(outcomes),
+        "num_failed": sum(o.receipt is None for o in outcomes),
+        "load": round(statistics.fmean(load for load, _ in runs), 2),
+    }
+
+
+def verdict(rows: dict[str, Row]) -> str:
+    """Where cost is worse than the best of the others by more than a tie; empty: nowhere."""
+    cost, others = rows["cost"], [row for name, row in rows.items() if not name.startswith("cost")]
+    lost = [
+        name
+        for name in ("ttft_p50_ms", "ttft_p99_ms")
+        if cost[name] > (1 + TIE) * min(row[name] for row in others)
+    ]
+    if cost["goodput"] < (1 - TIE) * max(row["goodput"] for row in others):
+        lost.append("goodput")
+    return ", ".join(lost)
+
+
+def make_jobs(
+    sizes: Sequence[int], only: str, others: Mapping[int, Sequence[str]]
+) -> dict[tuple[int, str, str], list[Job]]:
+    """Return the jobs by nodes, traffic and policy, one for each seed."""
+    jobs: dict[tuple[int, str, str], list[Job]] = {}
+    for size, traffic in itertools.product(sizes, TRAFFIC):
+        if only not in traffic.name:
+            continue
+        for policy in (*POLICIES, *others.get(size, ())):
+            if policy == "session_affinity" and traffic.name not in ("multi-turn", "mixed"):
+                continue
+            jobs[size, traffic.name, policy] = [
+                (size, traffic, policy, SIZES[size], seed) for seed in SEEDS
+            ]
+    return jobs
+
+
+def run(
+    run: Run,
+    sizes: Sequence[int] = tuple(SIZES),
+    only: str = "",
+    main: bool = False,
+    processes: int = 2,
+) -> None:
+    """Run every policy over every fleet and kind of traffic.
+
+    Args:
+        only: a part of a traffic's name; nothing is saved.
+        main: four policies, not all.
+    """
+    jobs = make_jobs(sizes, only, {} if main else OTHERS)
+    results: dict[str, dict[str, Row]] = {}
+    with concurrent.futures.ProcessPoolExecutor(processes) as pool:
+        runs = {key: [pool.submit(run_job, job) for job in some] for key, some in jobs.items()}
+        for (size, traffic, policy), futures in runs.items():
+            row = summarize([future.result() for future in futures])
+            results.setdefault(f"{size}+{size}, {traffic}", {})[policy] = row
+    for label, rows in results.items():
+        run.show(label, rows)
+    shape = {
+        "load": LOAD,
+        "seeds": SEEDS,
+        "requests": SIZES,
+        "ttft_limit_s": TTFT_LIMIT_S,
+        "tpot_limit_s": TPOT_LIMIT_S,
+    }
+    lost = {label: verdict(rows) for label, rows in results.items()}
+    document: Document = {"shape": shape, "results": results, "lost": lost}
+    run.judge(document)
+    if not only:
+        some = "" if list(sizes) == list(SIZES) else "_" + "_".join(map(str, sizes))
+        run.save(document, f"policies{some}")

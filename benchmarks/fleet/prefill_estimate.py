@@ -1,0 +1,270 @@
+"""Compare the router's estimates of prompts and decode steps with their times on simulated nodes.
+
+Three kinds of load (chats of 8 turns, prompts of 512 tokens, prompts of 2,048 to 8,192) run on two
+kinds of machine (a GPU, two cores of a CPU), with one prefill and one decode node, on virtual time:
+a run gives the same numbers every time. The script compares the terms of the policy's choice, as
+they were then, with the time from then until token 1 came. A request may have waited at the
+router's gate before that. Decode steps are compared as the router measures them, eight at a time,
+also under a fourth load: waves of 1 to 24 requests at once.
+
+    python -m benchmarks prefill_estimate
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import statistics
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import NodeRole
+from benchmarks.fleet.virtual_fleet import MODEL, TIMEOUT_S, joined_cluster
+from benchmarks.runner.run import Document, Run
+from router.calls.call import Call, Terms
+from router.calls.dispatcher import Dispatcher
+from router.calls.wake_ups import WakeUps
+from router.fleet.load.measured_line import MeasuredLine
+from router.policies import POLICIES
+from router.policies.base import Placement
+from sim_node.cluster import SimCluster
+from sim_node.options import SimOptions
+from sim_node.timing import TimingModel, preset
+from sim_node.virtual_time import VirtualTimeLoop
+
+# Two cores and a model of 0.6B parameters: 0.8 to 1.1 ms per prompt token.
+CPU = TimingModel(
+    prefill_tokens_per_s=1200,
+    prefill_step_s=0.010,
+    prefill_s_per_pair=8e-8,
+    decode_step_s=0.014,
+    decode_s_per_request=0.001,
+    decode_s_per_kv_token=1e-6,
+    kv_bytes_per_token=114_688,
+    link_bytes_per_s=5e9,
+    link_latency_s=0.001,
+)
+NUM_TURNS, PREFIX_TOKENS = 8, 96
+PREFILL_NODE, COLD_FACTOR = "sim-p0", 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What nodes are, and how much of a load is for them.
+
+    Attributes:
+        chunk: most tokens of a step.
+        num_chats: at a time.
+        pause_s: between an answer and the next turn, on average.
+        rate: of prompts of 512 tokens, per second; of long ones an eighth of it.
+    """
+
+    timing: TimingModel
+    chunk: int
+    num_chats: int
+    pause_s: float
+    rate: float
+
+
+MACHINES = {
+    "gpu": Machine(preset("h100-8b"), 8192, 12, 1.0, 20.0),
+    "cpu": Machine(CPU, 512, 2, 3.0, 1.2),
+}
+LOADS = ("chat", "512", "long")
+WAVES = (1, 4, 24, 2, 12)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One request: where it went, and its time until token 1, in seconds.
+
+    Attributes:
+        turn: number of the turn in its chat, from 1; 0 in other loads.
+        expected_s: from its placement on, by the chosen place's terms.
+        measured_s: from its placement on.
+        ttft_s: with the wait at the gate.
+    """
+
+    turn: int
+    num_tokens: int
+    is_alone: bool
+    is_probe: bool
+    expected_s: float
+    measured_s: float
+    ttft_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Expected over measured."""
+        return self.expected_s / self.measured_s
+
+
+class Player:
+    """Sends requests through one router, and keeps what became of them.
+
+    The prefill node is `COLD_FACTOR` times as slow until the first answer begins.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, random_: random.Random, cluster: SimCluster) -> None:
+        self.placed: list[Placed] = []
+        self.step_ratios: list[float] = []
+        self._cluster = cluster
+        cluster.slow(PREFILL_NODE, COLD_FACTOR)
+        self._dispatcher, self._random = dispatcher, random_
+        self._num_sent = 0
+        self._placed_at: dict[str, float] = {}  # by request id
+        place = dispatcher.placer.place
+
+        def place_at(call: Call, *args: Any, **options: Any) -> Placement | None:
+            self._placed_at[call.request_id] = asyncio.get_running_loop().time()
+            return place(call, *args, **options)
+
+        dispatcher.placer.place = place_at  # type: ignore[method-assign]
+
+    def watch_steps(self, line: MeasuredLine) -> None:
+        """Keep what a decode node's line expects of each measurement that is added to it."""
+        measure = line.measure
+
+        def watched(units: float, seconds: float) -> None:
+            self.step_ratios.append(line.seconds(units) / seconds)
+            measure(units, seconds)
+
+        line.measure = watched  # type: ignore[method-assign]
+
+    def text(self, num_tokens: int) -> list[int]:
+        return [self._random.randrange(1, int(MODEL["vocab_size"])) for _ in range(num_tokens)]
+
+    async def send(self, prompt: Sequence[int], max_tokens: int, turn: int = 0) -> list[int]:
+        """Return the tokens of the answer."""
+        self._num_sent += 1
+        call = Call(
+            request_id=f"r{self._num_sent}",
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1),
+            terms=Terms(received_at=0.0),
+            timeout_s=TIMEOUT_S,
+        )
+        clock = asyncio.get_running_loop().time
+        began_s, first_s, answer = clock(), None, list[int]()
+        async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+            async for item in outputs:
+                if first_s is None:
+                    first_s = clock()
+                    self._cluster.slow(PREFILL_NODE, 1.0)
+                answer += item.token_ids
+        assert first_s is not None
+        [decision] = self._dispatcher.placer.decisions.get(call.scoped_id)
+        terms = decision.candidates[0].terms
+        names = ("prefill_queue_ms", "local_queue_ms", "prefill_ms", "beside_ms")
+        self.placed.append(
+            Placed(
+                turn,
+                len(prompt),
+                not decision.prefill_node,
+                getattr(decision, "is_probe", False),
+                sum(terms.get(name, 0.0) for name in names) / 1e3,
+                first_s - self._placed_at.pop(call.request_id),
+                first_s - began_s,
+            )
+        )
+        return answer
+
+    async def chat(self, machine: Machine, prefix: Sequence[int]) -> None:
+        """One chat: each turn has all that was said before."""
+        prompt = list(prefix)
+        for turn in range(1, NUM_TURNS + 1):
+            await asyncio.sleep(self._random.expovariate(1 / machine.pause_s))
+            prompt += self.text(self._random.randint(30, 130))
+            prompt += await self.send(prompt, 64, turn)
+
+
+def play(
+    load: str,
+    machine: Machine,
+    *,
+    num_requests: int = 96,
+    seed: int = 1,
+    local_prefill: bool = True,
+) -> list[Placed]:
+    """Play so many requests of a load, and return them in the order of their first tokens."""
+    return _played(_play(load, machine, num_requests, seed, local_prefill)).placed
+
+
+def play_steps(load: str, machine: Machine) -> list[float]:
+    """Play a load, and return expected over measured of the decode steps, in their order."""
+    return _played(_play(load, machine, 96, seed=1, local_prefill=False)).step_ratios
+
+
+def _played(playing: Coroutine[Any, Any, Player]) -> Player:
+    loop = VirtualTimeLoop()
+    try:
+        return loop.run_until_complete(playing)
+    finally:
+        loop.close()
+
+
+async def _play(
+    load: str, machine: Machine, num_requests: int, seed: int, local_prefill: bool
+) -> Player:
+    loop, draw = asyncio.get_running_loop(), random.Random(seed)
+    options = SimOptions(timing=machine.timing, max_num_batched_tokens=machine.chunk)
+    async with joined_cluster(1, 1, options, local_prefill=local_prefill) as joined:
+        dispatcher = Dispatcher(joined.pool, POLICIES.load("cost")())
+        dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=loop.time)
+        player = Player(dispatcher, draw, joined.cluster)
+        for node in joined.pool.nodes:
+            if node.registration.role is NodeRole.DECODE:
+                player.watch_steps(node.load.step)
+        if load == "chat":
+            prefix = player.text(PREFIX_TOKENS)
+            for _ in range(num_requests // NUM_TURNS // machine.num_chats):
+                chats = (player.chat(machine, prefix) for _ in range(machine.num_chats))
+                await asyncio.gather(*chats)
+            return player
+        if load == "waves":
+            for number in WAVES:
+                await asyncio.gather(*(player.send(player.text(200), 96) for _ in range(number)))
+            return player
+        rate = machine.rate / (8 if load == "long" else 1)
+        jobs = []
+        for _ in range(num_requests):
+            await asyncio.sleep(draw.expovariate(rate))
+            num_tokens = draw.randint(2048, 8192) if load == "long" else 512
+            jobs.append(asyncio.create_task(player.send(player.text(num_tokens), 64)))
+        await asyncio.gather(*jobs)
+        return player
+
+
+def learnt(placed: Sequence[Placed]) -> Sequence[Placed]:
+    """Return those behind the first sixth."""
+    return placed[len(placed) // 6 :]
+
+
+def run(run: Run) -> Document:
+    """Play every load on every machine."""
+    rows: list[dict[str, object]] = []
+    for name, machine in MACHINES.items():
+        for load in LOADS:
+            placed = learnt(play(load, machine))
+            row = {"ttft_ms": 1e3 * statistics.median(one.ttft_s for one in placed)}
+            row["alone"] = statistics.fmean(one.is_alone for one in placed)
+            rows.append(_row(name, load, [one.ratio for one in placed]) | row)
+        for local in (True, False):
+            placed = learnt(play("chat", machine, local_prefill=local))
+            ttft_s = statistics.median(one.ttft_s for one in placed if one.turn == 4)
+            load = f"turn 4, local prefill {local}"
+            rows.append({"machine": name, "load": load, "ttft_ms": 1e3 * ttft_s})
+        rows += [
+            _row(name, f"steps of {load}", play_steps(load, machine)) for load in (*LOADS, "waves")
+        ]
+    run.show("expected over measured", rows)
+    return {"rows": rows}
+
+
+def _row(machine: str, load: str, ratios: Sequence[float]) -> dict[str, object]:
+    near = statistics.fmean(0.8 <= ratio <= 1.25 for ratio in ratios)
+    median = statistics.median(ratios)
+    return {"machine": machine, "load": load, "p50": median, "within_a_quarter": near}

@@ -1,0 +1,311 @@
+"""A router and simulated nodes in one process, on a clock that jumps from event to event.
+
+The router's dispatcher, node pool, prefix index and policy, and the simulator's nodes, as they are;
+in place of gRPC, messages are handed over `MESSAGE_S` later, in their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.api.errors import BatonError
+from baton.api.outputs import Receipt
+from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.model_identity import folder_identity
+from baton.link.words import (
+    AbortAll,
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    RequestDelta,
+    RouterBeat,
+    RouterCommand,
+    StepDeltas,
+)
+from loadtest.load.traces import BLOCK_TOKENS, TraceRequest
+from router.calls.call import Call, Terms
+from router.calls.dispatcher import Dispatcher
+from router.calls.wake_ups import WakeUps
+from router.fleet.node import Node
+from router.fleet.node_pool import NodePool
+from router.policies import POLICIES
+from sim_node.cluster import SimCluster
+from sim_node.options import SimOptions
+from sim_node.virtual_time import VirtualTimeLoop
+
+MESSAGE_S = 0.0005
+REDIAL_S = 0.5  # as `RouterLink` does
+MODEL = {"vocab_size": 1024, "max_position_embeddings": 131_072}
+TIMEOUT_S = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request; seconds. ``receipt`` is None if it failed."""
+
+    num_prompt_tokens: int
+    ttft_s: float
+    total_s: float
+    num_output_tokens: int
+    receipt: Receipt | None
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.total_s - self.ttft_s) / max(self.num_output_tokens - 1, 1)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Return the cached tokens of the prompt, on the node that computed it."""
+        if self.receipt is None:
+            return self.num_prompt_tokens
+        if self.receipt.prefill is not None:
+            return self.receipt.prefill.num_computed_tokens
+        decode = self.receipt.decode
+        return decode.num_prompt_tokens_computed if decode else self.num_prompt_tokens
+
+
+def play(
+    trace: Sequence[TraceRequest],
+    policy: str,
+    num_nodes: int,
+    options: SimOptions,
+    *,
+    local_prefill: bool,
+) -> list[Outcome]:
+    """Send a trace through a router with so many nodes of each role, until all is done."""
+    loop = VirtualTimeLoop()
+    try:
+        return loop.run_until_complete(_play(trace, policy, num_nodes, options, local_prefill))
+    finally:
+        loop.close()
+
+
+async def _play(
+    trace: Sequence[TraceRequest],
+    policy: str,
+    num_nodes: int,
+    options: SimOptions,
+    local_prefill: bool,
+) -> list[Outcome]:
+    loop = asyncio.get_running_loop()
+    async with joined_fleet(num_nodes, num_nodes, options, local_prefill=local_prefill) as pool:
+        dispatcher = Dispatcher(pool, POLICIES.load(policy)())
+        # First tokens, last ones and failures are heard of at once; the others every 50 ms.
+        dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=loop.time)
+        texts: dict[int, bytes] = {}
+        began_s = loop.time()
+        calls = []
+        for number, request in enumerate(trace):
+            await asyncio.sleep(began_s + request.timestamp_ms / 1000 - loop.time())
+            call = _call(f"r{number}", request, texts)
+            calls.append(asyncio.create_task(_read(dispatcher, call)))
+        return list(await asyncio.gather(*calls))
+
+
+async def _read(dispatcher: Dispatcher, call: Call) -> Outcome:
+    clock = asyncio.get_running_loop().time
+    began_s, first_s, receipt, num_tokens = clock(), None, None, 0
+    with contextlib.suppress(BatonError):
+        async with contextlib.aclosing(dispatcher.run(call)) as outputs:
+            async for item in outputs:
+                if first_s is None:
+                    first_s = clock()
+                num_tokens += len(item.token_ids)
+                receipt = item.receipt
+    now = clock()
+    first_s = now if first_s is None else first_s
+    return Outcome(
+        len(call.prompt_token_ids), first_s - began_s, now - began_s, num_tokens, receipt
+    )
+
+
+def _call(request_id: str, request: TraceRequest, texts: dict[int, bytes]) -> Call:
+    prompt = b"".join(_text(hash_id, texts) for hash_id in request.hash_ids)
+    params = SamplingParams(max_tokens=request.output_length, ignore_eos=True, seed=1)
+    return Call(
+        request_id=request_id,
+        prompt_token_ids=list(prompt[: request.input_length]),
+        sampling_params=params,
+        terms=Terms(received_at=0.0, session_id=str(request.session)),
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def _text(hash_id: int, texts: dict[int, bytes]) -> bytes:
+    """The tokens that an id stands for: its own, and quick to make."""
+    text = texts.get(hash_id)
+    if text is None:
+        text = texts[hash_id] = hash_id.to_bytes(8) * (BLOCK_TOKENS // 8)
+    return text
+
+
+# ---------------------------------------------------------------- links
+
+
+class PoolLinks:
+    """Link nodes to a pool in the same process, in place of `RouterLinks`.
+
+    Args:
+        is_dropped: returns whether an event is lost before it leaves the node.
+    """
+
+    def __init__(
+        self,
+        pool: NodePool,
+        registration: NodeRegistration,
+        submit: Callable[..., None],
+        on_joined: Callable[[bool], Awaitable[None]],
+        is_dropped: Callable[[str, NodeEvent], bool] = lambda name, event: False,
+    ) -> None:
+        self._pool = pool
+        self._registration = registration
+        self._submit = submit
+        self._is_dropped = is_dropped
+        self._loop = asyncio.get_running_loop()
+        self._on_joined = on_joined
+        self._broken = asyncio.Event()
+        self._away_s = REDIAL_S
+        self._node = self._make_node()
+        self._emit = self._make_lane(self._take)
+
+    async def run(self) -> None:
+        while True:
+            self._broken.clear()
+            self._pool.add_node(self._node)
+            await self._on_joined(True)
+            try:
+                await self._broken.wait()
+            finally:
+                self._pool.remove(self._node)
+            self._submit(AbortAll("the link broke", self._pool.router_id))
+            await self._on_joined(False)
+            await asyncio.sleep(self._away_s)
+            self._away_s, self._node = REDIAL_S, self._make_node()
+
+    def break_for(self, away_s: float) -> None:
+        """Break the link now; the node, the same process, joins again after so long."""
+        self._away_s = away_s
+        self._broken.set()
+
+    def emit(self, event: NodeEvent) -> None:
+        if not (self._broken.is_set() or self._is_dropped(self._node.name, event)):
+            self._emit(event)
+
+    def beat(self, beat: NodeBeat) -> None:
+        self.emit(beat)
+
+    def _make_node(self) -> Node:
+        lane = self._make_lane(self._submit)
+
+        def send(command: RouterCommand) -> None:
+            if not isinstance(command, RouterBeat):  # the link's own
+                lane(command)
+
+        return Node(self._registration, send, hang_up=self._broken.set)
+
+    def _take(self, event: NodeEvent) -> None:
+        self._pool.on_event(self._node, _as_rows(event) if isinstance(event, tuple) else event)
+
+    def _make_lane(self, take: Callable[..., None]) -> Callable[..., None]:
+        """A function that hands things over a little later, in their order."""
+        lane: deque[Any] = deque()
+
+        def put(item: Any) -> None:
+            lane.append(item)
+            self._loop.call_later(MESSAGE_S, lambda: take(lane.popleft()))
+
+        return put
+
+
+def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
+    """What `wire.split_step` makes of what simulated nodes say, in less time."""
+    epochs, output_indexes, token_ids, others = [], [], [], []
+    for delta in deltas:
+        if delta.prefill or delta.decode or delta.error or delta.finish_reason:
+            others.append(delta)
+        else:
+            epochs.append(delta.epoch)
+            output_indexes.append(delta.output_index)
+            token_ids.append(delta.token_ids[0])
+    return StepDeltas(epochs, output_indexes, token_ids, tuple(others))
+
+
+@contextlib.asynccontextmanager
+async def joined_fleet(
+    num_prefill: int, num_decode: int, options: SimOptions, *, local_prefill: bool
+) -> AsyncIterator[NodePool]:
+    """Yield a pool that simulated nodes have joined; see `joined_cluster`."""
+    cluster = joined_cluster(num_prefill, num_decode, options, local_prefill=local_prefill)
+    async with cluster as joined:
+        yield joined.pool
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedCluster:
+    """Simulated nodes, the pool that they have joined, and their links by name."""
+
+    pool: NodePool
+    cluster: SimCluster
+    links: Mapping[str, PoolLinks]
+
+
+@contextlib.asynccontextmanager
+async def joined_cluster(
+    num_prefill: int,
+    num_decode: int,
+    options: SimOptions,
+    *,
+    local_prefill: bool,
+    is_dropped: Callable[[str, NodeEvent], bool] = lambda name, event: False,
+) -> AsyncIterator[JoinedCluster]:
+    """Yield simulated nodes and a pool that they have joined; needs a `VirtualTimeLoop`.
+
+    Args:
+        local_prefill: whether decode nodes may compute prompts themselves.
+        is_dropped: returns whether an event is lost before it leaves the node of this name.
+    """
+    links: dict[str, PoolLinks] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL), "utf-8")  # noqa: ASYNC240
+        pool = NodePool(
+            own_identity=folder_identity(Path(folder)),
+            max_model_len=MODEL["max_position_embeddings"],
+            may_self_prefill=local_prefill,
+            clock=asyncio.get_running_loop().time,
+        )
+
+        def make_links(
+            routers: object,
+            registration: NodeRegistration,
+            submit: Callable[..., None],
+            drain: object,
+            *,
+            on_joined: Callable[[bool], Awaitable[None]],
+            on_stop: object,
+            join_timeout_s: float,
+            node_token: object,
+            tls: object,
+        ) -> PoolLinks:
+            link = PoolLinks(pool, registration, submit, on_joined, is_dropped)
+            links[registration.node_name] = link
+            return link
+
+        cluster = SimCluster(
+            "",
+            folder,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            options=options,
+            make_links=make_links,
+        )
+        async with cluster:
+            await asyncio.sleep(1.0)  # until all pairs have met
+            yield JoinedCluster(pool, cluster, links)

@@ -1,0 +1,224 @@
+"""Run all that needs a GPU in ten minutes: right tokens, and what a step costs.
+
+    engine     the engine on the device gives the tokens that it gives on the CPU, in float32
+    graphs     replayed steps that run ahead give the tokens of eager steps in turn
+    decode     a decode step of Qwen3-0.6B and 8B shapes at context 1k: time, floor, idle share
+    push       600 MB of KV over NIXL between two processes, against a copy on the device
+    split      prefill and decode processes on the device, KV in its memory, NIXL: same tokens
+    nano       nano-vllm's workload on Qwen3-0.6B's shape: tokens per second
+    kernels    the small Triton kernels against copies and torch's ops (kernels_gpu.py)
+    attention  paged attention in Triton against the best of libraries (attention_gpu.py)
+    products   weights of 4 and 8 bits against the vendor's bfloat16 (quantized_gpu.py)
+    few bits   decode steps of the 8B shape with such weights
+    quantized  the engine's tokens with such weights against those of their definition, split too
+    company    with batch_invariant: requests alone and with others, in one process and split
+    invariant  what that costs: decode steps and a prompt of the 8B shape
+    ops        kernels and attention backends against their definitions (tests/kernels, bf16 too)
+
+What is worth most comes first. Each part has a share of the time and all that those before it left
+over, and never any of what those behind it need: every part is reached.
+
+Each part is a process of its own with a time limit: a crash, a hang or a broken device in one of
+them costs no other. What a part had found before it ended so is kept. A part whose packages are
+missing says which ("not run"), and never counts as passed. `--device cpu` tries the suite itself on
+tiny shapes and writes nothing unless `--out` is given. Needs torch alone to start;
+tools/gpu_wheelhouse.sh brings the packages of the parts to a machine without a registry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.gpu_report import Report
+from benchmarks.runner.environment import ROOT
+from benchmarks.runner.run import Run
+
+LOG_LINES = 40  # of a part's output that are kept
+KEY_WIDTH, VALUE_WIDTH = 44, 70
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A function ``(device, report) -> whether all was right`` of a module beside this one."""
+
+    module: str
+    function: str
+    share_s: float
+
+
+# The shares add up to the budget. `ops` compiles for every test, in as many processes as there are
+# cores; it is last, as the parts before it are the faster to tell that something is wrong.
+PARTS = {
+    "engine": Part("gpu_tokens", "check_engine", 70),
+    "graphs": Part("gpu_tokens", "check_graphs", 40),
+    "decode": Part("gpu_decode", "measure_decode", 45),
+    "push": Part("gpu_push", "measure_push", 25),
+    "split": Part("gpu_tokens", "check_split", 40),
+    "nano": Part("gpu_decode", "measure_nano", 30),
+    "kernels": Part("gpu_tokens", "measure_kernels", 15),
+    "attention": Part("gpu_tokens", "measure_attention", 35),
+    "products": Part("gpu_tokens", "measure_products", 55),
+    "few bits": Part("gpu_decode", "measure_few_bits", 40),
+    "quantized": Part("gpu_tokens", "check_quantized", 40),
+    "company": Part("gpu_tokens", "check_company", 25),
+    "invariant": Part("gpu_decode", "measure_invariant", 25),
+    "ops": Part("gpu_tokens", "check_ops", 85),
+}
+BUDGET_S = 570.0
+LEAST_S = 5.0  # in less not even a process begins
+
+
+def run_parts(
+    names: Sequence[str], device: str, budget_s: float
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Each part's name and result, when it has ended; those for which no time is left, too."""
+    deadline = time.monotonic() + budget_s
+    for index, name in enumerate(names):
+        limit_s = limit_of(names[index:], deadline - time.monotonic())
+        if limit_s < LEAST_S:
+            yield name, {"ok": False, "not run": "no time was left"}
+        else:
+            print(f"{name} ...", flush=True)
+            yield name, run_part(name, device, limit_s)
+
+
+def limit_of(names: Sequence[str], left_s: float) -> float:
+    """Seconds for the first of these parts, where so many are left for all of them.
+
+    All that the others have no share of; where there is less than all shares, its part of it.
+    """
+    share, others = PARTS[names[0]].share_s, sum(PARTS[name].share_s for name in names[1:])
+    return max(left_s - others, left_s * share / (share + others))
+
+
+def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
+    """Run one part in a process of its own; returns its figures and how it ended."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report, log = Path(folder) / "report.json", Path(folder) / "log"
+        call = ("--call", "benchmarks.gpu.gpu_suite:run_child", name, device, str(report))
+        command = [sys.executable, "-m", "benchmarks", *call]
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=_environment(),
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                returned = str(child.wait(limit_s))
+            except subprocess.TimeoutExpired:
+                returned = f"stopped after {time.monotonic() - started:.0f} s"
+            finally:
+                _end_group(child)
+        figures = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+        result: dict[str, object] = {"ok": False, **figures}
+        if returned != "0":
+            result["ok"] = False  # what ends badly after its last figure is not right either
+            if "failed" not in result and "not run" not in result:
+                result["failed"] = (
+                    f"exit code {returned}" if returned.lstrip("-").isdigit() else returned
+                )
+        if not result["ok"]:
+            text = log.read_text(encoding="utf-8", errors="replace")
+            result["log"] = text.splitlines()[-LOG_LINES:]
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result
+
+
+def _environment() -> dict[str, str]:
+    folders = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
+def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """End a part and all that it has started."""
+    for stop, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(child.pid, stop)
+        except ProcessLookupError:
+            return
+        try:
+            child.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def run_child(name: str, device: str, path: str) -> None:
+    """Run a part in this process, and report to a file."""
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+    report = Report(Path(path))
+    report["ok"] = False
+    part = PARTS[name]
+    try:
+        function = getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), part.function)
+        report["ok"] = bool(function(device, report))
+    except Exception as error:
+        missing = error.__cause__ or error  # one that tells of it may be raised in its place
+        if isinstance(missing, ModuleNotFoundError):
+            report["not run"] = f"no module {missing.name}" if missing.name else str(missing)
+            return
+        traceback.print_exc()
+        report["failed"] = f"{type(error).__name__}: {error}"
+        report["traceback"] = traceback.format_exc().splitlines()
+
+
+def print_table(results: dict[str, dict[str, object]]) -> None:
+    """One line per figure; a bare machine has no library for tables."""
+    print(f"\n{'part':<10} {'':<8} {'figure':<{KEY_WIDTH}} value")
+    for name, result in results.items():
+        state = "ok" if result["ok"] else "not run" if "not run" in result else "FAILED"
+        shown = {k: v for k, v in result.items() if k not in ("ok", "log", "traceback")}
+        for index, (key, value) in enumerate(shown.items()):
+            first = (name, state) if index == 0 else ("", "")
+            print(f"{first[0]:<10} {first[1]:<8} {key:<{KEY_WIDTH}} {str(value)[:VALUE_WIDTH]}")
+
+
+def run(
+    run: Run,
+    device: str = "cuda",
+    only: Sequence[str] = tuple(PARTS),
+    budget: float = BUDGET_S,
+    out: Path | None = None,
+) -> None:
+    """Run parts of the suite; what the ended ones found is saved after each.
+
+    Args:
+        device: cuda, cuda:N, or cpu, which tries the suite itself and saves nothing.
+        only: names of parts.
+        budget: seconds for all parts.
+        out: write the JSON here as well.
+    """
+    if unknown := set(only) - set(PARTS):
+        raise SystemExit(f"only: must be of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise SystemExit("device: there is no CUDA device here; --device cpu tries the suite")
+    if device != "cpu":
+        run.environment["gpu"] = torch.cuda.get_device_name(device)
+    # Whoever stops the suite ends the part that runs, and still reads what the others found.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    results: dict[str, dict[str, object]] = {}
+    try:
+        for name, result in run_parts(only, device, budget):
+            results[name] = result
+            document = {"device": device, "parts": results}
+            if out is not None:
+                text = json.dumps({"environment": run.environment, **document}, indent=2)
+                out.write_text(text + "\n", encoding="utf-8")
+            if device != "cpu":
+                run.save(document)
+    finally:
+        print_table(results)
+    run.problems += [f"{name}: not right" for name, result in results.items() if not result["ok"]]

@@ -1,0 +1,273 @@
+"""Parts of the GPU suite that ask whether what comes out is right, on the demo model.
+
+The tests of ops are those of `tests/`, run there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from baton.api.outputs import Completion
+from baton.api.sampling_params import SamplingParams
+from baton.processes.free_address import free_address
+from baton_kernels.quantized import QuantizedFormat
+from benchmarks.gpu.gpu_report import Report
+from engine.executors.uniproc import worker_of
+
+Row = dict[str, float | str]  # as in gpu_timing.py, which needs more than a bare machine has
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = str(ROOT / "examples" / "demo_model")
+TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 40]
+KV_BYTES = 2**28
+READY_TIMEOUT_S = 80.0
+MAX_PROCESSES = 12  # each has a context of half a GiB on the GPU
+WEIGHTS = tuple(one.value for one in QuantizedFormat)
+ROUNDING_WEIGHTS = ("int8", "fp8")
+MOST_DIFFERENCE = 0.05  # of logprobs, in the mean of a prompt
+OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
+
+
+def check_ops(device: str, report: Report) -> bool:
+    """Every op in Triton and every attention backend against the reference; bf16 on a GPU."""
+    for module in ("pytest", "pytest_timeout"):
+        if find_spec(module) is None:
+            raise ModuleNotFoundError(name=module)
+    tests = OP_TESTS if device != "cpu" else OP_TESTS[1:]  # the interpreter takes minutes
+    command = [
+        sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider",
+        "--timeout=60", "-o", "addopts=--import-mode=importlib", "-W", "ignore",
+        "--ignore=tests/kernels/test_aot.py", *tests,
+    ]  # fmt: skip
+    if find_spec("xdist") is not None:  # most of the time goes into compiling
+        command += ["--numprocesses", str(min(len(os.sched_getaffinity(0)), MAX_PROCESSES))]
+    counts, failed = Counter[str](), list[str]()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            print(line, end="", flush=True)
+            found = outcome_of(line)
+            if found:
+                counts[found[1].lower()] += 1
+                report["counts"] = dict(counts)
+            if found and found[1] in ("FAILED", "ERROR"):
+                failed.append(found[0])
+                report["failed tests"] = failed
+    return running.returncode == 0 and counts["passed"] > 0
+
+
+def outcome_of(line: str) -> tuple[str, str] | None:
+    """Test and outcome in a line of pytest, alone or in several processes; None: another line."""
+    alone = re.match(r"(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line)
+    if alone:
+        return alone[1], alone[2]
+    several = re.match(r"\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (tests/.+)", line)
+    return (several[2].strip(), several[1]) if several else None
+
+
+def check_engine(device: str, report: Report) -> bool:
+    """Greedy and seeded tokens on the device against those on the CPU, both in float32."""
+    from engine import LLM
+
+    tokens = {}
+    for where in dict.fromkeys(("cpu", device)):
+        llm = LLM(MODEL, dtype="float32", device=where, kv_cache_bytes=KV_BYTES)
+        tokens[where] = [c.token_ids for params in _params() for c in llm.generate(TEXTS, params)]
+    equal = sum(a == b for a, b in zip(tokens["cpu"], tokens[device], strict=True))
+    report["equal"] = f"{equal} of {len(tokens['cpu'])}"
+    return equal == len(tokens["cpu"])
+
+
+def check_graphs(device: str, report: Report) -> bool:
+    """Tokens of eager steps in turn against those of replayed steps, of steps ahead, and of both.
+
+    In float32 they must be the same; in bfloat16 padding may change how a product is rounded.
+    """
+    from engine import LLM
+
+    right = True
+    ways = {"graphs": (True, False), "ahead": (False, True), "graphs, ahead": (True, True)}
+    prompts = [[(31 * row + 7 * index) % 4000 for index in range(5 + 9 * row)] for row in range(11)]
+    for dtype in ("float32", "bfloat16"):
+        options = {"dtype": dtype, "device": device, "kv_cache_bytes": KV_BYTES}
+        llm = LLM(MODEL, cuda_graphs=False, async_scheduling=False, **options)
+        expected = [llm.generate(prompts, params) for params in _params()]
+        for name, (graphs, ahead) in ways.items():
+            llm = LLM(MODEL, cuda_graphs=graphs, async_scheduling=ahead, **options)
+            found = [llm.generate(prompts, params) for params in _params()]
+            pairs = list(zip(chain(*expected), chain(*found), strict=True))
+            equal = sum(a.token_ids == b.token_ids for a, b in pairs)
+            sizes = worker_of(llm.engine.executor).runner.decode_graphs.sizes
+            report[f"{dtype}, {name}"] = f"{equal} of {len(pairs)} equal, {len(sizes)} graphs"
+            captured = bool(sizes) or not graphs or device == "cpu"
+            right = right and captured and (equal == len(pairs) or dtype != "float32")
+    return right
+
+
+def check_split(device: str, report: Report) -> bool:
+    """Tokens of the split system with its KV in the device's memory against one process."""
+    from engine import LLM
+
+    options = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
+    expected = LLM(MODEL, **options).generate(TEXTS, _params()[0])
+    found = _split_completions(device, [])
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, found, strict=True))
+    pushes = [c.receipt.decode.push for c in found if c.receipt and c.receipt.decode]
+    exposed = [push.exposed_transfer_s * 1e3 for push in pushes]
+    report["equal"] = f"{equal} of {len(TEXTS)}"
+    report["transport"] = pushes[0].transport if pushes else "-"
+    report["exposed transfer, ms"] = statistics.median(exposed) if exposed else "-"
+    return equal == len(TEXTS) == len(pushes)
+
+
+def _split_completions(
+    device: str, more_args: list[str], dtype: str = "float32"
+) -> list[Completion]:
+    from baton import Client
+    from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+
+    if find_spec("nixl") is None:
+        raise ModuleNotFoundError(name="nixl")
+    node_args = ["--dtype", dtype, "--device", device, "--kv-cache-memory", "256M", *more_args]
+    config = LocalDeploymentConfig(
+        model=MODEL,
+        listen=free_address(),
+        router_args=["--no-local-prefill"],
+        node_args=node_args,
+    )
+    with LocalDeployment(config) as deployment, Client(config.listen) as client:
+        deployment.wait_ready(READY_TIMEOUT_S)
+        return [client.generate(text, _params()[0]) for text in TEXTS]
+
+
+def measure_kernels(device: str, report: Report) -> bool:
+    """Every row of `kernels_gpu.py`, each when it is there; a kernel that is wrong is a failure."""
+    from benchmarks.kernels.kernels_gpu import measure
+
+    return _all_right(list(_reported(measure(device), report)))
+
+
+def measure_attention(device: str, report: Report) -> bool:
+    """Every row of `attention_gpu.py`, likewise; right is what the libraries give, too."""
+    from benchmarks.kernels.attention_gpu import geometric_mean, measure, peers
+
+    here, missing = peers()
+    report["libraries beside torch"] = ", ".join(here) or "none"
+    report["libraries that are not here"] = ", ".join(missing) or "none"
+    rows = list(_reported(measure(device), report))
+    report["decode, library / ours"] = geometric_mean(rows)
+    return _all_right(rows)
+
+
+def measure_products(device: str, report: Report) -> bool:
+    """Every row of `quantized_gpu.py`, likewise."""
+    from benchmarks.kernels.quantized_gpu import measure
+
+    return _all_right(list(_reported(measure(device), report)))
+
+
+def check_quantized(device: str, report: Report) -> bool:
+    """Tokens with weights of few bits against those of their definition, in float32; and split.
+
+    Where inputs are rounded, a bit of a sum may become a step of the next layer's inputs: there the
+    prompts' logprobs are compared.
+    """
+    from baton_kernels import reference
+    from baton_kernels.dispatch import ops_for
+    from engine import LLM
+
+    options: dict[str, Any] = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
+    ops, right = ops_for(torch.empty(0, device=device)), True
+    of_int4: list[tuple[int, ...]] = []
+    params = replace(_params()[0], prompt_logprobs=0)
+    for weights in WEIGHTS if device != "cpu" else WEIGHTS[:1]:
+        with mock.patch.object(ops, "quantized_linear", reference.quantized_linear):
+            llm = LLM(MODEL, weights=weights, cuda_graphs=False, **options)
+            expected = llm.generate(TEXTS, params)
+        found = LLM(MODEL, weights=weights, **options).generate(TEXTS, params)
+        equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, found, strict=True))
+        error = max(map(_mean_difference, expected, found))
+        key = f"{weights}: equal tokens, mean difference of logprobs"
+        report[key] = f"{equal} of {len(expected)}, {error:.2g}"
+        right = right and error < MOST_DIFFERENCE
+        right = right and (equal == len(expected) or weights in ROUNDING_WEIGHTS)
+        of_int4 = of_int4 or [one.token_ids for one in found]
+    split = _split_completions(device, ["--weights", WEIGHTS[0]])
+    equal = sum(a == b.token_ids for a, b in zip(of_int4, split, strict=True))
+    report[f"{WEIGHTS[0]}, split: equal"] = f"{equal} of {len(TEXTS)}"
+    return right and equal == len(TEXTS)
+
+
+def check_company(device: str, report: Report) -> bool:
+    """Tokens and logprobs, to the bit, of requests alone and with others; and split.
+
+    With ``batch_invariant``, which a CPU always is.
+    """
+    from engine import LLM
+
+    dtype = "bfloat16" if device != "cpu" else "float32"
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "kv_cache_bytes": KV_BYTES}
+    options |= {"batch_invariant": True, "prefix_cache": False}
+    # Of up to four parts of keys, with wishes that take a step other ways than its other requests'.
+    lengths = [3 + 231 * row for row in range(9)]
+    prompts = [[(31 * row + 7 * i) % 4000 for i in range(n)] for row, n in enumerate(lengths)]
+    greedy, drawn = _params()
+    params = [
+        replace(
+            (greedy, drawn)[row % 2],
+            logprobs=(None, 2, 5)[row % 3],
+            presence_penalty=0.5 * (row % 4 == 3),
+        )
+        for row in range(len(prompts))
+    ]
+    llm, right = LLM(MODEL, **options), True
+    narrow = LLM(MODEL, max_num_batched_tokens=200, max_num_requests=5, **options)
+    alone = [llm.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    for name, engine in {"with others": llm, "in chunks": narrow}.items():
+        pairs = list(zip(alone, engine.generate(prompts, params), strict=True))
+        equal = sum((a.token_ids, a.logprobs) == (b.token_ids, b.logprobs) for a, b in pairs)
+        report[f"{name}: equal"] = f"{equal} of {len(pairs)}"
+        right = right and equal == len(pairs)
+    expected = llm.generate(TEXTS, _params()[0])
+    split = _split_completions(device, ["--batch-invariant"], dtype)
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, split, strict=True))
+    report["split: equal"] = f"{equal} of {len(TEXTS)}"
+    return right and equal == len(TEXTS)
+
+
+def _mean_difference(one: Completion, other: Completion) -> float:
+    """Return the mean difference of the logprobs of prompts' tokens."""
+    pairs = zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True)
+    return statistics.mean(abs(a.logprob - b.logprob) for a, b in pairs if a and b)
+
+
+def _reported(rows: Iterable[Row], report: Report) -> Iterator[Row]:
+    for row in rows:
+        report[f"{row.get('part', 'attention')}: {row['what']}"] = ", ".join(
+            f"{key} {value}" for key, value in row.items() if key not in ("part", "what")
+        )
+        yield row
+
+
+def _all_right(rows: list[Row]) -> bool:
+    return bool(rows) and not any("failed" in row for row in rows)
+
+
+def _params() -> tuple[SamplingParams, ...]:
+    return (
+        SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=24, temperature=0.8, top_k=40, top_p=0.95, seed=1),
+    )

@@ -1,0 +1,163 @@
+"""What the hand-over of hybrids costs: layers with states beside layers that attend.
+
+A router, a prefill and a decode node, small random checkpoints, one request at a time; prompts in
+chunks, with several block sizes. Each prompt comes twice: new, and with a new end behind what both
+nodes have cached of it. A dense model takes the same prompts, for comparison.
+Refuses to know: speed of the models, tokens (tests compare those).
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from baton import Client, Receipt, SamplingParams
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
+from benchmarks.runner.environment import summary
+
+PROMPT_LENGTHS = (1024, 4096, 16384)
+BLOCK_SIZES = (64, 256)  # a block has to hold a state: Granite needs 48 tokens of this shape
+CHUNK_TOKENS = 512
+NEW_END_TOKENS = 200  # behind a prompt that is known
+OUTPUT_TOKENS = 8
+READY_TIMEOUT_S = 120.0
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "num_hidden_layers": 4,
+}
+_THREE_TO_ONE = ["linear_attention"] * 3 + ["full_attention"]
+# Row -> architecture, and what its config has beyond _SHAPE.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3 (dense)": ("Qwen3ForCausalLM", {"head_dim": 64}),
+    "Qwen3.5": (
+        "Qwen3_5ForCausalLM",
+        {
+            "head_dim": 64,
+            "layer_types": _THREE_TO_ONE,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
+    "Granite 4.0 H": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            "layer_types": _THREE_TO_ONE,
+            "shared_intermediate_size": 512,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_heads": 16,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+        },
+    ),
+    "LFM2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "conv", "conv", "full_attention"]}),
+}
+
+
+def make_checkpoint(row: str, folder: Path) -> None:
+    """Write the random checkpoint of a row."""
+    import torch
+    import transformers
+
+    architecture, others = SHAPES[row]
+    torch.manual_seed(0)
+    transformers.utils.logging.disable_progress_bar()
+    model_class = getattr(transformers, architecture)
+    model_class(model_class.config_class(**_SHAPE | others)).save_pretrained(folder)
+
+
+def measure(row: str, block_size: int, num_requests: int) -> dict[str, Any]:
+    """Receipts' numbers by prompt length, of new prompts and of known ones with a new end."""
+    draw = random.Random(0)
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    receipts: dict[int, dict[str, list[Receipt]]] = {
+        length: {"new": [], "known": []} for length in PROMPT_LENGTHS
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(row, Path(folder))
+        config = LocalDeploymentConfig(
+            model=folder,
+            listen=free_address(),
+            router_args=["--no-local-prefill"],
+            node_args=[
+                "--dtype", "float32", "--block-size", str(block_size),
+                "--long-prefill-token-threshold", str(CHUNK_TOKENS), "--kv-cache-memory", "1G",
+            ],
+        )  # fmt: skip
+        with LocalDeployment(config) as deployment, Client(config.listen) as client:
+            deployment.wait_ready(READY_TIMEOUT_S)
+            for index in range(num_requests + 1):
+                for length, kinds in receipts.items():
+                    prompt = draw.choices(range(10, 4000), k=length)
+                    for collected in kinds.values():
+                        receipt = client.generate(prompt, params).receipt
+                        assert receipt is not None
+                        if index:  # the first round warms up
+                            collected.append(receipt)
+                        prompt = prompt[:-1] + draw.choices(range(10, 4000), k=NEW_END_TOKENS)
+    return {
+        f"{length} tokens": {kind: figures(found) for kind, found in kinds.items()}
+        for length, kinds in receipts.items()
+    }
+
+
+def figures(receipts: list[Receipt]) -> dict[str, Any]:
+    """Return medians of the requests of one kind."""
+    exposed, computed_on_d, pushed, chunks, cached, num_bytes = [], [], 0, [], [], []
+    for receipt in receipts:
+        prefill, decode = receipt.prefill, receipt.decode
+        assert decode is not None
+        if prefill is None or not decode.push.transport:
+            continue  # the decode node computed a short rest itself
+        pushed += 1
+        exposed.append(decode.push.exposed_transfer_s * 1e3)
+        computed_on_d.append(decode.num_prompt_tokens_computed)
+        chunks.append(prefill.num_chunks)
+        cached.append(prefill.num_cached_tokens)
+        num_bytes.append(decode.push.num_bytes)
+    if not pushed:
+        return {"num_pushed": 0}
+    return {
+        "num_pushed": pushed,
+        "exposed_transfer_ms": summary(exposed, 4),
+        "most_prompt_tokens_computed_on_decode_node": max(computed_on_d),
+        "num_chunks": max(chunks),
+        "least_cached_on_prefill_node": min(cached),
+        "num_bytes": max(num_bytes),
+    }
+
+
+def measure_hybrids(
+    families: Sequence[str], block_sizes: Sequence[int], num_requests: int
+) -> dict[str, object]:
+    """Measure families by block size, and prompts of each kind and length."""
+    results: dict[str, dict[str, Any]] = {
+        row: {str(size): measure(row, size, num_requests) for size in block_sizes}
+        for row in families
+    }
+    shape = {
+        "shapes": {row: {"architecture": SHAPES[row][0], **SHAPES[row][1]} for row in results},
+        "shape_of_all": _SHAPE,
+        "chunk_tokens": CHUNK_TOKENS,
+        "new_end_tokens": NEW_END_TOKENS,
+        "requests_per_kind": num_requests,
+        "concurrency": 1,
+    }
+    return {"shape": shape, "families": results}

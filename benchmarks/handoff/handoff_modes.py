@@ -1,0 +1,313 @@
+"""What hides a hand-over behind the computation: the same requests, pushed in each mode, side by
+side in one run; and how soon, and at what cost, a decode node goes on.
+
+A random checkpoint made on the fly, since what counts is its length and its bytes per token. One
+router, prefill and decode node per mode, all running; the requests go to them in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import transformers
+
+from baton import AsyncClient, Client, Receipt, SamplingParams
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
+from benchmarks.runner.environment import summary
+from kvconnector.block_digests import BlockDigests
+from kvconnector.protocol.digests import Written
+from kvconnector.protocol.pair_keys import BlockKey
+from tests.fakes.kv_memories import memory_of
+
+LENGTHS = (256, 1024, 4096, 16384)  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How KV travels: what prefill nodes push, more options of nodes, and UCX's transport."""
+
+    push: str
+    node_args: tuple[str, ...] = ()
+    ucx_tls: str = ""
+
+
+TLS = ("--kv-connector", "tls")
+MODES = {
+    "after-prefill": Way("after-prefill"),
+    "chunks": Way("chunks"),
+    "layers": Way("layers"),
+    "layers, digests": Way("layers", ("--kv-digests",)),
+}
+MAC_MODES = {name: MODES[name] for name in ("layers", "layers, digests")}
+# NIXL as it chooses on one host (a copy by the kernel), and held to TCP, which it has between hosts
+# without RDMA.
+TRANSPORTS = {"nixl": ((), ""), "nixl, tcp": ((), "tcp"), "tls": (TLS, "")} | {
+    "tls, digests": ((*TLS, "--kv-digests"), "")
+}
+READY_TIMEOUT_S = 300.0
+IDLE_S = 10.0
+NUM_DECODING = 32
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """Eight layers, 8 KiB of KV per token in float32: long prompts in little time."""
+    config = transformers.Qwen3Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=17000,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer())
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def running(ways: Mapping[str, Way]) -> Iterator[dict[str, LocalDeployment]]:
+    """Start a router, a prefill and a decode node of each way, and wait until all are ready."""
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as path:
+        folder = make_checkpoint(Path(path))
+        deployments = {}
+        for name, way in ways.items():
+            config = LocalDeploymentConfig(
+                model=str(folder),
+                listen=free_address(),
+                router_args=["--no-local-prefill"],
+                node_args=["--kv-cache-memory", "256M", "--no-prefix-cache", *way.node_args],
+                prefill_args=["--push", way.push],
+            )
+            given = {"UCX_TLS": way.ucx_tls} if way.ucx_tls else {}
+            with mock.patch.dict(os.environ, given):  # nodes have it from their start on
+                deployments[name] = stack.enter_context(LocalDeployment(config))
+        for deployment in deployments.values():
+            deployment.wait_ready(READY_TIMEOUT_S)
+        yield deployments
+
+
+def measure_modes(num_requests: int) -> dict[str, object]:
+    """Measure each mode's hand-off by prompt length, among other requests, and at rest."""
+    with running(MODES) as deployments:
+        receipts = collect_receipts(deployments, num_requests)
+        results: dict[str, object] = {"modes": _modes_table(receipts)}
+        results["bandwidth"] = _bandwidth(receipts)
+        address = deployments["layers"].config.listen
+        results["among_32_decoding"] = asyncio.run(_join_a_batch(address))
+        time.sleep(3.0)  # what was done last is settled
+        results["idle_cpu_percent_of_a_core"] = idle_cpu(deployments["layers"])
+    return results
+
+
+def measure_macs(num_requests: int) -> dict[str, object]:
+    """Measure what keyed digests add, from the prompt's first step to the commit taken."""
+    with running(MAC_MODES) as deployments:
+        receipts = collect_receipts(deployments, num_requests, LENGTHS[:3])
+    table: dict[str, object] = {}
+    for length in LENGTHS[:3]:
+        plain, keyed = (
+            [
+                (r.decode.parked_s - r.prefill.queue_s) * 1e3
+                for r in receipts[mode, length]
+                if r.decode and r.prefill
+            ]
+            for mode in MAC_MODES
+        )
+        ratios = [after / before for before, after in zip(plain, keyed, strict=True)]
+        table[f"{length} tokens"] = {
+            "num_requests": len(ratios),
+            "handoff_ms": summary(plain),
+            "handoff_with_macs_ms": summary(keyed),
+            "ratio": summary(ratios, 4),
+        }
+    return table
+
+
+def measure_transports(num_requests: int) -> dict[str, object]:
+    """Measure NIXL beside TLS sockets: the same requests in turns, by push mode."""
+    results: dict[str, object] = {}
+    for push in ("layers", "after-prefill"):
+        ways = {name: Way(push, *rest) for name, rest in TRANSPORTS.items()}
+        with running(ways) as deployments:
+            receipts = collect_receipts(deployments, num_requests, LENGTHS[:3])
+            rows = {
+                f"{length} tokens": {name: push_figures(receipts[name, length]) for name in ways}
+                for length in LENGTHS[:3]
+            }
+            results[push] = rows
+            if push == "layers":
+                time.sleep(3.0)  # what was done last is settled
+                results["idle_cpu_percent_of_a_core"] = {
+                    name: idle_cpu(deployment) for name, deployment in deployments.items()
+                }
+    results["gb_per_s_after_prefill"] = {
+        name: round(row["num_bytes"] / row["exposed_transfer_ms"] / 1e6, 2)
+        for name, row in rows[f"{LENGTHS[2]} tokens"].items()
+    }
+    return results
+
+
+def collect_receipts(
+    deployments: dict[str, LocalDeployment],
+    num_requests: int,
+    lengths: Sequence[int] = LENGTHS,
+) -> dict[tuple[str, int], list[Receipt]]:
+    """Return receipts of the same requests by mode and prompt length."""
+    receipts: dict[tuple[str, int], list[Receipt]] = {}
+    draw = random.Random(0)
+    for length in lengths:
+        fewer = 1.0 if length <= 1024 else 0.4 if length <= 4096 else 0.2
+        rounds = max(1, round(fewer * num_requests))
+        for index in range(rounds + (length <= 1024)):  # the first round warms up
+            prompt = draw.choices(range(2, 500), k=length)
+            for mode, deployment in deployments.items():
+                with Client(deployment.config.listen) as client:
+                    receipt = client.generate(prompt, PARAMS).receipt
+                assert receipt is not None
+                assert receipt.decode is not None
+                assert receipt.decode.num_forwards == PARAMS.max_tokens - 1
+                if index or length > 1024:
+                    receipts.setdefault((mode, length), []).append(receipt)
+    return receipts
+
+
+def push_figures(receipts: list[Receipt]) -> dict[str, float]:
+    """Return medians of what was pushed."""
+    decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
+    median = statistics.median
+    # Both legs begin at about the same time: what is beyond the prefill, with commit and checks.
+    parked = [
+        r.decode.parked_s - r.prefill.queue_s - r.prefill.prefill_s
+        for r in receipts
+        if r.decode and r.prefill
+    ]
+    return {
+        "exposed_transfer_ms": round(median(d.push.exposed_transfer_s for d in decodes) * 1e3, 3),
+        "posting_ms": round(median(d.push.posting_s for d in decodes) * 1e3, 3),
+        "prefill_ms": round(median(r.prefill.prefill_s for r in receipts if r.prefill) * 1e3, 1),
+        "token_1_to_commit_taken_ms": round(median(parked) * 1e3, 3),
+        "num_bytes": decodes[0].push.num_bytes,
+        "num_descriptors": median(d.push.num_descriptors for d in decodes),
+        "num_requests": len(receipts),
+    }
+
+
+def _modes_table(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, object]:
+    table: dict[str, object] = {}
+    for length in LENGTHS:
+        rows = {mode: push_figures(receipts[mode, length]) for mode in MODES}
+        latest = rows["after-prefill"]["exposed_transfer_ms"]
+        for row in rows.values():
+            row["exposed_ratio_to_after_prefill"] = round(row["exposed_transfer_ms"] / latest, 3)
+        table[f"{length} tokens"] = rows
+    return table
+
+
+def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, float]:
+    """Bytes per second while posting, which on one host copies, against a copy in one process.
+
+    The fastest of each: they are not measured at the same moment, and others use the machine.
+    """
+    pushes = [r.decode.push for r in receipts["after-prefill", LENGTHS[-1]] if r.decode]
+    num_bytes = pushes[0].num_bytes
+    push_gb = max(push.num_bytes / push.posting_s for push in pushes) / 1e9
+    return {"num_bytes": num_bytes, "push_gb_per_s": round(push_gb, 2)} | copy_and_digest(num_bytes)
+
+
+def copy_and_digest(num_bytes: int) -> dict[str, float]:
+    """Bytes per second of a plain copy, and of the digests of as many blocks of 128 KiB."""
+    source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
+    target = torch.zeros_like(source)  # its pages are there
+    digests, key = BlockDigests(memory_of(source)), BlockKey(bytes(32))
+    written = Written("r", 1, range(len(source)), (0, 8), 0, range(len(source)))
+    copy_s, digest_s = [], []
+    for _ in range(7):
+        started = time.perf_counter()
+        np.copyto(target.numpy(), source.numpy())
+        copied = time.perf_counter()
+        digests.of(range(len(source)), written, key)
+        copy_s.append(copied - started)
+        digest_s.append(time.perf_counter() - copied)
+    return {
+        "memory_copy_gb_per_s": round(num_bytes / min(copy_s) / 1e9, 2),
+        "digests_gb_per_s": round(num_bytes / min(digest_s) / 1e9, 2),
+    }
+
+
+async def _join_a_batch(address: str) -> dict[str, object]:
+    """Requests that come while 32 others decode: steps from their commit to their first step."""
+    draw = random.Random(1)
+    long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
+    async with AsyncClient(address) as client:
+
+        async def run(params: SamplingParams) -> Receipt:
+            receipt = (await client.generate(draw.choices(range(2, 500), k=100), params)).receipt
+            assert receipt is not None
+            return receipt
+
+        decoding = [asyncio.create_task(run(long)) for _ in range(NUM_DECODING)]
+        await asyncio.sleep(5.0)  # all of them have begun
+        joined = [await run(PARAMS) for _ in range(60)]
+        still = sum(not task.done() for task in decoding)
+        for task in decoding:
+            task.cancel()
+        await asyncio.gather(*decoding, return_exceptions=True)
+    decodes = [receipt.decode for receipt in joined if receipt.decode is not None]
+    # The first step itself is counted, too: 1 is the step that comes next.
+    steps = sorted(decode.steps_until_first - 1 for decode in decodes)
+    return {
+        "num_still_decoding_at_the_end": still,
+        "whole_steps_between_commit_and_first_step": {
+            "p50": steps[len(steps) // 2],
+            "p99": steps[int(len(steps) * 0.99)],
+        },
+        "commit_to_token_2_ms": summary([decode.first_step_s * 1e3 for decode in decodes]),
+        "time_per_token_ms": summary([r.time_per_token_s * 1e3 for r in joined]),
+        "forwards_less_generated": sorted({d.num_forwards - PARAMS.max_tokens for d in decodes}),
+    }
+
+
+def idle_cpu(deployment: LocalDeployment) -> dict[str, float]:
+    """Return the percent of a core that each process takes at rest."""
+
+    def seconds() -> dict[str, float]:
+        tick = os.sysconf("SC_CLK_TCK")
+        found = {}
+        for child in deployment.children:
+            stat = Path(f"/proc/{child.process.pid}/stat").read_text(encoding="ascii")
+            fields = stat.rpartition(")")[2].split()
+            found[child.name] = (int(fields[11]) + int(fields[12])) / tick  # user and system
+        return found
+
+    before = seconds()
+    time.sleep(IDLE_S)
+    return {
+        name: round((after - before[name]) / IDLE_S * 100, 2) for name, after in seconds().items()
+    }
+
+
+def _byte_tokenizer() -> object:
+    import tokenizers
+
+    vocabulary = {f"<{index}>": index for index in range(512)}
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))

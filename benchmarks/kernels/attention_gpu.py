@@ -1,0 +1,357 @@
+"""Compare the "triton" backend's paged attention on a GPU with the best of libraries.
+
+    decode     one query per request: library time / ours, and bytes of KV per second / copy's
+    prefill    2k to 16k new tokens, alone and behind a cached prefix: TFLOP/s of both
+
+A library gets the keys and values of each request side by side, which costs it no paging: torch's
+`scaled_dot_product_attention` (flash and cuDNN; decodes with the query heads of a KV head as its
+queries) and, where they can be imported, FlashAttention 2 and 3. FlashInfer, where it can be, gets
+the pages that ours gets. It compiles its kernels when first called (with nvcc and ninja; or has
+them in `flashinfer_jit_cache`), which is not timed. The last lines say which peers there were and
+which were missing, a row why one refused. Calls that follow each other are of different layers, so
+that keys and values come from memory and not from the cache.
+`--dry-run` runs all of it on tiny shapes on a CPU through Triton's interpreter; nothing is written.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.kernels.gpu_timing import (
+    Row,
+    copy_gb_per_s,
+    excess_error,
+    gb_per_s,
+    interpret_without_gpu,
+    median_us,
+)
+
+interpret_without_gpu()
+
+# torch imports Triton with these.
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
+from triton import TritonError  # noqa: E402
+
+from baton_kernels.attention import ATTENTION_BACKENDS  # noqa: E402
+from baton_kernels.attention.base import AttentionMetadata  # noqa: E402
+
+Call = Callable[[], Tensor]
+# By name: modules with flash_attn_func and flash_attn_with_kvcache. FlashAttention 3 has no release
+# on the package index; a wheel that was built elsewhere is carried like the others.
+FLASH_ATTENTIONS = {"FlashAttention 2": "flash_attn", "FlashAttention 3": "flash_attn_interface"}
+FLASHINFER = "FlashInfer"
+PEERS = {**FLASH_ATTENTIONS, FLASHINFER: "flashinfer"}
+# Its splits of keys are merged through this; its documentation takes 128 MiB.
+FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
+HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
+BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
+PREFILLS = ((2048, 0), (4096, 0), (8192, 0), (16384, 0), (2048, 6144), (2048, 14336))
+HEAD_DIM, BLOCK_SIZE = 128, 16
+# Beyond the 60 MB of an H200's cache, and what the keys and values of one cell may take.
+COLD_BYTES, MOST_BYTES = 2**28, 40 * 2**30
+# Weights and results are rounded to bfloat16 on both sides, each time by 2^-9.
+ATOL, RTOL = 2e-2, 2e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One shape: ``batch`` requests with ``query_len`` new tokens behind ``prefix`` cached ones."""
+
+    num_heads: int
+    num_kv_heads: int
+    batch: int
+    query_len: int
+    prefix: int
+    head_dim: int = HEAD_DIM
+    block_size: int = BLOCK_SIZE
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def seq_len(self) -> int:
+        return self.prefix + self.query_len
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of keys and values of one layer."""
+        elements = 2 * self.batch * self.seq_len * self.num_kv_heads * self.head_dim
+        return elements * self.dtype.itemsize
+
+    @property
+    def num_layers(self) -> int:
+        """Return how many layers take turns, so that no cache holds their keys and values."""
+        return min(max(math.ceil(COLD_BYTES / self.kv_bytes), 1), 64)
+
+    @property
+    def flops(self) -> float:
+        """Two products over the keys that each query sees."""
+        seen = self.query_len * self.prefix + self.query_len * (self.query_len + 1) / 2
+        return 4.0 * self.batch * self.num_heads * self.head_dim * seen
+
+
+def metadata_of(cell: Cell, device: str) -> tuple[AttentionMetadata, Tensor]:
+    """A step of the cell, its blocks at random places; and the block table ``[batch, blocks]``."""
+    blocks = -(-cell.seq_len // cell.block_size)
+    table = torch.randperm(cell.batch * blocks, device=device).view(cell.batch, blocks)
+    positions = torch.arange(cell.prefix, cell.seq_len, device=device)  # [query_len]
+    slots = table[:, positions // cell.block_size] * cell.block_size + positions % cell.block_size
+    starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.query_len
+    metadata = AttentionMetadata(
+        num_requests=cell.batch,
+        num_tokens=cell.batch * cell.query_len,
+        query_start_loc=starts,
+        seq_lens=torch.full((cell.batch,), cell.seq_len, dtype=torch.int32, device=device),
+        block_table=table.to(torch.int32),
+        slot_mapping=slots.flatten(),
+        max_query_len=cell.query_len,
+        max_seq_len=cell.seq_len,
+        query_lens=(cell.query_len,) * cell.batch,
+        seq_lens_host=(cell.seq_len,) * cell.batch,
+    )
+    return metadata, table
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Microseconds of one layer."""
+
+    ours: float
+    theirs: dict[str, float]
+    refusals: dict[str, str]  # of libraries that have no kernel here: why
+
+
+def measure_cell(cell: Cell, device: str) -> Measured:
+    """Time ours, and every library that can."""
+    metadata, table = metadata_of(cell, device)
+    shape = (2, cell.num_kv_heads, cell.block_size, cell.head_dim)
+    # Block-major, all layers inside a block.
+    cache = torch.randn(table.numel(), cell.num_layers, *shape, device=device, dtype=cell.dtype)
+    query = torch.randn(
+        metadata.num_tokens, cell.num_heads, cell.head_dim, device=device, dtype=cell.dtype
+    )
+    backend = ATTENTION_BACKENDS.load("triton")()
+    scale = cell.head_dim**-0.5
+
+    def layer(kv_cache: Tensor) -> Call:
+        return lambda: backend.run(query, kv_cache, metadata, scale=scale)
+
+    backend.plan(metadata)
+    found = layer(cache[:, 0])()
+    ours = median_us([layer(kv_cache) for kv_cache in cache.unbind(1)], device)
+    theirs: dict[str, float] = {}
+    refusals: dict[str, str] = {}
+
+    def measure_library(name: str, calls: list[Call]) -> None:
+        try:
+            expected = calls[0]()
+            theirs[name] = median_us(calls, device)
+        except (RuntimeError, ImportError, OSError) as error:
+            # It has no kernel for the shape, or cannot compile one here.
+            refusals[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return
+        if (excess := excess_error(found, expected, ATOL, RTOL)) > 0:
+            raise RuntimeError(f"differs from {name} by {excess:.3g} more than rounding explains")
+
+    if FLASHINFER in peers()[0]:
+        for name, use_tensor_cores in ((FLASHINFER, False), (f"{FLASHINFER} tensor cores", True)):
+            if use_tensor_cores and cell.query_len > 1:
+                continue  # prompts are always computed with them
+            run = _flashinfer(cell, metadata, table, device, use_tensor_cores)
+            measure_library(name, [partial(run, query, kv) for kv in cache.unbind(1)])
+    side_by_side = [_gathered(kv_cache, table, cell) for kv_cache in cache.unbind(1)]
+    del cache
+    for name, library in libraries(cell):
+        measure_library(name, [partial(library, query, *kv) for kv in side_by_side])
+    return Measured(ours, theirs, refusals)
+
+
+def _gathered(kv_cache: Tensor, table: Tensor, cell: Cell) -> tuple[Tensor, Tensor]:
+    """Keys and values of every request, each ``[batch, num_kv_heads, seq_len, head_dim]``."""
+    taken = kv_cache[table]  # [batch, blocks, 2, num_kv_heads, block_size, head_dim]
+    key, value = taken.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : cell.seq_len]
+    return key.contiguous(), value.contiguous()
+
+
+# ------------------------------------------------------------------ the libraries
+
+
+def libraries(cell: Cell) -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
+    """Functions of query ``[num_tokens, num_heads, head_dim]``, key and value."""
+    if torch.cuda.is_available():
+        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            yield f"sdpa {kernel.name.partition('_')[0].lower()}", _sdpa(cell, kernel)
+    else:
+        yield "sdpa", _sdpa(cell, SDPBackend.MATH)
+    for name in peers()[0]:
+        if name in FLASH_ATTENTIONS:
+            yield name, _flash_attn(cell, FLASH_ATTENTIONS[name])
+
+
+def peers() -> tuple[list[str], list[str]]:
+    """Which of `PEERS` can be imported here, and which cannot."""
+    here = [name for name, module in PEERS.items() if importlib.util.find_spec(module) is not None]
+    return here, [name for name in PEERS if name not in here]
+
+
+def _sdpa(cell: Cell, kernel: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    group = cell.num_heads // cell.num_kv_heads
+
+    def decode(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Heads that share keys become queries of one head: each key is read once.
+        folded = query.view(cell.batch, cell.num_kv_heads, group, cell.head_dim)
+        with sdpa_kernel(kernel):
+            return scaled_dot_product_attention(folded, key, value).reshape(query.shape)
+
+    def prefill(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        shape = (cell.batch, cell.query_len, cell.num_heads, cell.head_dim)
+        by_head = query.view(shape).transpose(1, 2)
+        mask = causal_lower_right(cell.query_len, cell.seq_len) if cell.prefix else None
+        with sdpa_kernel(kernel):
+            out = scaled_dot_product_attention(
+                by_head, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
+        return out.transpose(1, 2).reshape(query.shape)
+
+    return decode if cell.query_len == 1 else prefill
+
+
+def _flash_attn(cell: Cell, module_name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    module = importlib.import_module(module_name)
+    name = "flash_attn_with_kvcache" if cell.query_len == 1 else "flash_attn_func"
+    call: Callable[..., Tensor | tuple[Tensor, ...]] = getattr(module, name)
+    # Its layout is [batch, seq_len, num_kv_heads, head_dim].
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if key.data_ptr() not in made:
+            made[key.data_ptr()] = (
+                key.transpose(1, 2).contiguous(),
+                value.transpose(1, 2).contiguous(),
+            )
+        shape = (cell.batch, cell.query_len, cell.num_heads, cell.head_dim)
+        found = call(query.view(shape), *made[key.data_ptr()], causal=True)
+        out = found[0] if isinstance(found, tuple) else found  # some releases bring the sums along
+        return out.reshape(query.shape)
+
+    return run
+
+
+def _flashinfer(
+    cell: Cell, metadata: AttentionMetadata, table: Tensor, device: str, use_tensor_cores: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of query and pages, planned by its first call as its engine does once per step.
+
+    Its layout "HND" is ours: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, and blocks
+    may lie apart.
+    """
+    planned: list[Callable[[Tensor, Tensor], Tensor]] = []
+
+    def plan() -> Callable[[Tensor, Tensor], Tensor]:
+        flashinfer = importlib.import_module(PEERS[FLASHINFER])
+        workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        blocks = table.shape[1]
+        starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device)
+        last_page_len = cell.seq_len - (blocks - 1) * cell.block_size
+        pages = (
+            starts * blocks,
+            table.flatten().to(torch.int32),
+            torch.full((cell.batch,), last_page_len, dtype=torch.int32, device=device),
+        )
+        sizes = (cell.num_heads, cell.num_kv_heads, cell.head_dim, cell.block_size)
+        types = {"q_data_type": cell.dtype, "kv_data_type": cell.dtype}
+        if cell.query_len == 1:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "HND", use_tensor_cores=use_tensor_cores
+            )
+            wrapper.plan(*pages, *sizes, **types)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+            wrapper.plan(metadata.query_start_loc, *pages, *sizes, causal=True, **types)
+        run: Callable[[Tensor, Tensor], Tensor] = wrapper.run
+        return run
+
+    def run(query: Tensor, kv_cache: Tensor) -> Tensor:
+        if not planned:
+            planned.append(plan())
+        return planned[0](query, kv_cache)
+
+    return run
+
+
+# ------------------------------------------------------------------ the two parts
+
+
+def decode_cells(device: str) -> Iterator[Cell]:
+    """All that fit; on a CPU two tiny ones."""
+    if torch.device(device).type == "cpu":
+        yield Cell(4, 2, 1, 1, 6, 16, 4, torch.float32)
+        yield Cell(2, 1, 3, 1, 9, 16, 4, torch.float32)
+        return
+    for num_heads, num_kv_heads in HEADS:
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                cell = Cell(num_heads, num_kv_heads, batch, 1, context - 1)
+                if cell.kv_bytes * 3 <= MOST_BYTES:  # paged, side by side, and on the way there
+                    yield cell
+
+
+def prefill_cells(device: str) -> Iterator[Cell]:
+    """New tokens behind a prefix; on a CPU two tiny ones."""
+    if torch.device(device).type == "cpu":
+        yield Cell(2, 1, 1, 5, 0, 16, 4, torch.float32)
+        yield Cell(2, 1, 1, 3, 6, 16, 4, torch.float32)
+        return
+    for query_len, prefix in PREFILLS:
+        yield Cell(32, 8, 1, query_len, prefix)
+
+
+@torch.inference_mode()
+def measure(device: str) -> Iterator[Row]:
+    """Rows as they come, the few of prompts first; on a CPU tiny ones, whose times mean nothing.
+
+    A cell that fails is a row with the key "failed", and costs no other.
+    """
+    copied = copy_gb_per_s(device, 2**20 if torch.device(device).type == "cpu" else 2**29)
+    for cell in (*prefill_cells(device), *decode_cells(device)):
+        heads = f"{cell.num_heads}/{cell.num_kv_heads}"
+        what = f"decode {heads}, batch {cell.batch}, context {cell.seq_len}"
+        if cell.query_len > 1:
+            what = f"prefill {cell.query_len} behind {cell.prefix}"
+        try:
+            found = measure_cell(cell, device)
+        except (RuntimeError, TritonError) as error:
+            yield {"what": what, "failed": str(error)}
+            continue
+        row = _row(what, found.ours, found.theirs)
+        if cell.query_len > 1:
+            row["TFLOP/s"] = round(cell.flops / found.ours / 1e6, 1)
+        else:
+            row["of copy"] = round(gb_per_s(cell.kv_bytes, found.ours) / copied, 2)
+        if found.refusals:
+            row["refused"] = "; ".join(f"{name}: {why}" for name, why in found.refusals.items())
+        yield row
+
+
+def _row(what: str, ours: float, theirs: dict[str, float]) -> Row:
+    name = min(theirs, key=theirs.__getitem__, default="none")
+    best = theirs.get(name, math.nan)
+    return {
+        "what": what, "us": round(ours, 2), "best library": name, "its us": round(best, 2),
+        "library / ours": round(best / ours, 2),
+    }  # fmt: skip
+
+
+def geometric_mean(rows: list[Row]) -> float:
+    """Of library / ours over the decode rows."""
+    decodes = (row for row in rows if str(row["what"]).startswith("decode"))
+    ratios = [row.get("library / ours") for row in decodes]
+    known = [ratio for ratio in ratios if isinstance(ratio, float) and ratio > 0]
+    return round(math.exp(sum(map(math.log, known)) / len(known)), 3) if known else math.nan

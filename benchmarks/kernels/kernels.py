@@ -1,0 +1,351 @@
+"""Measure CPU kernels: paged attention beside memory bandwidth, linear layers beside torch.
+
+Attention of whole prompts stands beside the linear layers of the same model: both are products.
+
+Attention of many heads over latents (MLA) can be bound by its products instead: beside the share
+of bandwidth stands that of the limit, what reading or a large product of torch would take at least.
+
+What is compared takes turns inside one run, on the threads given; a busy machine slows both. Every
+repetition reads other memory (another layer of the cache, another copy of a weight), as a model
+does, so that no cache below the last level flatters. Refuses to know: models, requests.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import baton_kernels as ops
+from baton.kv.layers import LatentKV, PagedKV
+from baton_kernels.attention.base import AttentionBackend, AttentionMetadata, as_keys_and_values
+from baton_kernels.attention.cpu import CpuAttention
+from baton_kernels.attention.native import NativeAttention
+from baton_kernels.dispatch import native_ops
+from baton_kernels.huge_pages import WeightMemory
+from benchmarks.runner.run import Document, Run
+from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
+
+CONTEXT = 2048
+BATCHES = (1, 8, 32)
+HEADS = ((8, 2, 64), (8, 4, 128))  # query heads, KV heads, head dim
+BLOCK_SIZE = 16
+NUM_LAYERS = 6
+TARGET_BANDWIDTH = 0.7  # of what reading the same bytes in a row reaches, batch 8 and 32
+LATENT_CONTEXT = 4096
+LATENT_RANK, LATENT_WIDTH = (
+    512,
+    512 + 64,
+)  # numbers that values are made of; those of positions, too
+LATENT_HEADS = (16, 128)  # DeepSeek V2 Lite, V3
+LATENT_BATCHES = (1, 8)
+LATENT_BLOCK_SIZE = 64
+PROMPTS = (4096, 8192, 16384)  # tokens
+PROMPT_HEADS = (16, 8, 128)  # of Qwen3-0.6B: query heads, KV heads, head dim
+PROMPT_LAYERS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))  # and what is linear
+PROMPT_ROWS = 2048  # of a step
+TARGET_PROMPT = 0.85
+LONG_CONTEXTS = ((4096, 8), (16384, 2))  # tokens, requests
+ROWS = (1, 4, 8, 16, 32, 512)
+SHAPES = ((768, 4096), (2048, 768), (768, 32768))  # in, out
+
+Subject = Callable[[int], object]  # given the number of the repetition
+
+
+def take_turns(subjects: Mapping[str, Subject], repetitions: int) -> dict[str, float]:
+    """Lower quartile of the seconds of each: others on the machine only ever add to them."""
+    seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    for repetition in range(-1, repetitions):
+        for name, subject in subjects.items():
+            start = time.perf_counter()
+            subject(repetition % NUM_LAYERS)
+            if repetition >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.quantiles(values, n=4)[0] for name, values in seconds.items()}
+
+
+def decode_step(
+    batch: int, context: int = CONTEXT, block_size: int = BLOCK_SIZE
+) -> AttentionMetadata:
+    """Every request computes one token; blocks are scattered."""
+    blocks = context // block_size
+    table = torch.randperm(batch * blocks).to(torch.int32).view(batch, blocks)
+    return AttentionMetadata(
+        num_requests=batch,
+        num_tokens=batch,
+        query_start_loc=torch.arange(batch + 1, dtype=torch.int32),
+        seq_lens=torch.full((batch,), context, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=table[:, -1].long() * block_size + block_size - 1,
+        max_query_len=1,
+        max_seq_len=context,
+        query_lens=(1,) * batch,
+        seq_lens_host=(context,) * batch,
+    )
+
+
+def prompt_step(length: int) -> AttentionMetadata:
+    """One request computes its whole prompt, into scattered blocks."""
+    table = torch.randperm(length // BLOCK_SIZE).to(torch.int32).view(1, -1)
+    return AttentionMetadata(
+        num_requests=1,
+        num_tokens=length,
+        query_start_loc=torch.tensor((0, length), dtype=torch.int32),
+        seq_lens=torch.tensor((length,), dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.arange(length),
+        max_query_len=length,
+        max_seq_len=length,
+        query_lens=(length,),
+        seq_lens_host=(length,),
+    )
+
+
+def read(memory: Tensor, layer: int) -> object:
+    """Touch every byte of a layer once, in order."""
+    return memory[layer].sum()
+
+
+def attend(
+    backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
+) -> object:
+    """One layer's attention."""
+    return backend.run(query, cache[:, layer], step, scale=query.shape[-1] ** -0.5)
+
+
+def attend_to_one(
+    backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, _layer: int
+) -> object:
+    """Run attention of one layer."""
+    return attend(backend, query, cache, step, 0)
+
+
+def attend_latents(
+    backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
+) -> object:
+    """One layer's attention over latents."""
+    keys = as_keys_and_values(cache[:, layer])
+    return backend.run(query, keys, step, scale=LATENT_WIDTH**-0.5, value_dim=LATENT_RANK)
+
+
+def multiply(x: Tensor, weights: Tensor, copy: int) -> object:
+    """One of several weights of one shape."""
+    return functional.linear(x, weights[copy])
+
+
+def multiply_packed(x: Tensor, weights: Sequence[ops.PackedWeight], copy: int) -> object:
+    """Multiply by packed weights."""
+    return ops.packed_linear(x, weights[copy])
+
+
+def multiply_all(x: Sequence[Tensor], weights: Sequence[ops.PackedWeight], _copy: int) -> object:
+    """Several layers, each of its own input."""
+    return [ops.packed_linear(row, weight) for row, weight in zip(x, weights, strict=True)]
+
+
+def measure_attention(
+    dtype: torch.dtype,
+    heads: Sequence[tuple[int, int, int]],
+    sizes: Sequence[tuple[int, int]],
+    repetitions: int,
+    cache_dtype: torch.dtype | None = None,
+) -> list[dict[str, object]]:
+    """Paged decode attention, the backend in torch alone, and reading the same bytes in a row."""
+    cache_dtype = cache_dtype or dtype
+    rows: list[dict[str, object]] = []
+    for num_heads, num_kv_heads, head_dim in heads:
+        for context, batch in sizes:
+            step = decode_step(batch, context)
+            num_blocks = batch * context // BLOCK_SIZE
+            kv_layers = [PagedKV(num_kv_heads, head_dim)] * NUM_LAYERS
+            spec = kv_cache_spec(kv_layers, BLOCK_SIZE, cache_dtype, compute_dtype=dtype)
+            cache = allocate_kv_cache(spec, num_blocks, torch.device("cpu"))
+            for block in cache:
+                block.copy_(torch.randn(block.shape))
+            query = torch.randn(batch, num_heads, head_dim).to(dtype)
+            flat = torch.randn(NUM_LAYERS, cache.nbytes // 4 // NUM_LAYERS)
+            subjects: dict[str, Subject] = {"read": partial(read, flat)}
+            backends: dict[str, AttentionBackend] = {
+                "native": NativeAttention(),
+                "torch": CpuAttention(),
+            }
+            for name, backend in backends.items():
+                backend.plan(step)
+                subjects[name] = partial(attend, backend, query, cache, step)
+            seconds = take_turns(subjects, repetitions)
+            gigabytes = flat[0].numel() * flat.itemsize / 1e9
+            rows.append(
+                {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "cache": str(cache_dtype).removeprefix("torch."),
+                    "heads": f"{num_heads}/{num_kv_heads} x {head_dim}",
+                    "context": context,
+                    "batch": batch,
+                    **{f"{name}_ms": round(1e3 * taken, 3) for name, taken in seconds.items()},
+                    "read_gb_s": round(gigabytes / seconds["read"], 2),
+                    "native_gb_s": round(gigabytes / seconds["native"], 2),
+                    "share_of_bandwidth": round(seconds["read"] / seconds["native"], 3),
+                    "times_torch": round(seconds["torch"] / seconds["native"], 2),
+                }
+            )
+    return rows
+
+
+def measure_prompts(repetitions: int) -> list[dict[str, object]]:
+    """Attention of a whole prompt, and linear layers of one step, by their products per second."""
+    rows: list[dict[str, object]] = []
+    num_heads, num_kv_heads, head_dim = PROMPT_HEADS
+    native = native_ops()
+    assert native is not None, "no native kernels: see the log"
+    memory = WeightMemory()
+    for dtype, format_ in (
+        (torch.float32, ops.WeightFormat.FP32),
+        (torch.bfloat16, ops.WeightFormat.BF16),
+    ):
+        weights = [
+            ops.PackedWeight.pack(
+                torch.randn(width, depth), None, format_, native.panel_width, memory.empty
+            )
+            for depth, width in PROMPT_LAYERS
+        ]
+        inputs = [torch.randn(PROMPT_ROWS, depth).to(dtype) for depth, _ in PROMPT_LAYERS]
+        linear_work = 2e-9 * PROMPT_ROWS * sum(depth * width for depth, width in PROMPT_LAYERS)
+        for length in PROMPTS:
+            step = prompt_step(length)
+            spec = kv_cache_spec([PagedKV(num_kv_heads, head_dim)], BLOCK_SIZE, dtype)
+            cache = allocate_kv_cache(spec, length // BLOCK_SIZE, torch.device("cpu")).normal_()
+            query = torch.randn(length, num_heads, head_dim).to(dtype)
+            backend = NativeAttention()
+            backend.plan(step)
+            subjects: dict[str, Subject] = {
+                "attention": partial(attend_to_one, backend, query, cache, step),
+                "linear": partial(multiply_all, inputs, weights),
+            }
+            seconds = take_turns(subjects, repetitions)
+            work = 2e-9 * num_heads * head_dim * length * (length + 1)
+            attention, linear = work / seconds["attention"], linear_work / seconds["linear"]
+            rows.append(
+                {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "tokens": length,
+                    "attention_gflop_s": round(attention, 1),
+                    "linear_gflop_s": round(linear, 1),
+                    "share_of_linear": round(attention / linear, 3),
+                }
+            )
+    return rows
+
+
+def measure_latents(repetitions: int) -> list[dict[str, object]]:
+    """Paged decode attention over latents: its share of bandwidth, and of what limits it."""
+    rows: list[dict[str, object]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        square = torch.randn(1, 1024, 1024).to(dtype)
+        for num_heads in LATENT_HEADS:
+            for batch in LATENT_BATCHES:
+                step = decode_step(batch, LATENT_CONTEXT, LATENT_BLOCK_SIZE)
+                kv_layers = [LatentKV(LATENT_WIDTH)] * NUM_LAYERS
+                spec = kv_cache_spec(kv_layers, LATENT_BLOCK_SIZE, dtype)
+                num_blocks = batch * LATENT_CONTEXT // LATENT_BLOCK_SIZE
+                cache = allocate_kv_cache(spec, num_blocks, torch.device("cpu")).normal_()
+                query = torch.randn(batch, num_heads, LATENT_WIDTH).to(dtype)
+                flat = torch.randn(NUM_LAYERS, cache.nbytes // 4 // NUM_LAYERS)
+                backend = NativeAttention()
+                backend.plan(step)
+                subjects: dict[str, Subject] = {
+                    "read": partial(read, flat),
+                    "native": partial(attend_latents, backend, query, cache, step),
+                    "product": lambda _, square=square: multiply(square[0], square, 0),  # type: ignore[misc]
+                }
+                seconds = take_turns(subjects, repetitions)
+                work = 2e-9 * batch * num_heads * LATENT_CONTEXT * (LATENT_WIDTH + LATENT_RANK)
+                product_gflop_s = 2 * 1.024**3 / seconds["product"]
+                limit_s = max(seconds["read"], work / product_gflop_s)
+                rows.append(
+                    {
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "heads": num_heads,
+                        "batch": batch,
+                        "read_ms": round(1e3 * seconds["read"], 3),
+                        "native_ms": round(1e3 * seconds["native"], 3),
+                        "read_gb_s": round(flat[0].nbytes / 1e9 / seconds["read"], 2),
+                        "native_gflop_s": round(work / seconds["native"], 1),
+                        "product_gflop_s": round(product_gflop_s, 1),
+                        "share_of_bandwidth": round(seconds["read"] / seconds["native"], 3),
+                        "share_of_products": round(work / seconds["native"] / product_gflop_s, 3),
+                        "share_of_limit": round(limit_s / seconds["native"], 3),
+                    }
+                )
+    return rows
+
+
+def measure_linear(repetitions: int) -> list[dict[str, object]]:
+    """Packed weights in each storage type against F.linear in float32."""
+    rows: list[dict[str, object]] = []
+    native = native_ops()
+    assert native is not None, "no native kernels: see the log"
+    memory = WeightMemory()
+    for in_features, out_features in SHAPES:
+        weights = torch.randn(NUM_LAYERS, out_features, in_features)
+        packed = {
+            format_.value: [
+                ops.PackedWeight.pack(weight, None, format_, native.panel_width, memory.empty)
+                for weight in weights
+            ]
+            for format_ in ops.WeightFormat
+        }
+        for num_rows in ROWS:
+            x = torch.randn(num_rows, in_features)
+            subjects: dict[str, Subject] = {"F.linear": partial(multiply, x, weights)}
+            for name, copies in packed.items():
+                subjects[name] = partial(multiply_packed, x, copies)
+            seconds = take_turns(subjects, repetitions)
+            torchs = seconds["F.linear"]
+            rows.append(
+                {
+                    "in_features": in_features,
+                    "out_features": out_features,
+                    "rows": num_rows,
+                    **{f"{name}_us": round(1e6 * taken, 1) for name, taken in seconds.items()},
+                    **{f"{name}_times": round(torchs / seconds[name], 2) for name in packed},
+                }
+            )
+    return rows
+
+
+def run(run: Run, threads: int = 2, repetitions: int = 24) -> None:
+    """Measure attention and linear layers."""
+    torch.set_num_threads(threads)
+    short = [(CONTEXT, batch) for batch in BATCHES]
+    attention = [
+        *measure_attention(torch.float32, HEADS, short, repetitions),
+        *(
+            row
+            for cache in (torch.bfloat16, ops.FP8)
+            for row in measure_attention(
+                *(torch.bfloat16, [PROMPT_HEADS], LONG_CONTEXTS, repetitions), cache
+            )
+        ),
+    ]
+    parts = {
+        "attention": attention,
+        "prompt_attention": measure_prompts(max(3, repetitions // 4)),
+        "latent_attention": measure_latents(repetitions),
+        "linear": measure_linear(repetitions),
+    }
+    for name, rows in parts.items():
+        run.show(name, rows)
+    document: Document = {
+        "num_threads": threads,
+        "repetitions": repetitions,
+        "target_share_of_bandwidth": TARGET_BANDWIDTH,
+        "target_prompt_share_of_linear": TARGET_PROMPT,
+        **parts,
+    }
+    run.judge(document, "kernels_cpu")
+    run.save(document, "kernels_cpu")

@@ -1,0 +1,92 @@
+"""Read a function's options from the command line: its signature and its docstring declare them.
+
+    def run(run: Run, requests: int = 20, parts: Sequence[str] = PARTS, other: Path | None = None)
+
+gives `--requests N`, `--parts A B` (or `A,B`) and `--other PATH`. A `Literal` names the values that
+are allowed. The lines of the docstring's `Args:` section are the help texts. `run(run, options)`
+with a dataclass takes the options from its fields, and the texts from its `Attributes:` section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Union, cast, get_args, get_origin
+
+_ARGUMENT = re.compile(r"^        (\w+): (.+(?:\n            .+)*)", re.MULTILINE)
+
+
+def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]) -> None:
+    """Add one option for each parameter behind the first."""
+    declared = _declared(function)
+    section = "    Args:\n" if declared is function else "    Attributes:\n"
+    texts = dict(_ARGUMENT.findall((declared.__doc__ or "").partition(section)[2]))
+    for parameter in _parameters(function):
+        text = re.sub(r"\s+", " ", texts.get(parameter.name, "")).replace("%", "%%")
+        flag = f"--{parameter.name.replace('_', '-')}"
+        if isinstance(parameter.default, bool):
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        kind, choices, is_list = _kind_of(parameter.annotation)
+        parser.add_argument(
+            flag,
+            type=_list_of(kind, choices) if is_list else kind,
+            choices=None if is_list else choices,
+            nargs="*" if is_list else None,
+            default=parameter.default,
+            help=text,
+        )
+
+
+def values_of(function: Callable[..., object], found: argparse.Namespace) -> dict[str, Any]:
+    """Return the function's keyword arguments; lists are flat."""
+    declared = _declared(function)
+    values = {parameter.name: getattr(found, parameter.name) for parameter in _parameters(function)}
+    for parameter in _parameters(function):
+        if _kind_of(parameter.annotation)[2] and values[parameter.name] is not parameter.default:
+            values[parameter.name] = [one for some in values[parameter.name] for one in some]
+    return values if declared is function else {"options": declared(**values)}
+
+
+def _declared(function: Callable[..., object]) -> Callable[..., object]:
+    """Return what declares the options: the function, or the dataclass of its second parameter."""
+    parameters = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+    if len(parameters) == 1 and dataclasses.is_dataclass(kind := parameters[0].annotation):
+        return cast("Callable[..., object]", kind)
+    return function
+
+
+def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
+    declared = _declared(function)
+    parameters = list(inspect.signature(declared, eval_str=True).parameters.values())
+    return parameters[1:] if declared is function else parameters
+
+
+def _kind_of(annotation: Any) -> tuple[Callable[[str], Any], Sequence[Any] | None, bool]:
+    """Return how to read one word, which values are allowed, and whether there may be several."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):  # X | None
+        return _kind_of(parts[0])
+    if origin is Literal:
+        return type(parts[0]), parts, False
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        kind, choices, _ = _kind_of(parts[0])
+        return kind, choices, True
+    return annotation, None, False
+
+
+def _list_of(
+    kind: Callable[[str], Any], choices: Sequence[Any] | None
+) -> Callable[[str], list[Any]]:
+    def read(word: str) -> list[Any]:
+        values = [kind(part) for part in word.split(",") if part]
+        for value in values:
+            if choices is not None and value not in choices:
+                raise argparse.ArgumentTypeError(f"must be one of {choices}, got {value!r}")
+        return values
+
+    return read

@@ -1,0 +1,114 @@
+"""One run of a measurement: where it prints, what it saves, and which promises were broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.page.page import outcomes
+from benchmarks.page.rows import Measurement
+from benchmarks.runner.environment import record_environment, write_results
+
+if TYPE_CHECKING:
+    from rich.console import Console  # which a bare machine with a GPU may lack
+
+Document = Mapping[str, Any]  # what becomes JSON
+_MOST_COLUMNS, _MOST_CHARS = 10, 500
+
+
+class Run:
+    """Print, record and judge what one measurement finds.
+
+    Attributes:
+        environment: the machine and the software, recorded before anything was measured.
+        problems: promises that were broken; any makes the exit code 1.
+        saves: results are written.
+    """
+
+    def __init__(self, measurement: Measurement, words: Sequence[str], *, saves: bool) -> None:
+        self.environment = record_environment(words)
+        self.problems: list[str] = []
+        self._num_missed = 0
+        self._measurement = measurement
+        self.saves = saves
+
+    @cached_property
+    def console(self) -> Console:
+        """Return where to print."""
+        from rich.console import Console
+
+        return Console(highlight=False, width=140)
+
+    def save(self, document: Document, name: str = "") -> None:
+        """Write results/NAME.json if `--save` was given; NAME is the measurement's by default."""
+        if self.saves:
+            write_results(name or self._measurement.name, self.environment, document)
+
+    def show(self, title: str, rows: object) -> None:
+        """Print a mapping of rows, or a list of rows, as a table; anything else as it is."""
+        if (
+            isinstance(rows, Mapping)
+            and rows
+            and all(isinstance(r, Mapping) for r in rows.values())
+        ):
+            rows = [{title: name, **_flat(row)} for name, row in rows.items()]
+        elif isinstance(rows, Sequence) and rows and _are_rows(rows):
+            rows = [_flat(row) for row in rows]
+        else:
+            print(f"{title}: {str(rows)[:_MOST_CHARS]}")
+            return
+        from rich.table import Table
+
+        columns = list(dict.fromkeys(name for row in rows for name in row))[:_MOST_COLUMNS]
+        table = Table(*columns, title=title)
+        for row in rows:
+            table.add_row(*(_cell(row.get(name, "")) for name in columns))
+        self.console.print(table)
+
+    def judge(self, document: Document, name: str = "") -> None:
+        """Print the page's rows of these results, and the results that have no row."""
+        rows = [
+            {
+                "what": one.row.what,
+                "target": one.row.target,
+                "measured": one.found.text if one.found else "",
+                "holds": one.verdict.strip("*"),
+            }
+            for source in self._measurement.sources
+            if source.name == (name or self._measurement.name)
+            for one in outcomes(source, document)
+        ]
+        self._num_missed += sum(row["holds"] == "missed" for row in rows)
+        if rows:
+            self.show(name or self._measurement.name, rows)
+        else:
+            for key, part in document.items():
+                self.show(key, part)
+
+    def finish(self, document: Document | None) -> int:
+        """Judge and save a document; return the exit code, which targets do not change."""
+        if document is not None:
+            self.judge(document)
+            self.save(document)
+        missed = f"targets missed: {self._num_missed}" if self._num_missed else "all promises kept"
+        print("; ".join(self.problems) or missed)
+        return 1 if self.problems else 0
+
+
+def _are_rows(values: Iterable[object]) -> bool:
+    return all(isinstance(value, Mapping) for value in values)
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row whose summaries show their medians, without other mappings and lists."""
+    values = {
+        name: value.get("median") if isinstance(value, Mapping) else value
+        for name, value in row.items()
+        if not isinstance(value, list)
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,132 @@
+"""Run the measurements that fit into ten minutes on two cores, then write the page.
+
+A measurement that fails does not stop the others; the end names those that failed or had no time.
+Their order is by need: the last one gets the time that is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.runner.environment import ROOT
+
+PEERS = ROOT / "build" / "engine_cpu" / "peers"
+PATIENCE_S = 10.0  # after SIGTERM
+LEAST_S = 5.0  # with less time left nothing is begun
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A measurement, and the options that make it short."""
+
+    name: str
+    options: tuple[str, ...] = ()
+
+
+PARTS = (
+    Part("placement"),
+    Part("scheduler"),
+    Part("prefix_index"),
+    Part("engine_overhead"),
+    Part("handoff", ("--requests", "10")),
+    Part(
+        "router_cost",
+        ("--rounds", "1", "--seconds", "2", "--num-requests", "6000", "--held", "8000"),
+    ),
+    Part("kernels", ("--repetitions", "8")),
+    Part("engine_cpu", ("--rounds", "1", "--repetitions", "1")),
+)
+
+
+def options_of(part: Part) -> tuple[str, ...]:
+    """Engines of others take part where they are installed already: that takes minutes."""
+    peers = sorted(ready.parent.name for ready in PEERS.glob("*/ready"))
+    if part.name == "engine_cpu" and peers:
+        return (*part.options, "--peers", ",".join(peers))
+    return part.options
+
+
+def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
+    """Run one part; return how it ended, or nothing if all went well.
+
+    Args:
+        folder: of scripts that stand in for measurements, for tests.
+    """
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    measurement = ("-m", "benchmarks", part.name, "--save")
+    program = measurement if folder is None else (str(folder / f"{part.name}.py"),)
+    child = subprocess.Popen(
+        [sys.executable, *program, *options_of(part)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        cwd=ROOT,
+        start_new_session=True,  # so that what it started ends with it
+    )
+    try:
+        returned = child.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return "stopped, the time was up"
+    finally:
+        _end(child)
+    return f"exit code {returned}" if returned else ""
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a benchmark and all that it has started."""
+    for stop in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(child.pid, stop)
+            child.wait(PATIENCE_S)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def run_all(
+    parts: Sequence[Part], budget_s: float, console: Console, folder: Path | None = None
+) -> list[str]:
+    """Run the parts within ``budget_s`` seconds, print how long each took; returns what failed."""
+    started = time.monotonic()
+    table = Table("benchmark", "seconds", "ended")
+    failed = []
+    for part in parts:
+        began = time.monotonic()
+        left_s = budget_s - (began - started)
+        if left_s < LEAST_S:
+            ended = "not begun, the time was up"
+        else:
+            console.rule(" ".join((part.name, *options_of(part))))
+            ended = run(part, left_s, folder)
+        if ended:
+            failed.append(part.name)
+        table.add_row(part.name, f"{time.monotonic() - began:.0f}", ended or "well")
+    console.print(table)
+    console.print(f"{time.monotonic() - started:.0f} s in all")
+    return failed
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the suite; return the exit code, 1 if anything failed or had no time."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks --suite", description=__doc__)
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--budget-s", type=float, default=570.0, help="for all of them together")
+    arguments = parser.parse_args(words)
+    console = Console(highlight=False, width=100)
+    parts = [part for part in PARTS if part.name in arguments.only]
+    failed = run_all(parts, arguments.budget_s, console)
+    page = [sys.executable, "-m", "benchmarks", "--page"]
+    if subprocess.run(page, cwd=ROOT, check=False).returncode:
+        failed.append("docs/performance.md")
+    if failed:
+        console.print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0

@@ -1,0 +1,198 @@
+"""Attack a real system with hostile HTTP/2 frames: each trick of a table over 8 connections.
+
+    python -m benchmarks http2_tricks [--seconds 2] [--mixed 60] [--only TEXT]
+
+A router, a prefill node and a decode node are processes of their own, and so are the attackers.
+These run at low priority: on a small machine they would take cores that no attacker in a network
+could take. Each trick goes to the router's gRPC port and to a decode node's port for some seconds,
+over 8 connections each; then all tricks at once. Meanwhile a probe asks the router's /health and
+another client streams. The goals are those of `hostile_shapes.py`, and that no link to a node is
+lost. Rows that miss a goal are printed, and the exit code is 1. `starved_ms` is how long the main
+thread of a program waited for a core: a machine without spare cores misses goals by that alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.serving.rpc import open_sync_channel
+from baton.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.run import Document, Run
+from benchmarks.security.hostile_shapes import GOALS, Watch, free_address, watching, worst_of
+from benchmarks.security.http2_attack import NUM_CONNECTIONS
+from tests.fakes.http2_tricks import TRICKS
+
+ATTACK = ("-m", "benchmarks", "--call", "benchmarks.security.http2_attack:attack_port")
+# What the worst of a row is seen in, after its attackers have gone.
+SETTLE_S = 0.3
+_LOST = (" lost", "went away", "quarantine")
+
+
+@dataclass
+class Outcome:
+    """The worst that was seen during one trick, or during all tricks at once."""
+
+    name: str
+    port: str
+    health_ms: float
+    gap_ms: float
+    growth_mib: float
+    grown: str
+    sent_mib: float
+    num_connections: int
+    lost: list[str]
+    starved_ms: float
+    failed: list[str]
+
+    def misses(self) -> list[str]:
+        """Return the names of the goals that were missed."""
+        goals = [goal for goal in ("health_ms", "gap_ms", "growth_mib")
+                 if getattr(self, goal) > GOALS[goal]]  # fmt: skip
+        return goals + ["lost"] * bool(self.lost) + ["failed"] * bool(self.failed)
+
+
+def start_attack(address: str, number: int | None, seconds: float) -> subprocess.Popen[bytes]:
+    part = "all" if number is None else str(number)
+    command = [sys.executable, *ATTACK, address, part, str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def lost_lines(folder: Path) -> list[str]:
+    """Return the log lines about a lost link or a quarantined request."""
+    logs = sorted(folder.glob("*.log"))
+    lines = [f"{log.stem}: {one}" for log in logs for one in log.read_text("utf-8").splitlines()]
+    return [line for line in lines if any(word in line for word in _LOST)]
+
+
+def cpu_waits(deployment: LocalDeployment) -> dict[str, float]:
+    """Return for how many seconds each program's main thread has waited for a core so far."""
+    waits = {"": 0.0}
+    for child in deployment.children:
+        pid = child.process.pid
+        with contextlib.suppress(OSError):  # another kernel than Linux, or the program has ended
+            stat = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text("ascii")
+            waits[child.name] = int(stat.split()[1]) / 1e9
+    return waits
+
+
+async def measure(
+    watch: Watch,
+    folder: Path,
+    name: str,
+    addresses: dict[str, str],
+    number: int | None,
+    seconds: float,
+) -> Outcome:
+    """Attack all these ports at once, and return the worst that was seen."""
+    lost = set(lost_lines(folder))
+    waited = cpu_waits(watch.deployment)
+    watch.begin()
+    attackers = [start_attack(address, number, seconds) for address in addresses.values()]
+    try:
+        answers = [
+            await asyncio.to_thread(one.communicate, timeout=seconds + 60) for one in attackers
+        ]
+    finally:
+        for one in attackers:
+            one.kill()
+    await asyncio.sleep(SETTLE_S)
+    starved = {name: s - waited.get(name, s) for name, s in cpu_waits(watch.deployment).items()}
+    sent = [json.loads(out) if out else {"bytes": 0, "connections": 0} for out, _ in answers]
+    held = watch.held
+    grown = max(held.growth_mib, key=lambda one: held.growth_mib[one], default="")
+    return Outcome(
+        name, " and ".join(addresses), round(held.health_ms, 1), round(held.gap_ms, 1),
+        round(held.growth_mib.get(grown, 0.0), 1), grown,
+        round(sum(one["bytes"] for one in sent) / 2**20, 1),
+        sum(one["connections"] for one in sent),
+        [line for line in lost_lines(folder) if line not in lost],
+        round(1000 * max(starved.values()), 1), list(held.failed),
+    )  # fmt: skip
+
+
+def node_address(router: str) -> str:
+    """Return the address of a decode node's own gRPC server."""
+    with open_sync_channel(router) as channel:
+        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
+    return next(str(node.address) for node in nodes if node.role == types_pb2.NODE_ROLE_DECODE)
+
+
+async def run_all(
+    deployment: LocalDeployment, url: str, folder: Path, options: Options
+) -> tuple[list[Outcome], Outcome]:
+    ports = {"router": deployment.config.listen, "node": node_address(deployment.config.listen)}
+    outcomes = []
+
+    def note(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        missed = outcome.misses()
+        print(f"{'misses ' + ', '.join(missed) if missed else 'held'}: {outcome}", flush=True)
+
+    async with watching(deployment, url) as watch:
+        await asyncio.sleep(3)
+        quiet = await measure(watch, folder, "nothing", {}, None, 0)
+        watch.begin()
+        await asyncio.sleep(4)
+        quiet.health_ms, quiet.gap_ms = round(watch.held.health_ms, 1), round(watch.held.gap_ms, 1)
+        print(f"without any: {quiet}", flush=True)
+        for number, trick in enumerate(TRICKS):
+            if options.only in trick.name:
+                note(await measure(watch, folder, trick.name, ports, number, options.seconds))
+        if options.mixed:
+            note(await measure(watch, folder, "all of them", ports, None, options.mixed))
+    return outcomes, quiet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How long the attacks are.
+
+    Attributes:
+        seconds: time of each trick.
+        mixed: seconds of all tricks at once; 0: none.
+        only: tricks whose name has this.
+        logs: folder for the programs' logs.
+    """
+
+    seconds: float = 2.0
+    mixed: float = 60.0
+    only: str = ""
+    logs: str = ""
+
+
+def run(run: Run, options: Options) -> Document:
+    """Attack a system with every trick."""
+    listen, http_listen = free_address(), free_address()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(options.logs or name)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = LocalDeploymentConfig(
+            model=str(DEMO_MODEL), listen=listen, http_listen=http_listen, log_folder=folder,
+            router_args=["--served-model-name", "demo"],
+        )  # fmt: skip
+        with LocalDeployment(config) as deployment:
+            deployment.wait_ready(120)
+            url = f"http://{http_listen}"
+            outcomes, quiet = asyncio.run(run_all(deployment, url, folder, options))
+    failed = [one.name for one in outcomes if one.misses()]
+    run.problems += [f"{name} misses a goal" for name in failed]
+    worst = worst_of(outcomes)
+    print(f"{len(outcomes)} rows, {len(failed)} miss a goal; worst {worst}")
+    return {
+        "goals": GOALS, "failed": failed, "worst": worst, "num_connections": NUM_CONNECTIONS,
+        "seconds": options.seconds, "mixed_s": options.mixed,
+        "without_them": asdict(quiet), "rows": [asdict(one) for one in outcomes],
+    }  # fmt: skip

@@ -1,0 +1,535 @@
+"""Measure the first request of each kind on a fresh system beside its tenth, and the start.
+
+Each kind of request gets several fresh `baton up`, as a split system (one prefill and one decode
+node) and as a colocated one. The first request is sent when `baton up` says "ready"; the others
+follow in turn. All of a kind have the same number of random words, so no prompt is in a prefix
+cache, and every schema, tool and grammar is new. A ratio is the median of the starts' ratios.
+
+    python -m benchmarks first_use --save                     (both shapes, fifteen minutes)
+    python -m benchmarks first_use --shapes split --kinds chat,regex --starts 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from baton.checkpoint.packaged_model import SMOLLM2
+from baton.processes.free_address import free_address
+from benchmarks.loadtest.loadtest_fleet import baton_environment
+from benchmarks.runner.run import Document, Run
+from examples.demo import TOY, fetch_model
+
+NAME = "first-use"
+SHAPES = {"split": (), "colocated": ("--prefill", "0")}
+NUM_WORDS = 200
+FEW_WORDS, MANY_WORDS = 8, 1500
+OUTPUT_TOKENS = 8
+NUM_REQUESTS = 12
+LATER = slice(7, 12)  # the 8th to the 12th request, whose median is "the tenth"
+MOST_RATIO = 1.3
+READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
+# Each is one token of most vocabularies: all prompts are equally long.
+WORDS = (
+    *("apple", "river", "stone", "light", "paper", "green", "music", "table", "water", "house"),
+    *("garden", "summer", "winter", "morning", "evening", "market", "bridge", "letter", "window"),
+)
+HEADERS = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request.
+
+    Attributes:
+        body: asks for a stream where the path has streams.
+    """
+
+    path: str
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one request.
+
+    Attributes:
+        first_s, whole_s: until the first byte of the response's body, and until its last byte.
+        cpu_s: processor time that the whole system took meanwhile. A busy machine changes this
+            least.
+    """
+
+    first_s: float
+    whole_s: float
+    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of a fresh system, when its first answer has come.
+
+    Attributes:
+        cpu_s: processor time since its start.
+        rss_mib, pss_mib, private_mib: memory that it has; counted in proportion to who shares it;
+            and written by it alone.
+    """
+
+    name: str
+    cpu_s: float
+    rss_mib: float
+    pss_mib: float
+    private_mib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Measurements of one fresh system.
+
+    Attributes:
+        ready_s: from the start of `baton up` until it says "ready".
+        cpu_s: processor time of all processes until the first answer has come.
+    """
+
+    ready_s: float
+    cpu_s: float
+    timings: list[Timing]
+    processes: list[Process] = field(default_factory=list)
+
+    @property
+    def later_s(self) -> float:
+        return statistics.median(timing.first_s for timing in self.timings[LATER])
+
+    @property
+    def ratio(self) -> float:
+        return self.timings[0].first_s / self.later_s
+
+    @property
+    def whole_ratio(self) -> float:
+        later_s = statistics.median(timing.whole_s for timing in self.timings[LATER])
+        return self.timings[0].whole_s / later_s
+
+    @property
+    def cpu_ratio(self) -> float:
+        later_s = statistics.median(timing.cpu_s for timing in self.timings[LATER])
+        return self.timings[0].cpu_s / later_s
+
+
+# ---------------------------------------------------------------- kinds of requests
+
+
+def words(chance: random.Random, num_words: int = NUM_WORDS) -> str:
+    return " ".join(chance.choices(WORDS, k=num_words))
+
+
+def chat(chance: random.Random, num_words: int = NUM_WORDS, **more: Any) -> Request:
+    """Return a chat whose system message is new, too: chat templates put it first."""
+    messages = [
+        {"role": "system", "content": words(chance, 8)},
+        {"role": "user", "content": words(chance, num_words)},
+    ]
+    body = {"messages": messages, "max_tokens": OUTPUT_TOKENS, "stream": True, **more}
+    return Request("/v1/chat/completions", body)
+
+
+def plain_chat(chance: random.Random) -> Request:
+    return chat(chance, stream=False)
+
+
+def completion(chance: random.Random) -> Request:
+    body = {"prompt": words(chance), "max_tokens": OUTPUT_TOKENS, "stream": True}
+    return Request("/v1/completions", body)
+
+
+def json_schema(chance: random.Random) -> Request:
+    first, second = chance.sample(WORDS, 2)
+    schema = {
+        "type": "object",
+        "properties": {first: {"type": "integer"}, second: {"type": "string"}},
+        "required": [first, second],
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return chat(chance, response_format=wanted)
+
+
+def json_object(chance: random.Random) -> Request:
+    return chat(chance, response_format={"type": "json_object"})
+
+
+def regex(chance: random.Random) -> Request:
+    return chat(chance, guided_regex=f"({'|'.join(chance.sample(WORDS, 3))})( [a-z]{{2,9}}){{20}}")
+
+
+def short_prompt(chance: random.Random) -> Request:
+    return chat(chance, FEW_WORDS)
+
+
+def long_prompt(chance: random.Random) -> Request:
+    return chat(chance, MANY_WORDS)
+
+
+def lark(chance: random.Random) -> Request:
+    first, second = chance.sample(WORDS, 2)
+    return chat(chance, guided_grammar=f'start: ("{first}" | "{second}" /[a-z]{{1,9}}/ " "){{20}}')
+
+
+def sampled(chance: random.Random) -> Request:
+    filters: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+    return chat(chance, **filters, frequency_penalty=0.2, repetition_penalty=1.1)
+
+
+def two_answers(chance: random.Random) -> Request:
+    return chat(chance, n=2, temperature=0.8)
+
+
+def tools(chance: random.Random, choice: str) -> Request:
+    properties = {chance.choice(WORDS): {"type": "string"}, "count": {"type": "integer"}}
+    name = f"find_{chance.choice(WORDS)}"
+    function = {
+        "name": name,
+        "description": "Find things by name.",
+        "parameters": {"type": "object", "properties": properties, "required": list(properties)},
+    }
+    tool = {"type": "function", "function": function}
+    named = {"type": "function", "function": {"name": name}}
+    return chat(chance, tools=[tool], tool_choice=named if choice == "named" else choice)
+
+
+def tools_auto(chance: random.Random) -> Request:
+    return tools(chance, "auto")
+
+
+def tools_required(chance: random.Random) -> Request:
+    return tools(chance, "required")
+
+
+def tools_named(chance: random.Random) -> Request:
+    return tools(chance, "named")
+
+
+def logprobs(chance: random.Random) -> Request:
+    return chat(chance, logprobs=True, top_logprobs=5)
+
+
+def responses(chance: random.Random) -> Request:
+    body = {"input": words(chance), "max_output_tokens": 16, "stream": True}
+    return Request("/v1/responses", body)
+
+
+def custom_tool(chance: random.Random) -> Request:
+    first, second = chance.sample(WORDS, 2)
+    definition = f'start: "{first}" | "{second}" /[a-z]{{1,9}}/ " " start'
+    tool = {
+        "type": "custom",
+        "name": f"write_{first}",
+        "description": "Write words.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": definition},
+    }
+    body = {"input": words(chance), "max_output_tokens": 16, "stream": True}
+    return Request("/v1/responses", {**body, "tools": [tool], "tool_choice": "required"})
+
+
+def messages(chance: random.Random) -> Request:
+    said = [{"role": "user", "content": words(chance)}]
+    body = {"messages": said, "max_tokens": OUTPUT_TOKENS, "stream": True}
+    return Request("/v1/messages", body)
+
+
+def tokenize(chance: random.Random) -> Request:
+    return Request("/tokenize", {"prompt": words(chance)})
+
+
+KINDS: dict[str, Callable[[random.Random], Request]] = {
+    "chat": plain_chat,
+    "streaming": chat,
+    "completion": completion,
+    "short_prompt": short_prompt,
+    "long_prompt": long_prompt,
+    "sampled": sampled,
+    "two_answers": two_answers,
+    "json_schema": json_schema,
+    "json_object": json_object,
+    "regex": regex,
+    "lark": lark,
+    "tools_auto": tools_auto,
+    "tools_required": tools_required,
+    "tools_named": tools_named,
+    "logprobs": logprobs,
+    "responses": responses,
+    "custom_tool": custom_tool,
+    "messages": messages,
+    "tokenize": tokenize,
+}
+
+
+# ---------------------------------------------------------------- one fresh system
+
+
+@contextmanager
+def fresh_system(model: str, shape: str, log: Path) -> Iterator[tuple[int, str, float]]:
+    """Start `baton up` and wait until it says "ready"; yield its id, HTTP address and seconds.
+
+    Raises RuntimeError with the log's end if it ends before, or is not ready in time.
+    """
+    address = free_address()
+    command = [
+        *(sys.executable, "-P", "-m", "baton", "up", "--model", model, "--served-model-name", NAME),
+        *("--listen", free_address(), "--http-listen", address, "--drain-timeout-s", "0"),
+        *SHAPES[shape],
+    ]
+    began_at = time.perf_counter()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=baton_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        while b"\nready" not in b"\n" + log.read_bytes():
+            if process.poll() is not None or time.perf_counter() > began_at + READY_TIMEOUT_S:
+                raise RuntimeError(log.read_text(errors="replace")[-400:])
+            time.sleep(0.01)
+        yield process.pid, address, time.perf_counter() - began_at
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ask(address: str, request: Request, pids: Sequence[int]) -> Timing:
+    """Send a request on a new connection; raises RuntimeError unless it is answered well.
+
+    Args:
+        pids: processes of the system, whose processor time is counted.
+    """
+    connection = http.client.HTTPConnection(address, timeout=60)
+    body = json.dumps({"model": NAME, **request.body})
+    cpu_before_s = _cpu_seconds(pids)
+    began_at = time.perf_counter()
+    connection.request("POST", request.path, body, HEADERS)
+    answer = connection.getresponse()
+    start = answer.read(1)
+    first_s = time.perf_counter() - began_at
+    text = start + answer.read()
+    whole_s = time.perf_counter() - began_at
+    connection.close()
+    if answer.status != 200 or b'"error":{' in text:
+        raise RuntimeError(f"{request.path}: {answer.status} {text[:300]!r}")
+    return Timing(first_s, whole_s, _cpu_seconds(pids) - cpu_before_s)
+
+
+def measure(model: str, shape: str, kind: str, log: Path) -> Start:
+    """Start a system and send it requests of one kind, one behind another."""
+    chance = random.Random(f"{kind} {time.time()}")
+    requests = [KINDS[kind](chance) for _ in range(NUM_REQUESTS)]
+    with fresh_system(model, shape, log) as (pid, address, ready_s):
+        pids = list(family(pid))
+        first = ask(address, requests[0], pids)
+        processes = list(read_processes(pid))
+        timings = [first, *(ask(address, request, pids) for request in requests[1:])]
+    cpu_s = sum(process.cpu_s for process in processes)
+    return Start(ready_s, cpu_s, timings, processes)
+
+
+# ---------------------------------------------------------------- its processes
+
+
+def read_processes(root: int) -> Iterator[Process]:
+    """Yield a process and all that descend from it."""
+    for pid, name in family(root).items():
+        try:
+            yield _process(pid, name)
+        except (OSError, ValueError):  # it has ended meanwhile
+            continue
+
+
+def family(root: int) -> dict[int, str]:
+    """Return the ids and names of a process and all that descend from it."""
+    parents = dict(_parents())
+    names: dict[int, str] = {}
+    for pid in sorted(parents):
+        parent = names.get(parents[pid], "")
+        if pid != root and not parent:
+            continue
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names[pid] = _name(pid, parent)
+    return names
+
+
+def _cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the processor time of the threads that these processes have now."""
+    nanoseconds = 0
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                nanoseconds += int(path.read_text().split()[0])
+    return nanoseconds / 1e9
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        yield int(path.parent.name), int(fields[1])
+
+
+def _name(pid: int, parent: str) -> str:
+    """Return the program's name, or for what a program started or forked, whose it is."""
+    if parent.endswith(" template"):
+        return f"{parent.removesuffix(' template')} worker"
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    name = command[command.index("baton") + 1] if "baton" in command else parent
+    return f"{parent} template" if name == parent else name
+
+
+def _process(pid: int, name: str) -> Process:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    sizes = {"Rss": 0, "Pss": 0, "Private_Dirty": 0}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+        key, _, value = line.partition(":")
+        if key in sizes:
+            sizes[key] = int(value.split()[0])
+    mib = [round(size / 1024, 1) for size in sizes.values()]
+    return Process(name, ticks / os.sysconf("SC_CLK_TCK"), *mib)
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def middle(starts: Sequence[Start], value: Callable[[Start], float]) -> float:
+    return statistics.median(map(value, starts))
+
+
+def as_json(starts: Sequence[Start]) -> dict[str, object]:
+    return {
+        "ready_s": round(middle(starts, lambda start: start.ready_s), 2),
+        "cpu_s": round(middle(starts, lambda start: start.cpu_s), 2),
+        "first_s": round(middle(starts, lambda start: start.timings[0].first_s), 4),
+        "tenth_s": round(middle(starts, lambda start: start.later_s), 4),
+        "ratio": round(middle(starts, lambda start: start.ratio), 2),
+        "ratios": [round(start.ratio, 2) for start in starts],
+        "whole_ratio": round(middle(starts, lambda start: start.whole_ratio), 2),
+        "cpu_ratio": round(middle(starts, lambda start: start.cpu_ratio), 2),
+        "starts": [_start_as_json(start) for start in starts],
+        "processes": [asdict(process) for process in starts[0].processes],
+    }
+
+
+def _start_as_json(start: Start) -> dict[str, object]:
+    return {
+        "ready_s": round(start.ready_s, 2),
+        "cpu_s": round(start.cpu_s, 2),
+        "first_whole_and_cpu_s": [
+            [round(seconds, 4) for seconds in (one.first_s, one.whole_s, one.cpu_s)]
+            for one in start.timings
+        ],
+    }
+
+
+def read_starts(kind: Mapping[str, Any]) -> list[Start]:
+    """Return what `as_json` wrote; processes with the first start alone."""
+    return [
+        Start(
+            start["ready_s"],
+            start["cpu_s"],
+            [Timing(*three) for three in start["first_whole_and_cpu_s"]],
+            [] if index else [Process(**process) for process in kind["processes"]],
+        )
+        for index, start in enumerate(kind["starts"])
+    ]
+
+
+def saved() -> dict[str, dict[str, list[Start]]]:
+    """Return what `results/first_use.json` holds."""
+    path = Path(__file__).resolve().parents[1] / "results" / "first_use.json"
+    shapes = json.loads(path.read_text(encoding="utf-8"))["shapes"] if path.exists() else {}
+    return {
+        shape: {name: read_starts(kind) for name, kind in kinds.items()}
+        for shape, kinds in shapes.items()
+    }
+
+
+def joined(
+    before: Mapping[str, Mapping[str, list[Start]]], after: Mapping[str, Mapping[str, list[Start]]]
+) -> dict[str, dict[str, list[Start]]]:
+    """Return the starts of both, by shape and kind."""
+    return {
+        shape: {
+            kind: [*before.get(shape, {}).get(kind, []), *after.get(shape, {}).get(kind, [])]
+            for kind in {**before.get(shape, {}), **after.get(shape, {})}
+        }
+        for shape in {**before, **after}
+    }
+
+
+def run(
+    run: Run,
+    shapes: Sequence[Literal["split", "colocated"]] = ("split", "colocated"),
+    kinds: Sequence[str] = tuple(KINDS),
+    starts: int = 3,
+    toy: bool = False,
+    add: bool = False,
+) -> Document:
+    """Measure fresh systems, all shapes and kinds in turns.
+
+    Args:
+        kinds: kinds of requests.
+        starts: fresh systems for each kind.
+        toy: the model in examples/demo_model.
+        add: keep the starts that the file of results has.
+    """
+    if unknown := set(kinds) - set(KINDS):
+        raise SystemExit(f"kinds: must be of {', '.join(KINDS)}, got {', '.join(unknown)}")
+    console = run.console
+    model = str(TOY) if toy else fetch_model(console, SMOLLM2)
+    if model is None:
+        raise SystemExit("the model cannot be had")
+    # Or what was started would outlive us.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    found: dict[str, dict[str, list[Start]]] = {
+        shape: {kind: [] for kind in kinds} for shape in shapes
+    }
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        for _ in range(starts):
+            for kind in kinds:
+                for shape, of_shape in found.items():
+                    start = measure(model, shape, kind, Path(folder) / "up.log")
+                    of_shape[kind].append(start)
+                    times = " ".join(f"{1e3 * one.first_s:.0f}" for one in start.timings)
+                    console.print(f"{shape} {kind}: ready after {start.ready_s:.1f} s; ms {times}")
+    if add:
+        found = joined(saved(), found)
+    rows = {
+        shape: {kind: as_json(some) for kind, some in of_shape.items()}
+        for shape, of_shape in found.items()
+    }
+    for shape, of_kinds in rows.items():
+        run.show(f"{shape}, until the first byte", of_kinds)
+        run.show(f"{shape}, processes", next(iter(of_kinds.values()))["processes"])
+    settings = {"model": Path(model).stem, "prompt_words": NUM_WORDS, "most": MOST_RATIO}
+    return {"settings": settings, "shapes": rows}

@@ -1,0 +1,194 @@
+"""Rows of the page about serving over HTTP beside other servers, and about first requests."""
+
+from __future__ import annotations
+
+from benchmarks.page.rows import (
+    Found,
+    Json,
+    Measurement,
+    Row,
+    Source,
+    Subject,
+    at,
+    number,
+)
+
+MOST_RATIO = 1.3
+
+
+_DEPLOYMENTS = ("split", "colocated")
+
+
+_KINDS = {
+    "chat": "chat, not streamed",
+    "streaming": "chat",
+    "completion": "completion",
+    "short_prompt": "chat of 8 words",
+    "long_prompt": "chat of 1,500 words",
+    "sampled": "chat with filters and penalties",
+    "two_answers": "chat with n = 2",
+    "json_schema": "JSON schema",
+    "json_object": "JSON object",
+    "regex": "regular expression",
+    "lark": "Lark grammar",
+    "tools_auto": "tools, auto",
+    "tools_required": "tools, required",
+    "tools_named": "tools, one named",
+    "logprobs": "logprobs",
+    "responses": "Responses",
+    "custom_tool": "Responses, custom tool with a grammar",
+    "messages": "Messages",
+}
+
+
+def _first_use(kind: str, what: str) -> Row:
+    def measure(document: Json) -> Found:
+        texts, ratios = list[str](), list[float]()
+        for shape in _DEPLOYMENTS:
+            row = at(document, "shapes", shape, kind)
+            ratios.append(number(row, "ratio"))
+            first_ms, tenth_ms = (1e3 * number(row, name) for name in ("first_s", "tenth_s"))
+            texts.append(f"{ratios[-1]:.2f} ({first_ms:.0f} / {tenth_ms:.0f} ms)")
+        return Found("; ".join(texts), max(ratios) <= MOST_RATIO)
+
+    return Row(what, measure, f"<= {MOST_RATIO:g}")
+
+
+FIRST_USE = Source(
+    "first_use",
+    tuple(_first_use(kind, what) for kind, what in _KINDS.items()),
+    "Time to the first byte of the first request after `baton up` says ready,"
+    " over the median of the 8th to the 12th request of this kind: split; colocated."
+    " Each kind has fresh systems. A prompt has 200 words where nothing else is said."
+    " Each request has a new prompt, schema, tool or grammar.",
+)
+
+
+_SHAPES = {"125M": "125M, float32", "0.6B": "0.6B, bfloat16"}
+
+
+_RATES = ("1", "4")
+
+
+_SATURATION = "4"
+
+
+_COLUMNS = {
+    "output_tokens_per_s": "throughput",
+    "ttft_p50_ms": "TTFT p50",
+    "itl_p50_ms": "ITL p50",
+    "itl_p99_ms": "ITL p99",
+}
+
+
+_LARGER_IS_BETTER = {"output_tokens_per_s"}
+
+
+MOST_ITL_OF_COLOCATED = 0.25
+
+
+def over_best_peer(servers: Json, shape: str, column: str) -> float:
+    """Divide a shape's median by the best peer's; raises one of `NOT_THERE`."""
+    of_peers = [
+        number(row, column) for name, row in servers.items() if not name.startswith("baton")
+    ]
+    best = max(of_peers) if column in _LARGER_IS_BETTER else min(of_peers)
+    return number(servers, shape, column) / best
+
+
+def is_better(column: str, ratio: float) -> bool:
+    """Judge whether a ratio to a peer is a gain."""
+    return ratio > 1 if column in _LARGER_IS_BETTER else ratio < 1
+
+
+def best_shape(servers: Json) -> str:
+    """Choose the shape of Baton that beats the peers in most columns, then the fastest one."""
+
+    def rank(shape: str) -> tuple[int, float]:
+        gains = sum(is_better(key, over_best_peer(servers, shape, key)) for key in _COLUMNS)
+        return gains, number(servers, shape, "output_tokens_per_s")
+
+    shapes: list[str] = [name for name in servers if name.startswith("baton")]
+    return max(shapes, key=rank)
+
+
+def _beside_peers(shape: str, rate: str, column: str) -> Row:
+    def measure(document: Json) -> Found:
+        servers = at(document, "shapes", shape, "medians", rate)
+        own = best_shape(servers)
+        ratio = over_best_peer(servers, own, column)
+        values = ", ".join(f"{name} {number(row, column):.4g}" for name, row in servers.items())
+        failed = sum(number(row, "num_failed") for row in servers.values())
+        told = f"; {failed:.0f} failed" if failed else ""
+        return Found(f"{ratio:.2f} ({own}: {values}{told})", is_better(column, ratio))
+
+    return Row(
+        f"{_SHAPES[shape]}, {rate}/s: {_COLUMNS[column]}, best shape of Baton / best peer",
+        measure,
+        "> 1" if column in _LARGER_IS_BETTER else "< 1",
+        _WHY_OTHERS_ARE_AHEAD,
+    )
+
+
+_WHY_OTHERS_ARE_AHEAD = (
+    "where no server is full all answer as many as arrive, and the colocated shape, which is the"
+    " best in most rows, decodes as fast as llama.cpp there; split decodes faster."
+)
+
+
+_WHY_SPLIT_IS_BEHIND = (
+    "both nodes write a prompt's KV into memory that nobody had had, and few requests decode at a"
+    " time; see the log."
+)
+
+
+def _of_colocated(shape: str, rate: str, column: str) -> Row:
+    def measure(document: Json) -> Found:
+        servers = at(document, "shapes", shape, "medians", rate)
+        split, both = (number(servers, f"baton {kind}", column) for kind in ("split", "colocated"))
+        ratio = split / both
+        more = column in _LARGER_IS_BETTER
+        text = f"{ratio:.2f} ({split:.4g} / {both:.4g})"
+        return Found(text, ratio >= 1 if more else ratio <= MOST_ITL_OF_COLOCATED)
+
+    more = column in _LARGER_IS_BETTER
+    return Row(
+        f"{_SHAPES[shape]}, {rate}/s: {_COLUMNS[column]}, split / colocated",
+        measure,
+        ">= 1" if more else f"<= {MOST_ITL_OF_COLOCATED:g}",
+        _WHY_SPLIT_IS_BEHIND if more else "",
+    )
+
+
+SERVED = Source(
+    "served",
+    tuple(
+        row
+        for shape in _SHAPES
+        for row in (
+            *(_beside_peers(shape, rate, column) for rate in _RATES for column in _COLUMNS),
+            _of_colocated(shape, _SATURATION, "output_tokens_per_s"),
+            _of_colocated(shape, "1", "itl_p99_ms"),
+        )
+    ),
+    "`vllm bench serve`, 512 tokens in, 64 out, Poisson arrivals, against each server in turn"
+    " on the same two cores, which the generator shares: medians of the rounds (output tokens/s,"
+    " ms). The best shape of Baton is, at each rate, the one that beats the peers in most rows.",
+)
+
+
+SUBJECT = Subject(
+    "Served over HTTP",
+    (
+        Measurement("benchmarks.served.served", "engine router kernels/csrc", (SERVED,)),
+        Measurement("benchmarks.served.first_use", "engine router baton/serving", (FIRST_USE,)),
+        Measurement("benchmarks.served.served_rows", "engine router kernels/csrc"),
+        Measurement("benchmarks.served.served_steps", "engine router"),
+        Measurement("benchmarks.served.install_sizes", "pyproject.toml"),
+        Measurement("benchmarks.served.fresh_installs", "pyproject.toml tools/build_wheels.py"),
+    ),
+    log=(
+        "2026-11-26: served over HTTP beside vLLM",
+        "2026-11-28: the first request of each kind",
+    ),
+)

@@ -1,0 +1,279 @@
+"""Serve one file with Baton and its peers, under many loads, and judge Baton by the best peer.
+
+    python -m benchmarks served_rows --quick            (some 10 minutes)
+    python -m benchmarks served_rows --save             (hours: three rounds of all loads)
+    python -m benchmarks served_rows --rows 1@512,chat --servers "baton split,llamacpp" --rounds 1
+    python -m benchmarks served_rows --check-with guidellm
+
+A row is a load: ``16@512`` is 16 users with prompts of 512 tokens, each of whom sends a request
+when the last one has ended; ``4/s@512`` is 4 requests/s as Poisson arrivals; ``chat`` is one user
+who holds chats of 8 turns and sends the history again at each turn. Outputs have 64 tokens.
+
+Every measurement starts its server anew. Servers take turns in each row of each round, on the same
+cores, and get the same prompts; medians of the rounds count. Baton and llama.cpp read one GGUF
+file; llama.cpp is started with as many slots as the row has users. vLLM reads the file's weights
+dequantized to bfloat16. OpenVINO's server is in no package that pip installs, so it is missing.
+The client runs on other cores where there are any. Exit code 1: a goal is missed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.runner.run import Run
+from benchmarks.served.served import generator_cores
+from benchmarks.served.served_bench import Bench, find_model
+from benchmarks.served.served_check import check
+from benchmarks.served.served_client import Load, Numbers
+from benchmarks.served.served_servers import KV_GIB, SERVERS
+from benchmarks.served.served_verdicts import CHAT_TURN, TURN_KEY, Verdict, judge, median_of, ratios
+
+PROMPT_TOKENS, OUTPUT_TOKENS = (128, 512, 2048, 8000), 64
+CHAT = Load(prompt_tokens=64, output_tokens=32, num_streams=1, turns=8)
+LOADS = {
+    **{
+        f"{users}@{size}": Load(prompt_tokens=size, output_tokens=OUTPUT_TOKENS, num_streams=users)
+        for users in (1, 4, 16, 64)
+        for size in PROMPT_TOKENS
+    },
+    **{
+        f"{rate}/s@{size}": Load(prompt_tokens=size, output_tokens=OUTPUT_TOKENS, rate=rate)
+        for rate in (1, 4)
+        for size in PROMPT_TOKENS
+    },
+    "chat": CHAT,
+}
+ALONE = [name for name in LOADS if name.startswith("1@")]
+USUAL = ["1@128", "1@512", "1@2048", "1@8000", "4@512", "4@2048", "16@512", "64@512"]
+USUAL += ["1/s@512", "4/s@512", "chat"]
+QUICK = ["1@128", "1@2048", "4@512", "16@512", "1/s@512", "chat"]
+QUICK_SERVERS = ["baton colocated", "baton split", "llamacpp"]
+SHOWN = {
+    "ttft_p50_ms": "TTFT p50",
+    "ttft_p99_ms": "p99",
+    "itl_p50_ms": "ITL p50",
+    "itl_p99_ms": "p99",
+    TURN_KEY: f"turn {CHAT_TURN}",
+    "tokens_per_s": "tokens/s",
+}
+START_SHOWN = {
+    "start_s": "start s",
+    "start_cpu_s": "CPU s",
+    "start_mib": "MiB",
+    "load_mib": "after load",
+    "first_ms": "first ms",
+    "first_over_tenth": "first/tenth",
+}
+MISSING = {"openvino": "its server is in no package that pip installs"}
+
+
+@dataclass(slots=True)
+class Found:
+    """Measurements up to now.
+
+    Attributes:
+        runs: by row, then by server, a round each.
+        starts: by server, a start each.
+        missing: why a server was left out, by server.
+        errors: what went wrong first, by row and server.
+    """
+
+    runs: dict[str, dict[str, list[Numbers]]] = field(default_factory=dict)
+    starts: dict[str, list[Numbers]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=lambda: dict(MISSING))
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def medians(self) -> dict[str, dict[str, Numbers]]:
+        """Return the medians of the rounds."""
+        return {
+            row: {name: median_of(runs) for name, runs in servers.items()}
+            for row, servers in self.runs.items()
+        }
+
+    def start_medians(self) -> dict[str, Numbers]:
+        """Return the medians of the starts."""
+        return {name: median_of(starts) for name, starts in self.starts.items()}
+
+    def verdicts(self) -> list[Verdict]:
+        """Judge what was measured."""
+        return judge(self.medians(), self.start_medians(), ALONE)
+
+
+def measure(bench: Bench, options: Options, found: Found, console: Console) -> None:
+    """Add the rounds to what was found."""
+    lacking = {row: bench.model.lacks(LOADS[row]) for row in options.rows}
+    rows = [row for row in options.rows if not lacking[row]]
+    for row, why in lacking.items():
+        if why:
+            console.print(f"{row} is left out: {why}")
+    turns = [(number, row) for number in range(options.rounds) for row in rows]
+    for count, (number, row) in enumerate(turns):
+        at = count % len(options.servers)
+        for name in (*options.servers[at:], *options.servers[:at]):
+            if name not in found.missing:
+                said = measure_turn(bench, options.seconds, found, name, row, number)
+                console.print(f"{number + 1}. {row}, {name}: {said}", soft_wrap=True)
+
+
+def measure_turn(
+    bench: Bench, seconds: float, found: Found, name: str, row: str, number: int
+) -> str:
+    """Measure one server under one load, and keep what was found; return it as a line.
+
+    A server that fails before its first measurement is missing from then on.
+    """
+    seed = 2 * (1 + number * len(LOADS) + list(LOADS).index(row))
+    try:
+        numbers, start, error = bench.measure_once(name, LOADS[row], seed, seconds, CHAT_TURN)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as failed:
+        said = str(failed)[-400:]
+        if name in found.starts:
+            nothing: Numbers = {"num_requests": 0, "num_errors": 1}
+            found.runs.setdefault(row, {}).setdefault(name, []).append(nothing)
+            found.errors.setdefault(f"{row}, {name}", said)
+        else:
+            found.missing[name] = said
+        return said
+    found.runs.setdefault(row, {}).setdefault(name, []).append(numbers)
+    found.starts.setdefault(name, []).append(start)
+    if error:
+        found.errors.setdefault(f"{row}, {name}", error)
+    told = [f"{label} {form(numbers[key])}" for key, label in SHOWN.items() if key in numbers]
+    return " ".join([*told, error])
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def show(console: Console, name: str, found: Found) -> None:
+    """Print the tables and verdicts of one file."""
+    table = Table("row", "server", *SHOWN.values(), "errors", title=f"{name}, ms", box=None)
+    for row, servers in found.medians().items():
+        for server, numbers in servers.items():
+            cells = [form(numbers.get(key)) for key in SHOWN]
+            table.add_row(row, server, *cells, f"{numbers['num_errors']:.0f}")
+    console.print(table)
+    title = "times as good as the best peer (1 or more: as good)"
+    table = Table("row", "server", *SHOWN.values(), title=title, box=None)
+    for row, shapes in ratios(found.medians()).items():
+        for shape, gains in shapes.items():
+            cells = [f"{gains[key]:.2f}" if key in gains else "-" for key in SHOWN]
+            table.add_row(row, shape, *cells)
+    console.print(table)
+    table = Table("server", *START_SHOWN.values(), title="starts", box=None)
+    for server, numbers in found.start_medians().items():
+        table.add_row(server, *(form(numbers.get(key)) for key in START_SHOWN))
+    console.print(table)
+    for where, error in found.errors.items():
+        console.print(f"first error of {where}: {error}")
+    for server, why in found.missing.items():
+        console.print(f"not measured: {server}: {why}")
+    for verdict in found.verdicts():
+        console.print(f"{verdict.word}: {verdict.goal}: {verdict.text}")
+
+
+def form(value: float | None) -> str:
+    """Show three digits, or all before the point."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def document_of(found: Found) -> Mapping[str, object]:
+    """Return what is kept of one file."""
+    return {
+        "medians": found.medians(),
+        "ratios": ratios(found.medians()),
+        "starts": found.start_medians(),
+        "verdicts": [
+            {"goal": one.goal, "measured": one.text, "holds": one.holds} for one in found.verdicts()
+        ],
+        "missing": found.missing,
+        "errors": found.errors,
+        "runs": found.runs,
+    }
+
+
+def some_of(known: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names; raises SystemExit for an unknown one."""
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"must be of {', '.join(known)}, got {unknown[0]!r}")
+    return list(names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Files, servers and loads.
+
+    Attributes:
+        files: smollm2, 125M, 0.6B, or paths of GGUF files.
+        rows: loads; all: every one.
+        seconds: how long new requests come.
+        cores: cores of a server.
+        quick: one round of a few short rows.
+        check_with: compare this client with another, no servers.
+    """
+
+    files: Sequence[str] = ("smollm2",)
+    rows: Sequence[str] = ()
+    servers: Sequence[str] = ()
+    rounds: int = 0
+    seconds: float = 0.0
+    cores: int = 2
+    quick: bool = False
+    check_with: Literal["", "guidellm"] = ""
+
+    def complete(self) -> Options:
+        """Return the options with the usual values, or a quick run's, where none is given."""
+        usual = (QUICK, QUICK_SERVERS, 1, 8.0) if self.quick else (USUAL, list(SERVERS), 3, 30.0)
+        rows, servers, rounds, seconds = usual
+        given = list(LOADS) if list(self.rows) == ["all"] else self.rows
+        return replace(
+            self,
+            rows=some_of(list(LOADS), given or rows),
+            servers=some_of(list(SERVERS), self.servers or servers),
+            rounds=self.rounds or rounds,
+            seconds=self.seconds or seconds,
+        )
+
+
+def run(run: Run, options: Options) -> None:
+    """Measure every file; save after each."""
+    options, console = options.complete(), run.console
+    every = sorted(os.sched_getaffinity(0))
+    cores = every[: options.cores]
+    client_cores = generator_cores(cores)
+    settings = {
+        "num_cores": len(cores),
+        "client_has_own_cores": not set(cores) & set(client_cores),
+        "output_tokens": OUTPUT_TOKENS,
+        "seconds": options.seconds,
+        "rounds": options.rounds,
+        "kv_cache_gib": KV_GIB,
+    }
+    # As an interrupt: servers are stopped, and what was measured is told and kept.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    files: dict[str, Mapping[str, object]] = {}
+    for word in options.files:
+        bench = Bench(find_model(console, word), cores, client_cores)
+        if options.check_with:
+            if not check(bench, console):
+                run.problems.append(f"{word}: the clients do not agree")
+            continue
+        found = Found()
+        try:
+            measure(bench, options, found, console)
+        except KeyboardInterrupt:
+            console.print("interrupted: what was measured is kept")
+        show(console, bench.model.name, found)
+        files[bench.model.name] = document_of(found)
+        run.problems += [f"{word}: {one.goal}" for one in found.verdicts() if one.holds is False]
+        run.save({"settings": settings, "files": files})
