@@ -95,7 +95,7 @@ forms-long: setup ## SCHEMAS (1000) drawn for each family and form of an answer,
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.drawn_forms --schemas $(SCHEMAS) --results build/drawn_forms.jsonl
 	$(BIN)/python -m tests.fuzz.drawn_forms --results build/drawn_forms.jsonl --table
 
-speculation-long: setup ## more than 64,000 tokens with every method of guessing, and rejection sampling drawn a million times a case (takes long)
+speculation-long: setup ## more than 64,000 tokens with every method of drafting, and rejection sampling drawn a million times a case (takes long)
 	BATON_REQUESTS=1200 BATON_DRAWS=1000000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 0 --durations 5 --tell-properties \
 		tests/property/test_speculation_in_any_company.py tests/numerics/test_rejection.py
 
@@ -211,7 +211,7 @@ train-demo-model: setup ## train examples/demo_model anew (about an hour on two 
 	$(BIN)/python examples/train_demo_model.py --output examples/demo_model --minutes 60 \
 		--reserve-seconds 60 --compile
 
-train-demo-heads: setup ## train what guesses for examples/demo_model anew (minutes on two cores)
+train-demo-heads: setup ## train the drafters of examples/demo_model anew (minutes on two cores)
 	$(BIN)/python examples/train_demo_heads.py
 
 clean: ## remove environments and caches

@@ -230,40 +230,42 @@ class EngineConfig:
     speculative_method: str = option(
         "none",
         choices=SPECULATIVE_METHODS,
-        help="Who guesses the next tokens, so that one step may sample several; no token changes. "
-        "ngram: what came, in prompt and output, behind the words that an output ends with; "
-        "draft_model: a smaller model of the same vocabulary; medusa, eagle, mtp: heads or a layer "
-        "that were trained for the model.",
+        help="Drafter: proposes the next tokens, so that one step may sample several; no token "
+        "changes. none: no drafter; ngram: copies what followed the output's last words earlier in "
+        "the prompt or output; draft_model: a smaller model of the same vocabulary; medusa, eagle, "
+        "mtp: heads or a layer that were trained for the model.",
     )
     speculative_model: str = option(
         "",
-        help="Folder of what guesses, for draft_model, medusa and eagle; for mtp empty: the "
-        "model's own checkpoint has the layer. The same on all nodes.",
+        help="Folder of the drafter, for draft_model, medusa and eagle; for mtp empty: the model's "
+        "own checkpoint has the layer. The same on all nodes.",
     )
     draft_acceptance: str = option(
         "equality",
         choices=DRAFT_ACCEPTANCE,
-        help="Which guesses are kept: equality (those that are what would be sampled in their "
-        "place, so that no token changes) or rejection (by chance, so that outputs have the same "
+        help="Which drafts are kept: equality (drafts equal to the token sampled in their place, "
+        "so that no token changes) or rejection (by chance, so that outputs have the same "
         "distribution and other tokens).",
     )
     num_speculative_tokens: int = option(
         0,
         least=0,
         most=MAX_SPECULATIVE_TOKENS,
-        help="Most guesses for a request in a step; 0: 5, or as many as there are Medusa heads "
-        "where these are fewer.",
+        help="Most drafts for a request in a step; 0: 5, or the number of Medusa heads where that "
+        "is less.",
     )
     adaptive_speculation: bool = option(
         True,
-        help="Compute so many of the guesses as pay, by what steps are measured to take and how "
-        "often guesses were right; none where batches are large. Off: all of them.",
+        help="Compute only as many drafts as pay, by measured step times and acceptance rates; "
+        "none where batches are large. Off: all of them.",
     )
     ngram_min: int = option(
-        2, least=1, help="Fewest tokens that must be the same for ngram to guess what follows."
+        2,
+        least=1,
+        help="Fewest last tokens that must occur earlier for ngram to draft what followed.",
     )
     ngram_max: int = option(
-        4, least=1, help="Tokens that are the same, beyond which ngram looks for no better place."
+        4, least=1, help="Length of a match at which ngram looks for no longer one."
     )
 
     def __post_init__(self) -> None:
@@ -298,10 +300,10 @@ class EngineConfig:
     def _check_drafter(self) -> None:
         method = self.speculative_method
         if not self.speculative_model and method != "mtp":
-            raise ConfigError(f"speculative_model: {method} needs the folder of what guesses")
+            raise ConfigError(f"speculative_model: {method} needs the drafter's folder")
         if self.num_ranks > 1:
             raise ConfigError(
-                f"speculative_method: {method} guesses in one rank alone, and there are "
+                f"speculative_method: {method} drafts in one rank alone, and there are "
                 f"{self.num_ranks}; use ngram"
             )
 

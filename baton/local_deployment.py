@@ -16,7 +16,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -31,9 +31,15 @@ from baton.access.tls_options import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.checkpoint.model_folder import find_model_folder
 from baton.kernel_library.state import KernelState, build_kernels, find_kernels
-from baton.processes.child_processes import PARENT_PIPE_VARIABLE, PYTHON_MODULE, fleet_environment
+from baton.processes.child_processes import (
+    PARENT_PIPE_VARIABLE,
+    PYTHON_MODULE,
+    THREAD_VARIABLES,
+    fleet_environment,
+)
 from baton.processes.held_folder import HeldFolder
 from baton.processes.last_words import num_oom_kills, why_ended
+from baton.processes.program_template import ProgramTemplate, TemplateError
 from baton.processes.ray_processes import RayCluster
 from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
@@ -41,6 +47,19 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 _AUDIT_LOG = "BATON_AUDIT_LOG"
 STOP_GRACE_S = 6.0  # beyond the time for open requests
 _POLL_S = 0.1
+# Modules that every node imports sooner or later. By name, as this process needs none of them.
+NODE_MODULES = (
+    "baton.cli.programs.nodes",
+    "decode_node.program",
+    "engine.executors.uniproc",
+    "models.architectures.decoder",
+    "models.loading.loader",
+    "node_runtime.early_grammars",
+    "node_runtime.option_checks",
+    "prefill_node.program",
+    "pydantic.type_adapter",
+    "uvloop",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +186,7 @@ class LocalDeployment:
         self._stack = contextlib.ExitStack()
         self._tokens = _tokens(config)
         self._cluster: RayCluster | None = None
+        self._template: ProgramTemplate | None = None
 
     def __enter__(self) -> LocalDeployment:
         # Otherwise the nodes might join a foreign router before ours reports the conflict.
@@ -304,6 +324,9 @@ class LocalDeployment:
                 child.process.kill()
                 child.process.wait()
         self.children.clear()
+        if self._template is not None:
+            self._template.close()
+            self._template = None
         for descriptor in (self._read_end, self._write_end):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -371,6 +394,8 @@ class LocalDeployment:
         num_ranks = [num_ranks_of([*config.node_args, *own[command]]) for command, _ in names]
         cores = list(divide_cores(sorted(os.sched_getaffinity(0)), num_ranks))
         locks = self._core_locks(cores, num_ranks)
+        if locks and len(set(map(len, cores))) == 1:
+            self._template = self._make_template(len(cores[0]))
         for (command, name), share in zip(names, cores, strict=True):
             own_args = own[command]
             lent = ["--core-locks", locks, "--cpu-list", ",".join(map(str, share))] if locks else []
@@ -415,37 +440,60 @@ class LocalDeployment:
         log = self.log_folder / f"{name}.log"
         log_start = log.stat().st_size if log.exists() else 0
         oom_kills = num_oom_kills()
-        environment = {
-            **fleet_environment(),
-            PARENT_PIPE_VARIABLE: str(self._read_end),
-            **self._tokens,  # in the environment, because `ps` shows arguments
-        }
+        environment = self._environment()
         if self._cluster is not None and name != "router":
             arguments_now = [*arguments, *more_arguments]
             placed = self._cluster.start(arguments_now, environment, threads_of(arguments_now), log)
             return Child(name, placed, log, arguments, cores, log_start=log_start)
+        lends = "--core-locks" in arguments
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
         if not _chooses_audit_log(arguments):  # otherwise JSON lines would mix with the log
             environment[_AUDIT_LOG] = str(self.log_folder / f"{name}.audit.jsonl")
-        lends = "--core-locks" in arguments
-        if lends:  # threads spin this long for work before they sleep: briefly on lent cores
-            environment.setdefault("GOMP_SPINCOUNT", "50000")
         with log.open("ab") as output:  # a restart appends to the log
-            process = subprocess.Popen(
-                [*PYTHON_MODULE, "baton", *arguments, *more_arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=(self._read_end,),
-                # Ctrl-C reaches the whole foreground group, but children are ended here, in order.
-                start_new_session=True,
-            )
+            words = [*arguments, *more_arguments]
+            process = self._fork(words, environment, output.fileno()) if lends else None
+            if process is None:
+                process = subprocess.Popen(
+                    [*PYTHON_MODULE, "baton", *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    pass_fds=(self._read_end,),
+                    # Ctrl-C reaches the whole group, but children are ended here, in order.
+                    start_new_session=True,
+                )
         if cores is not None and not lends:  # otherwise the node places itself
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(process.pid, cores)
         return Child(name, process, log, arguments, cores, log_start=log_start, oom_kills=oom_kills)
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment that all children have in common."""
+        return {
+            **fleet_environment(),
+            PARENT_PIPE_VARIABLE: str(self._read_end),
+            **self._tokens,  # in the environment, because `ps` shows arguments
+        }
+
+    def _make_template(self, num_threads: int) -> ProgramTemplate:
+        """Start the template of nodes that lend cores, each with this many threads."""
+        environment = THREAD_VARIABLES | self._environment()
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+        return ProgramTemplate("baton.cli.app:main", NODE_MODULES, environment, [self._read_end])
+
+    def _fork(
+        self, arguments: Sequence[str], environment: Mapping[str, str], output: int
+    ) -> Process | None:
+        """Fork a node from the template of all nodes; None if there is no template."""
+        if self._template is None:
+            return None
+        try:
+            return self._template.start(arguments, environment, output)
+        except TemplateError:
+            self._template = None
+            return None
 
     def _update_states(self, channel: grpc.Channel) -> None:
         stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated

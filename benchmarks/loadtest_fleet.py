@@ -67,9 +67,14 @@ def fresh_texts(words: list[str], num_texts: int, num_words: int) -> Iterator[st
 
 
 def baton_environment() -> dict[str, str]:
-    """In which `python -m baton` is the one beside this file."""
+    """Return an environment in which `python -m baton` is the one beside this file.
+
+    Compiled modules are written, as an installation does. Otherwise each start compiles them all.
+    """
     path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
-    return {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
 
 
 def baton(core: int, *words: str, log: Path) -> subprocess.Popen[bytes]:

@@ -111,7 +111,7 @@ class Engine:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             prefill_tokens_beside_decodes=config.prefill_tokens_beside_decodes,
             preemption=config.preemption,
-            guesses_in_steps=config.num_lookahead_drafts > 0,
+            drafts_in_steps=config.num_lookahead_drafts > 0,
             drafter_reads=config.drafter_reads,
             masks=self._masks,
         )
@@ -304,7 +304,7 @@ class Engine:
         if speculation is None:
             scheduled = scheduler.schedule(num_beside_decodes=num_beside)
         else:
-            num_drafts = speculation.num_to_guess(scheduler.num_competing, scheduler.drafts_for_any)
+            num_drafts = speculation.num_to_draft(scheduler.num_competing, scheduler.drafts_for_any)
             scheduled = scheduler.schedule(num_drafts, speculation.num_to_read(), num_beside)
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled
@@ -383,8 +383,8 @@ class Engine:
         self._scheduler.fail_all(output.without_numbers)
         result = self._scheduler.update(scheduled, output)
         if self._speculation is not None:
-            guessed = output.draft_token_ids
-            drafts = self._speculation.after_step(result, self.requests, guessed)
+            drafted = output.draft_token_ids
+            drafts = self._speculation.after_step(result, self.requests, drafted)
             self._scheduler.drafts.keep(result.outputs, drafts)
         return result
 

@@ -14,7 +14,7 @@ from engine.engine import Engine
 
 _FEW_TOKENS = 64
 # Limits the time at start: on a slow machine, the largest step is smaller.
-_MOST_SECONDS = 0.5
+_MOST_SECONDS = 0.25
 _STRIDE = 7919  # a prime: spreads ids over the vocabulary, so that no expert gets all tokens
 _GREEDY = SamplingParams(temperature=0)
 _NO_HOOKS = StepHooks()

@@ -1,9 +1,9 @@
 """Train drafters for the demo model on a CPU: Medusa heads, one EAGLE layer, one MTP layer.
 
-They guess the demo model's next tokens (docs/speculation.md). Each learns from the demo model's own
-distributions over the text that the model was trained on, and over what the model itself writes
-behind beginnings of that text, which is what they guess in the end; EAGLE and MTP also behind
-guesses of their own. The results are folders in the layouts that people have, in bfloat16::
+Drafters draft the demo model's next tokens (docs/speculation.md). Each learns from the demo model's
+own distributions, over the model's training text and over continuations that the model writes to
+beginnings of that text, because drafters serve the model's own output. EAGLE and MTP also learn
+behind drafts of their own. The results are folders in the usual layouts, in bfloat16::
 
     python examples/train_demo_heads.py
 """
@@ -42,9 +42,9 @@ DEMO_MODEL = Path(__file__).with_name("demo_model")
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 256, 4, 2, 64, 640
 ROPE_THETA, EPS = 10000.0, 1e-6
 NUM_MEDUSA_HEADS = 4
-NUM_STEPS = 3  # tokens that EAGLE and MTP guess in training, each behind their own last one
+NUM_STEPS = 3  # tokens that EAGLE and MTP draft in training, each behind their own last one
 NUM_SHOWN = 512  # tokens that distributions are compared over: a batch's most probable ones
-STEP_WEIGHT = 0.8  # of a guess, per guess before it
+STEP_WEIGHT = 0.8  # factor on a draft's loss, per draft before it
 OWN_TEXTS = 1024  # that the model writes
 OWN_TOKENS = 160  # most of each, behind a beginning of 4 to 48 tokens
 
@@ -204,7 +204,7 @@ def divergence(logits: Tensor, log_targets: Tensor) -> Tensor:
 def losses_of(
     teacher: Teacher, eagle: Eagle, mtp: Mtp, medusa: Medusa, token_ids: Tensor
 ) -> dict[str, Tensor]:
-    """Each drafter's loss on a batch `[rows, length]`; the losses of guesses further on less."""
+    """Return each drafter's loss on a batch `[rows, length]`; later drafts weigh less."""
     states = teacher.states(token_ids)
     with torch.no_grad():
         every = teacher.logits(states).float()
@@ -215,19 +215,19 @@ def losses_of(
     for name, drafter in (("eagle", eagle), ("mtp", mtp)):
         known, loss = states, torch.zeros(())
         for step in range(1, NUM_STEPS + 1):
-            # known[i] is the state of token i + step - 1, true or guessed; token i + step follows.
+            # known[i] is the state of token i + step - 1, true or drafted; token i + step follows.
             known = drafter(embedded[:, step:], known[:, : token_ids.shape[1] - step])
             part = divergence(teacher.logits(known, shown), targets[:, step:])
             if name == "eagle":
                 part = part + 0.2 * F.smooth_l1_loss(known, states[:, step:])
             loss = loss + STEP_WEIGHT ** (step - 1) * part
         losses[name] = loss
-    guessed = medusa(states)
+    drafted = medusa(states)
     losses["medusa"] = sum(
         (
             STEP_WEIGHT**index
             * divergence(teacher.logits(one[:, : -1 - index], shown), targets[:, 1 + index :])
-            for index, one in enumerate(guessed)
+            for index, one in enumerate(drafted)
         ),
         torch.zeros(()),
     )
@@ -235,10 +235,10 @@ def losses_of(
 
 
 @torch.no_grad()
-def right_guesses(
+def acceptance_by_place(
     teacher: Teacher, eagle: Eagle, mtp: Mtp, medusa: Medusa, stream: np.ndarray, length: int
 ) -> dict[str, list[float]]:
-    """Share of guesses that are the teacher's most probable token, by how far on they are."""
+    """Return the share of drafts that are the teacher's most probable token, by place."""
     found: dict[str, list[list[float]]] = {"eagle": [], "mtp": [], "medusa": []}
     for start in range(0, len(stream) - length, length):
         token_ids = torch.from_numpy(stream[start : start + length])[None]
@@ -335,7 +335,7 @@ def save_all(output: Path, eagle: Eagle, mtp: Mtp, medusa: Medusa) -> None:
 
 
 def main() -> None:
-    """Train, save, say how often guesses are right."""
+    """Train and save the drafters, and print how often their drafts are right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=DEMO_MODEL)
     parser.add_argument("--minutes", type=float, default=7)
@@ -381,7 +381,7 @@ def main() -> None:
             print(f"{progress:.0%} {num_batches} batches: {shown}", flush=True)
     save_all(args.output, *drafters)
     print(f"{num_batches} batches of {args.batch_tokens} tokens", flush=True)
-    rights = right_guesses(teacher, *drafters, corpus.validation[:5000], 500)
+    rights = acceptance_by_place(teacher, *drafters, corpus.validation[:5000], 500)
     for name, shares in rights.items():
         print(f"{name}: right {shares}")
 

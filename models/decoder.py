@@ -346,8 +346,8 @@ class DecoderForCausalLM(nn.Module):
     def ignores_weight(self, name: str) -> bool:
         """Say whether a checkpoint may have this weight, which nothing here reads.
 
-        These are layers that guess what comes behind the next token: a drafter reads them apart;
-        and parts of models that see images, too.
+        Ignored are a drafter's layers, which the drafter reads itself, and the vision parts of
+        multimodal models.
         """
         return name.startswith((*self._ignored, "mtp."))
 

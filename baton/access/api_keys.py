@@ -10,8 +10,8 @@
     models = ["llama-3.1-8b"]              # served names; default: all
     limits = { requests_per_minute = 60 }  # fields of `Limits`
 
-A key is 256 random bits, so a plain SHA-256 is enough. A salt and a slow hash protect keys that can
-be guessed, and the slow hash would be computed for each request.
+A key is 256 random bits, so a plain SHA-256 is enough. A salt and a slow hash protect keys that
+people made up, and the slow hash would be computed for each request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEY_PREFIX = "baton_"  # lets scanners for leaked secrets recognize a key
 _KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _OLD_LINE = re.compile(r"[^\s=:\[\]#]+\s*:\s*\S+")
-SHORT_KEY_CHARS = 20  # shorter keys were made up by people, and could be guessed from their hash
+SHORT_KEY_CHARS = 20  # people made up shorter keys, which a search could find by their hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -383,7 +383,7 @@ class AbortAll:
 def scoped_id(request_id: str, tenant: str) -> str:
     """Return an id that is unique among tenants, from a request id and its tenant.
 
-    Clients choose request ids, but a tenant must not reach another's request by guessing its id.
+    Clients choose request ids, but a tenant must not reach another's request by trying ids.
     Without tenants, returns the client's id.
     """
     if not tenant:

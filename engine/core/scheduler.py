@@ -49,7 +49,7 @@ class Scheduler:
         long_prefill_token_threshold: most tokens of one request in a step.
         prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
-        guesses_in_steps: whether workers also make drafts in each step.
+        drafts_in_steps: whether workers also make drafts in each step.
         drafter_reads: see `EngineConfig.drafter_reads`.
         masks: computes the masks of grammars between steps.
 
@@ -73,7 +73,7 @@ class Scheduler:
         long_prefill_token_threshold: int,
         prefill_tokens_beside_decodes: int = ALL,
         preemption: str = "recompute",
-        guesses_in_steps: bool = False,
+        drafts_in_steps: bool = False,
         drafter_reads: bool = False,
         masks: MaskMaker | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Scheduler:
         self._num_prefill_tokens_left = ALL  # prompt tokens that the new step may still get
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom()
-        self._planner = StepPlanner(max_num_requests, tells_behind=guesses_in_steps)
+        self._planner = StepPlanner(max_num_requests, tells_behind=drafts_in_steps)
         self._running: list[Request] = []  # by rank: the last one is preempted first
         self.drafts = Drafts(
             kv_cache_manager,

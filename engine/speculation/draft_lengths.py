@@ -219,11 +219,11 @@ class Choice:
 
     def __str__(self) -> str:
         none, chosen, most = (f"{1e3 * seconds:.3g}" for seconds in self.step_s)
-        guessing = f", drafting {1e3 * self.drafting_s:.3g} ms" if self.drafting_s else ""
+        drafting = f", drafting {1e3 * self.drafting_s:.3g} ms" if self.drafting_s else ""
         return (
             f"{self.num_drafts} of {self.num_possible} drafts paid in a step of {self.num_rows} "
             f"requests: {self.rate:.0%} are right; steps with none, these and all of them take "
-            f"{none}, {chosen} and {most} ms{guessing}"
+            f"{none}, {chosen} and {most} ms{drafting}"
         )
 
 
@@ -240,15 +240,15 @@ def choose_num_drafts(
     numbers = np.arange(most + 1)
     tokens = np.cumsum(rate**numbers)
     seconds = costs.seconds(num_rows * (1 + numbers))
-    guessing = drafting.seconds(num_rows, most)
-    speed = tokens / (seconds + guessing)
+    drafting_s = drafting.seconds(num_rows, most)
+    speed = tokens / (seconds + drafting_s)
     best = int(np.argmax(speed))
     if speed[best] < _MARGIN * speed[0]:
         best = 0
     step_s = (float(seconds[0]), float(seconds[best]), float(seconds[-1]))
     possible = (num_rows * best, num_rows * most)
     gain = float(speed[best] / speed[0])
-    return best, Choice(*possible, num_rows, rate, step_s, gain, float(guessing[best or most]))
+    return best, Choice(*possible, num_rows, rate, step_s, gain, float(drafting_s[best or most]))
 
 
 class Trials:
@@ -268,17 +268,17 @@ class Trials:
         """Return whether a trial is waiting for a request that can be drafted for."""
         return self._num_silent > max(self._wait, self._owed)
 
-    def is_due(self, can_guess: Callable[[], bool] = YES) -> bool:
+    def is_due(self, can_draft: Callable[[], bool] = YES) -> bool:
         """Return whether to make drafts although they do not pay; call once per step.
 
         Args:
-            can_guess: returns whether any running request can be drafted for.
+            can_draft: returns whether any running request can be drafted for.
         """
         if self._num_left:
             self._num_left -= 1
             return True
         self._num_silent += 1
-        if not self.is_overdue or not can_guess():
+        if not self.is_overdue or not can_draft():
             return False
         self._num_silent, self._num_left, self._owed = 0, TRIED - 1, 0.0
         self._wait = min(2 * self._wait, TRY_AT_LEAST)

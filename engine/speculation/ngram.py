@@ -21,7 +21,7 @@ class NgramProposer:
         self._texts: dict[Request, Text] = {}
 
     def take(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
-        assert not drafts, "nobody else guesses"
+        assert not drafts, "nobody else makes drafts"
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
         """Propose drafts, in microseconds per request with some thousand tokens."""

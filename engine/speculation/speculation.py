@@ -72,7 +72,7 @@ class Speculation:
         self._num_steps_of_some = 0  # with fewer than all drafts
         self._tries_one_more = False
         self._trials = Trials()
-        self._to_guess = (0, 0, 0)  # number of drafts, for how many requests, for how many steps
+        self._to_draft = (0, 0, 0)  # number of drafts, for how many requests, for how many steps
         self._known: dict[str, Request] = {}  # requests that the proposer may have data about
         self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts behind the known tokens
         self._acceptance: dict[str, Acceptance] = {}
@@ -83,18 +83,18 @@ class Speculation:
         self._gain = 1.0  # gain of the latest step's choice
         self._num_rows = 0  # requests that continue after the previous step
 
-    def num_to_guess(self, num_rows: int, can_guess: Callable[[], bool] = YES) -> int:
+    def num_to_draft(self, num_rows: int, can_draft: Callable[[], bool] = YES) -> int:
         """Return how many drafts the next step is to make behind each sampled token.
 
         If none pay, some are still made now and then, as their value may change.
 
         Args:
             num_rows: most requests in the next step.
-            can_guess: returns whether any running request can be drafted for.
+            can_draft: returns whether any running request can be drafted for.
         """
         if not self._in_steps or not self._adaptive:
             return self._num_drafts if self._in_steps else 0
-        best, of_rows, num_steps = self._to_guess
+        best, of_rows, num_steps = self._to_draft
         if not num_steps or of_rows != num_rows:
             best, self.choice = choose_num_drafts(
                 self._costs,
@@ -106,13 +106,13 @@ class Speculation:
             num_steps = _CHOICE_LASTS if best else _CHOICE_OF_NONE_LASTS
             if self._none_for_long and not best:
                 num_steps *= _LOOK_RARELY
-        self._to_guess = best, num_rows, num_steps - 1
+        self._to_draft = best, num_rows, num_steps - 1
         self._num_steps_of_none = 0 if best else self._num_steps_of_none + 1
         self._tries_one_more = False
         if best:
             self._trials.note_paid()
             return best + self._one_more(best)
-        if self._trials.is_due(can_guess):
+        if self._trials.is_due(can_draft):
             return self._num_drafts
         return best
 
@@ -147,17 +147,17 @@ class Speculation:
         self,
         result: StepResult,
         requests: Mapping[str, Request],
-        guessed: Mapping[str, tuple[int, ...]] = _NOTHING,
+        drafted: Mapping[str, tuple[int, ...]] = _NOTHING,
     ) -> dict[str, tuple[int, ...]]:
         """Return drafts behind the sampled tokens of a step, by request id.
 
         Args:
             requests: requests that have not ended.
-            guessed: drafts that a worker made in the step.
+            drafted: drafts that a worker made in the step.
         """
         if self._in_steps:
-            self._proposer.take(guessed)
-            if not guessed and not self._proposed:
+            self._proposer.take(drafted)
+            if not drafted and not self._proposed:
                 self._num_rows = len(result.outputs) - len(result.finished)
                 return {}
         self._forget_ended(requests)
@@ -192,7 +192,7 @@ class Speculation:
             if scheduled.num_drafts:
                 num_rows = sum(item.request.is_drafted_for for item in items)
                 self._drafting_costs.note(num_rows, scheduled.num_drafts, drafting_s)
-                if not self._to_guess[0]:
+                if not self._to_draft[0]:
                     self._trials.note_cost(drafting_s / max(seconds - drafting_s, 1e-6))
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class DecodeTapes:
     """Tapes by the shape of a step. Used by one thread at a time.
 
     A shape is taped when it comes twice in a row: where batches change with every step, nothing
-    is. A small one is when it comes again soon: what guesses reads one to a few tokens by turns.
+    is. A small one is when it comes again soon: a drafter reads one to a few tokens by turns.
     The tapes used last are kept.
 
     Args:

@@ -1,4 +1,4 @@
-"""Networks that guess a model's next tokens: one file and one line here for each; lazy imports."""
+"""Networks that draft a model's next tokens: one file and one line here for each; lazy imports."""
 
 from __future__ import annotations
 

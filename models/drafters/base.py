@@ -1,4 +1,4 @@
-"""What guesses next tokens for a model, as a network: by heads, or layer by layer with KV.
+"""Drafters: networks that draft a model's next tokens, by heads, or by layers with KV.
 
 Refuses to know: requests, how drafts are drawn, who verifies them.
 """
@@ -18,7 +18,7 @@ class HeadsDrafter(Protocol):
 
     num_heads: int
 
-    def guess(self, states: Tensor, num_drafts: int) -> Tensor:
+    def draft(self, states: Tensor, num_drafts: int) -> Tensor:
         """``[n, hidden_size]``, the model's last states -> ``[n, num_drafts, vocab_size]``.
 
         The first draft is of the token behind the one that the state itself gives.
@@ -67,7 +67,7 @@ class LayersDrafter(Protocol):
 class GreedyDrafter(Protocol):
     """Drafts the most probable tokens of one request in one call."""
 
-    def guess_greedily(
+    def draft_greedily(
         self, token_ids: Tensor, states: Tensor, context: ForwardContext, num_drafts: int
     ) -> list[int]:
         """Draft ``num_drafts`` tokens: see ``StateDrafter``."""

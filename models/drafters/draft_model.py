@@ -1,4 +1,4 @@
-"""A smaller model that guesses for a larger one of the same vocabulary.
+"""A smaller model that drafts for a larger one of the same vocabulary.
 
 Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Any architecture that keeps keys
 and values or latents.

@@ -1,4 +1,4 @@
-"""What drafters are loaded with, how their folders are read. Refuses to know: what they guess."""
+"""Reads drafters' folders and packs their weights. Refuses to know: how drafters compute drafts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Medusa heads: Cai et al., arXiv 2401.10774.
 
-Head i guesses the token i + 2 places behind the one whose state it looks at:
+Head i drafts the token i + 2 places behind the one whose state it looks at:
 
     logits_i = W_i (h + silu(A_i h + b_i))       residual blocks one behind the other, one or more
 
@@ -45,7 +45,7 @@ class MedusaHeads:
         self._model, self._biases, self._heads = model, biases, heads
         self._weights = weights
 
-    def guess(self, states: Tensor, num_drafts: int) -> Tensor:
+    def draft(self, states: Tensor, num_drafts: int) -> Tensor:
         """See ``HeadsDrafter``."""
         num_rows, width = states.shape
         # All heads' first blocks look at the same: one product.

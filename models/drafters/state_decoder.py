@@ -1,4 +1,4 @@
-"""Layers that guess the next token from a state of the model and the token behind it: EAGLE, MTP.
+"""Layers that draft the next token from a state of the model and the token behind it: EAGLE, MTP.
 
     token t+1 -> embedding (norm) --+
                                     +--> fc --> layer(s) --> (norm) --> head --> token t+2
@@ -81,7 +81,7 @@ class WideLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         """As ``DecoderLayer.forward``, behind `join`."""
         before, _ = self._feed_forward_norms
-        assert self.mlp is not None, "a layer that guesses has one"
+        assert self.mlp is not None, "a drafter's layer has one"
         normed, residual = before.add(self.self_attn(joined, rotations, step), residual)
         return self.mlp(normed), residual
 
@@ -220,7 +220,7 @@ class StateDrafter(DecoderForCausalLM):
         embed = self._embed or self.model.embed
         return self.model.compute(embed(token_ids), states, context)
 
-    def guess_greedily(
+    def draft_greedily(
         self, token_ids: Tensor, states: Tensor, context: ForwardContext, num_drafts: int
     ) -> list[int]:
         """Compute one request's tokens and draft the most probable ones behind them, in one tape.
@@ -237,7 +237,7 @@ class StateDrafter(DecoderForCausalLM):
         num_tokens, embed = len(token_ids), self._embed or self.model.embed
         num_groups = len(context.groups) // num_drafts
 
-        def guess(given: Sequence[Tensor], passes: ForwardContext) -> tuple[Tensor, ...]:
+        def draft_all(given: Sequence[Tensor], passes: ForwardContext) -> tuple[Tensor, ...]:
             ids, hidden, *angles = given
             drafts: list[Tensor] = []
             first, end = 0, num_tokens
@@ -254,7 +254,9 @@ class StateDrafter(DecoderForCausalLM):
         inputs = [token_ids, states, *self.model.angles(context, states.dtype)]
         # Few shapes: what is new is at most a token more than there are drafts.
         comes_again = num_tokens <= num_drafts + 1
-        return torch.cat(self.model.run(guess, inputs, context, comes_again=comes_again)).tolist()
+        return torch.cat(
+            self.model.run(draft_all, inputs, context, comes_again=comes_again)
+        ).tolist()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See ``LayersDrafter``."""

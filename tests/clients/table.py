@@ -17,7 +17,7 @@ class Client:
 
     Attributes:
         package: what pip calls it, which also names its files.
-        timeout_s: of its script.
+        timeout_s: most seconds that the script may run.
     """
 
     package: str

@@ -86,7 +86,7 @@ def test_as_many_guesses_are_right_as_in_one_process(
 
 
 def note_first_steps(engine: Engine) -> dict[str, tuple[int, int]]:
-    """Of each request's first step: its known tokens, and the guesses behind them."""
+    """Count the known tokens and the drafts in each request's first step, by request id."""
     found: dict[str, tuple[int, int]] = {}
     schedule = engine.schedule
 

@@ -101,8 +101,8 @@ def fill(
     """Write what a prefill would have written; a block's mark is in all its numbers.
 
     Args:
-        marks: of the blocks that are written.
-        groups: of those that are not of the first.
+        marks: mark of each block to write, by block id.
+        groups: KV group by block id; a missing block belongs to group 0.
     """
     whole = memory_of(layers, (1, 1), 0)
     values: dict[tuple[int, int], torch.Tensor] = {}

@@ -39,7 +39,7 @@ def outputs_of(num: int, first_seed: int, **options: Any) -> tuple[list[tuple[in
 
 
 def p_value_of_two(one: Counter[int], other: Counter[int]) -> float:
-    """Of the chi-square test whether both were drawn alike; both have as many draws."""
+    """Return the p-value of a chi-square test that two equally large samples are alike."""
     pairs = [(one[key], other[key]) for key in one.keys() | other.keys()]
     rare = [pair for pair in pairs if sum(pair) < 2 * LEAST_EXPECTED]
     pairs = [pair for pair in pairs if sum(pair) >= 2 * LEAST_EXPECTED]

@@ -34,7 +34,7 @@ class Cluster:
         folder: where volumes are.
         secrets: by name; values are texts.
         model: mounted as the model's folder.
-        cache: of this machine's user.
+        cache: folder of the user's model cache on this machine.
         names: what stands for which addresses, with commas between.
         environment: of every process, besides its own.
     """

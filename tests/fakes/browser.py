@@ -80,8 +80,8 @@ class Glance:
     """How a page is looked at.
 
     Attributes:
-        url: of the page.
-        width: of the screen, in pixels.
+        url: the page's URL.
+        width: the screen's width, in pixels.
         authorization: header of every request; empty: none.
         scripts: whether pages may run any.
         script: run at the end; what it gives, or promises, is `SeenPage.found`.

@@ -21,10 +21,10 @@ class Client:
     Attributes:
         expected: all tokens, and why they end.
         may_read: cleared while the client is slow.
-        logprobs: of its tokens, as far as they came.
-        left: it ended the call itself.
-        num_cached_tokens: of its prompt, as its receipt says.
-        num_attempts: likewise.
+        logprobs: logprobs of the tokens that came so far.
+        left: whether the client ended the call.
+        num_cached_tokens: cached tokens of the prompt, as the receipt says.
+        num_attempts: attempts, as the receipt says.
     """
 
     call: Call

@@ -43,11 +43,11 @@ class FakeCuda:
     """A device with free memory, on which streams take workspaces and graphs stay.
 
     Attributes:
-        free_bytes: of the device.
+        free_bytes: free memory of the device.
         workspaces: streams on which something was multiplied.
         stream: the current one.
         main: the one that steps are launched on.
-        captures: what was called of graphs that are captured by hand.
+        captures: calls to graphs that are captured by hand, by name.
     """
 
     def __init__(self, free_bytes: int) -> None:

@@ -24,7 +24,7 @@ _SPREAD = 0.02
 
 
 def options_of(method: str, model_folder: Path) -> dict[str, Any]:
-    """The options that have a method guess for a model; for ngram those with which it guesses."""
+    """Return the engine options with which a method drafts for a model."""
     if method == "ngram":
         return {"speculative_method": method, "ngram_min": 1}
     return {

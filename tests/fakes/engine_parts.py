@@ -122,8 +122,7 @@ class ContentRunner(FakeRunner):
     """A FakeRunner that keeps in each slot what its KV would depend on, and checks what it reads.
 
     Args:
-        sliding_windows: of each KV cache group, tokens that a token looks back to, itself
-            included; None: all of them.
+        sliding_windows: window of each KV cache group, in tokens; None: full attention.
         next_token, propose: see `FakeRunner`.
     """
 
@@ -144,7 +143,7 @@ class ContentRunner(FakeRunner):
         self.write_into(request.block_ids, request, start, end)
 
     def write_into(self, block_ids: Sequence[int], request: Request, start: int, end: int) -> None:
-        """The same, wherever the request's own blocks are by now."""
+        """Do `write` in these blocks, wherever the request's own blocks are by now."""
         for group in range(len(self._windows)):
             for position in range(start, end):
                 slot = self._slot(block_ids, group, position)

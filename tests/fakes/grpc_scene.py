@@ -73,7 +73,7 @@ class GrpcScene:
     """What a test needs of a served router; ``talks`` is cleared to silence the decode node.
 
     Attributes:
-        address: of the server.
+        address: the server's address.
     """
 
     def __init__(

@@ -162,14 +162,14 @@ class Cluster:
     """One prefill node "p", one decode node "d", a network, and their router's part.
 
     Args:
-        folder: of a tiny checkpoint.
+        folder: folder of a tiny checkpoint.
         expected_kv: the KV of a prompt, by an engine that shares nothing with these.
-        num_blocks: of each node and KV cache group; few, so that memory is short.
-        async_scheduling: of each node.
-        push_mode: of the prefill node.
+        num_blocks: blocks of each node and KV cache group; few, so that memory is short.
+        async_scheduling: option of both nodes.
+        push_mode: option of the prefill node.
         kv_digests: whether what arrives is checked.
-        options, preemption: of the decode node.
-        engine_options: of both nodes' engines.
+        options, preemption: options of the decode node.
+        engine_options: further options of both nodes' engines.
 
     Attributes:
         p_id: the prefill node's engine id; a restarted one has another.

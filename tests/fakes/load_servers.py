@@ -41,7 +41,7 @@ class ScriptedServer:
     """What both servers share.
 
     Attributes:
-        calls: in the order in which they came.
+        calls: calls in order of arrival.
     """
 
     def __init__(self, script: Script) -> None:
@@ -186,7 +186,7 @@ async def scripted_grpc(script: Script) -> AsyncIterator[tuple[GrpcScript, str]]
 
 @contextlib.asynccontextmanager
 async def scripted_http(script: Script) -> AsyncIterator[tuple[HttpScript, str]]:
-    """The same over HTTP."""
+    """Serve a script over HTTP; yield the server and its URL."""
     server = HttpScript(script)
     app = web.Application()
     app.router.add_post("/v1/completions", server.complete)

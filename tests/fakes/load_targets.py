@@ -55,7 +55,7 @@ class ScriptedTarget:
     """See Target.
 
     Attributes:
-        prompts: of all messages that were made, in that order.
+        prompts: prompts of all messages, in the order in which they were made.
 
     Args:
         stalls: begins and ends, in seconds since the first call; meanwhile it does nothing.

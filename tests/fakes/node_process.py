@@ -47,7 +47,7 @@ from tests.fakes.virtual_loop import VirtualLoop
 
 @dataclass(slots=True)
 class Link:
-    """What is under way between a node and the router; None: the stream's end."""
+    """Messages in flight between a node and the router; None stands for the stream's end."""
 
     up: deque[node_pb2.NodeMessage | None] = field(default_factory=deque)
     down: deque[node_pb2.RouterMessage | None] = field(default_factory=deque)
@@ -141,10 +141,10 @@ class NodeProcess:
     # ------------------------------------------------------------------ the threads
 
     def step(self, *, waits: bool = True) -> None:
-        """One step of the engine's thread, unless it still computes.
+        """Run one step of the engine's thread, unless a step is still being computed.
 
         Args:
-            waits: else it is through with that now.
+            waits: whether a step takes its time; False: the step in flight has ended by now.
         """
         if not self.is_going or (waits and self._clock() < self._computes_until):
             return
@@ -209,10 +209,10 @@ class NodeProcess:
         self._links = [*(old for old in self._links if old.joined is not None), link]
 
     def break_link(self, *, router_first: bool = False, lossy: bool = True) -> None:
-        """The stream breaks; the other end hears of it in its turn.
+        """Break the stream; the other end notices in its turn.
 
         Args:
-            lossy: what was under way to the other end is lost.
+            lossy: whether messages in flight to the other end are lost.
         """
         link = self.link
         if link is None:

@@ -7,7 +7,7 @@ from tests.fakes.kv_memories import manifest
 
 
 def peer_info(engine_id: str, *, public_key: bytes = b"") -> PeerInfo:
-    """Of a node with sixteen blocks, on a host of its own."""
+    """Make the info of a node with sixteen blocks, on a host of its own."""
     return PeerInfo(
         engine_id=engine_id,
         connector="scripted",

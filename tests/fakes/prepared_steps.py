@@ -7,6 +7,6 @@ from engine.worker.input_batch import PreparedStep
 
 
 def attention_groups(prepared: PreparedStep) -> list[AttentionMetadata]:
-    """Of a step of a model whose layers all attend: what it tells of each KV cache group."""
+    """Return the metadata of each KV cache group with attention."""
     groups = prepared.model.groups
     return [group for group in groups if isinstance(group, AttentionMetadata)]

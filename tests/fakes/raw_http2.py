@@ -52,12 +52,12 @@ class RawHttp2:
     """A connection.
 
     Attributes:
-        num_data_bytes: that came, by stream.
+        num_data_bytes: received bytes of data, by stream.
         ended: streams that the server has ended or reset.
-        trailers: of the last that it ended.
+        trailers: trailers of the last stream that the server ended.
         num_answered: our PING and SETTINGS frames that the server answered.
         num_settings: SETTINGS frames that came, and were answered.
-        is_closed: by the server.
+        is_closed: set once the server has closed the connection.
     """
 
     reader: asyncio.StreamReader

@@ -55,7 +55,7 @@ class RecordedPieces:
     """`chunk_graphs.CapturePieces` over Triton's interpreter.
 
     Attributes:
-        num_pieces: of all that was recorded.
+        num_pieces: number of recorded pieces.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

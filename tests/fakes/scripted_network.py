@@ -80,7 +80,7 @@ class ScriptedMessage:
 
 @dataclass(slots=True)
 class ScriptedNetwork:
-    """What is in flight, and between whom.
+    """Messages and writes in flight between scripted transports.
 
     Attributes:
         seen: the latest messages that were sent, as anybody on the network may have copied them.
@@ -109,7 +109,7 @@ class ScriptedNetwork:
         self._hand_over(message)
 
     def said_again(self, message: ScriptedMessage) -> ScriptedMessage:
-        """The same, as its sender would say it anew; what comes twice as it is, is heard once."""
+        """Seal a message's content again, as receivers drop an exact copy of a message."""
         source = self.ends.get(message.source)
         if source is None or source.channels is None:
             return message
@@ -137,7 +137,7 @@ class ScriptedNetwork:
         self._hand_over(self.late.pop(index))
 
     def release(self) -> None:
-        """What was late is next, and nothing is late any more."""
+        """Put late messages before all others, and delay no more messages."""
         self.delays.clear()
         self.messages = self.late + self.messages
         self.late = []

@@ -19,16 +19,16 @@ class Setup:
     """What the nodes of a system are like.
 
     Attributes:
-        num_blocks: of each node and KV cache group; few, so that memory is short.
-        num_groups: of the model.
+        num_blocks: blocks of each node and KV cache group; few, so that memory is short.
+        num_groups: number of the model's KV cache groups.
         expected_kv: the KV of a prompt, by an engine that shares nothing with these.
-        router_is_busy: so that it wakes readers no more often than it must.
-        sometimes_alone: decode nodes compute some prompts themselves.
-        rounds_per_step: of KV I/O threads in `flow`; the more, the sooner KV arrives.
+        router_is_busy: whether the router is so busy that it wakes readers as seldom as it may.
+        sometimes_alone: whether decode nodes compute some prompts themselves.
+        rounds_per_step: rounds of KV I/O threads per step in `flow`; more deliver KV sooner.
         chunk_s: how long a prefill node computes a chunk of a prompt that has more of them.
         index_is_small: the router has no room for all that nodes tell of their prefix caches.
         num_drafts: most drafts of a request in a step; every third one is wrong.
-        contents: that are known, of blocks by their names.
+        contents: known contents of blocks, by hash.
         engine_options: of every node's engine, over those of `System`.
     """
 

@@ -65,7 +65,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """What is done here sees this loop as the one that runs, as a callback of it does."""
+        """Make this loop the running one within the context, as its callbacks see it."""
         asyncio._set_running_loop(self)
         try:
             yield

@@ -243,7 +243,7 @@ class System:
         client.task.cancel()
 
     def states_of(self, client: Client) -> dict[str, str]:
-        """Of this call's hand-off, by name of the nodes that have it open."""
+        """Return the states of a call's hand-off on the nodes that have it open, by node name."""
         request_id = client.call.request_id
         return {
             name: view.transfer_state
@@ -282,7 +282,7 @@ class System:
         """A little of everything, without faults.
 
         Args:
-            lands: else writes take longer.
+            lands: whether writes land at once; otherwise they take longer.
         """
         self.turn()
         self._carry(lands=lands)
@@ -367,7 +367,7 @@ class System:
     # ------------------------------------------------------------------ what must hold
 
     def check(self) -> None:
-        """What is true at any time (architecture, 4.3)."""
+        """Assert what must hold at any time (architecture, 4.3)."""
         for client in self.clients:
             client.check()
         for process in self.by_id.values():

@@ -241,8 +241,8 @@ def drill(
     """Spoil something until these alerts fire and no others, mend it, and see them clear.
 
     Args:
-        spoiled: what is wrong in this context, and mended at its end.
-        may: these may fire, too.
+        spoiled: makes a context in which something is broken; its end mends that.
+        may: other alerts that may fire.
     """
     seen: set[str] = set()
 

@@ -13,7 +13,7 @@ CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(300)]
 
 
-# With guesses: there were some, and some were right; a token that differs is a broken promise.
+# With a drafter, some drafts are made and some are right; a wrong token breaks a promise.
 @pytest.mark.parametrize("method", ["none", "ngram", "eagle", "medusa", "mtp"])
 def test_a_killed_and_restarted_node_and_a_killed_one_break_no_promise(method: str) -> None:
     done = subprocess.run(

@@ -98,7 +98,7 @@ def uses(process: subprocess.Popen[bytes]) -> tuple[int, int]:
 
 @contextlib.asynccontextmanager
 async def holding(address: str, data: bytes, number: int) -> AsyncIterator[None]:
-    """So many connections that send this and no more, for as long as they are let."""
+    """Hold ``number`` connections open, each of which sends ``data`` and nothing more."""
     host, _, port = address.rpartition(":")
     writers: list[asyncio.StreamWriter] = []
     for _ in range(number):

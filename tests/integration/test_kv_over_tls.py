@@ -89,7 +89,7 @@ def test_a_prefill_node_killed_in_the_middle_of_a_prompt(
 def test_blocks_of_a_prefill_node_that_stands_still_are_free_at_once(
     deployment: LocalDeployment, llm: LLM
 ) -> None:
-    """It is not dead and says nothing: over NIXL its blocks would wait until it goes on."""
+    """A stopped node says nothing: over NIXL its blocks would wait until the node goes on."""
     expected = llm.generate([LONG_PROMPT], PARAMS)[0].token_ids
     with Client(deployment.config.listen) as client:
         stream = Stream(client, LONG_PROMPT)

@@ -47,11 +47,23 @@ def baton_up(
                 break
             assert time.monotonic() < give_up_at
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(psutil.Process(process.pid).children()) == num_children
+        assert len(programs_of(process)) == num_children
         yield process, children
     finally:
         process.kill()
         process.communicate()
+
+
+def programs_of(up: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The router and the nodes, which may be children of a template."""
+    children = psutil.Process(up.pid).children()
+    templates = [one for one in children if "baton.processes.program_template" in one.cmdline()]
+    forked = [program for template in templates for program in template.children()]
+    return [one for one in children if one not in templates] + forked
+
+
+def command(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
 
 
 def shared_memory() -> set[str]:
@@ -127,9 +139,9 @@ def test_a_second_ctrl_c_ends_at_once_what_would_take_its_time(tmp_path: Path) -
 def test_up_starts_again_what_is_killed_and_says_so_in_words(name: str, tmp_path: Path) -> None:
     """Before, one node's death ended everything, with `exit code -9; it printed nothing`."""
     address = free_address()
-    with baton_up(tmp_path, address) as (process, children):
+    with baton_up(tmp_path, address) as (process, _):
         word = {"d0": "decode", "router": "router"}[name]
-        [victim] = [one for one in children if word in one.cmdline()[4:6]]
+        [victim] = [one for one in programs_of(process) if f"-m baton {word}" in command(one)]
         victim.kill()
         told = ""
         assert process.stdout is not None

@@ -98,7 +98,7 @@ NO_SOCKETS = (
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, set[Listening]]:
-    """What is listened on, by the name of its row; ``sim``: by the simulated nodes."""
+    """Find the sockets that programs listen on, by row name; ``sim``: the simulated nodes."""
     addresses = {name: free_address() for name in ("public", "http", "nodes", "node", "metrics")}
     router = ["router", *MODEL, "--listen", addresses["public"]]
     router += ["--http-listen", addresses["http"], "--node-listen", addresses["nodes"]]

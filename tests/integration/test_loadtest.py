@@ -137,7 +137,7 @@ def assert_files_are_true(result_path: Path, rows_path: Path) -> None:
 def test_no_run_measures_what_another_has_left_in_the_cache(
     addresses: dict[str, str], tmp_path: Path
 ) -> None:
-    """The same command twice: fresh prompts, unless they were asked for by their seed."""
+    """Two runs of one command draw fresh prompts, unless a seed asks for the first run's."""
     command = ["loadtest", "run", "--target", f"grpc://{addresses['127.0.0.1:50051']}", *ANY_LAG,
                "--concurrency", "2", "--num-requests", "6", "--input-tokens", "300",
                "--output-tokens", "2"]  # fmt: skip

@@ -48,7 +48,7 @@ def scrape(deployment: LocalDeployment, name: str) -> list[Sample]:
 
 
 def total(samples: list[Sample], name: str, **labels: str) -> float:
-    """Of all samples of that name with these labels."""
+    """Return the sum of all samples with this name and these labels."""
     found = [s for s in samples if s.name == name and labels.items() <= s.labels.items()]
     assert found, f"no {name} {labels}"
     return sum(sample.value for sample in found)

@@ -47,7 +47,7 @@ GAUGES = (
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Of a fleet that is under load."""
+    """Run a Prometheus that scrapes a fleet under load."""
     config = LocalDeploymentConfig(
         model=str(DEMO_MODEL),
         listen=free_address(),

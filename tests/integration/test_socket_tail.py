@@ -58,7 +58,7 @@ class StandsStill(NixlTransport):
 
     @property
     def num_written(self) -> int:
-        """Of the probes in its memory."""
+        """Return the number of probes that were written into the memory."""
         return int(self._probes.sum())
 
     def take_notifications(self) -> list[tuple[str, bytes]]:

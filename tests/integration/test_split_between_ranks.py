@@ -109,7 +109,7 @@ def test_unlike_shapes_give_the_tokens_of_one_process(
 
 
 def block_bytes() -> int:
-    """Of a block of the demo model in float32: 6 layers, keys and values, 2 heads of 64."""
+    """Return the bytes of a demo-model block in float32: 6 layers, K and V, 2 heads of 64."""
     return 6 * 2 * 2 * 16 * 64 * 4
 
 

@@ -142,7 +142,7 @@ def test_a_key_that_used_its_part_is_told_when_to_come_again(site: LocalDeployme
 
 
 def test_no_log_has_a_salt(site: LocalDeployment) -> None:
-    """Nor anything that looks like one: 32 bytes in hex or as Python writes bytes."""
+    """Look for salts, and for anything like one: 32 bytes in hex or as Python writes bytes."""
     logs: list[Path] = [child.log for child in site.children]
     for log in logs:
         text = log.read_text(encoding="utf-8", errors="replace")

@@ -18,7 +18,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def strided(x: torch.Tensor, padding: int = 3) -> torch.Tensor:
-    """The same values in rows that are farther apart than they are long, NaN between them."""
+    """Return equal values in rows with gaps of NaN between them."""
     wide = torch.full((*x.shape[:-1], x.shape[-1] + padding), torch.nan).to(x)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]

@@ -98,7 +98,7 @@ def test_nan_stays_nan(device: torch.device) -> None:
 
 
 def quantized(layer: Layer, device: torch.device) -> Layer:
-    """The same layer with a cache of float8; what is not used stays NaN."""
+    """Give a layer a float8 cache, in which unused slots stay NaN, and return the layer."""
     layer.kv_cache = numbers(layer.kv_cache.float(), NORMAL, device).to(FP8)
     return layer
 

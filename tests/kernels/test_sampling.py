@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.sampling.sampler
-from baton_kernels.triton.sampling.tokens import GROUP, GUESS, MOST, PART, SEARCH_BLOCK
+from baton_kernels.triton.sampling.tokens import DEFAULT_K, GROUP, MOST, PART, SEARCH_BLOCK
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
 from engine.sampling.gumbel import NO_TOKEN, noise_hashes
 from engine.sampling.philox import counter_words
@@ -132,7 +132,7 @@ def test_several_parts_of_a_larger_vocabulary(spread: float, filters: dict[str, 
 
 
 def test_the_best_groups_do_not_hold_all_that_is_kept() -> None:
-    vocab_size = (GUESS + 40) * GROUP
+    vocab_size = (DEFAULT_K + 40) * GROUP
     assert vocab_size > 2 * SEARCH_BLOCK
     logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(3))
     rows = parameters(6, top_k=[0, 0, 0] + 3 * [2 * MOST], min_p=[0, 0, 0.01, 0, 0, 0])

@@ -362,7 +362,7 @@ def test_the_last_part_to_arrive_merges(
 def test_a_layer_of_decodes_is_one_launch(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So many nodes a CUDA graph has of it, whatever is split."""
+    """Launches become nodes of a CUDA graph; a layer is one of them, whatever is split."""
     if device.type == "cuda":
         pytest.skip("launches are counted in the interpreter")
     launched: list[str] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is tested of one architecture.
+    """One architecture's test cases.
 
     Attributes:
         variants: their names -> fields of their config, beyond those of `make_hugging_face_model`.

@@ -400,7 +400,7 @@ class TinyCheckpoint:
         return hugging_face_logits(self.theirs, token_ids)
 
     def closer_logits(self, token_ids: list[int]) -> Tensor:
-        """The same in float64, as far as transformers can; its float32 may be 1e-4 off that."""
+        """Return logits in float64 if transformers can; its float32 may differ by 1e-4."""
         try:
             return hugging_face_logits(copy.deepcopy(self.theirs).double(), token_ids)
         except RuntimeError:  # experts are computed in float32 alone

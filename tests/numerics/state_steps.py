@@ -29,7 +29,7 @@ def make_state_metadata(
     """Describe a step.
 
     Args:
-        segments: of each request, ``(tokens, read slot, write slot)`` of each segment.
+        segments: ``(tokens, read slot, write slot)`` by request and segment.
         padding: tokens behind the last.
     """
     flat = [segment for request in segments for segment in request]

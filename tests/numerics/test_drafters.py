@@ -123,7 +123,7 @@ def go_on(
     compute: Callable[[Tensor, Tensor], Tensor],
     choose: Callable[[Tensor], int],
 ) -> list[int]:
-    """Guess one token after the other, all positions computed for each."""
+    """Draft one token after the other, computing all positions for each."""
     text, drafts = list(token_ids), list[int]()
     for _ in range(num_drafts):
         found = compute(teacher.embed(text[1:]), states)
@@ -251,10 +251,10 @@ def eagle_3_folder(folder: Path, to: Path) -> Path:
 def guesses_of(
     llm: LLM, prompts: list[list[int]], num_tokens: int, pause: int
 ) -> list[tuple[list[int], tuple[int, ...]]]:
-    """What was guessed in the steps of some requests, and behind which text.
+    """Return all drafts of some requests' steps, each with the text before it.
 
     Args:
-        pause: steps in which nobody guesses, behind each in which somebody does.
+        pause: steps without drafts behind each step with drafts.
     """
     engine, found = llm.engine, []
     after_step = engine._speculation.after_step  # type: ignore[union-attr]
@@ -266,8 +266,8 @@ def guesses_of(
         return after_step(result, requests, guessed)
 
     engine._speculation.after_step = note  # type: ignore[union-attr, method-assign]
-    engine._speculation.num_to_guess = (  # type: ignore[union-attr, method-assign]
-        lambda num_rows, can_guess: 0 if engine.num_steps % (pause + 1) else NUM_DRAFTS
+    engine._speculation.num_to_draft = (  # type: ignore[union-attr, method-assign]
+        lambda num_rows, can_draft: 0 if engine.num_steps % (pause + 1) else NUM_DRAFTS
     )
     llm.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True))
     return found

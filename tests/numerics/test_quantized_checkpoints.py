@@ -65,7 +65,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def least_and_most(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Of all that share a scale."""
+    """Return the least and the largest weight of each group that shares a scale."""
     rows, columns = weight.shape
     strategy = args.strategy
     if strategy == "tensor":

@@ -52,7 +52,7 @@ def distribution(spread: float, seed: int) -> Floats:
 
 
 def p_value(counts: Floats, expected: Floats) -> float:
-    """Of the chi-square test; tokens that cannot be must not have been."""
+    """Return the p-value of a chi-square test; assert that no impossible token was drawn."""
     can = expected > 0
     assert not counts[~can].any()
     wanted = expected[can] * counts.sum()
@@ -119,7 +119,7 @@ def sample(
     """Outcomes of a step with requests that have these drafts, as many of each.
 
     Args:
-        first: of the random words that rows get.
+        first: number of the first random word that rows get.
     """
     num, length = len(drafts), len(drafts[0]) + 1
     names = [f"r{index}" for index in range(num)]

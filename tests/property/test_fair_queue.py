@@ -124,7 +124,7 @@ class FairQueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(tenant=tenants, num_tokens=sizes, priority=st.sampled_from([0, 1, -1]))
     def is_full(self, tenant: str, num_tokens: int, priority: int) -> None:
-        """Of the tenant that waits for most the least urgent one goes, or stays away."""
+        """Drop the least urgent request of the tenant that waits for most, or the newcomer."""
         newcomer = make_ticket(tenant, next(self.numbers), num_tokens, priority)
         last = self.queue.last(newcomer)
         assert last is newcomer or last in self.waiting

@@ -62,7 +62,7 @@ MIXED: dict[str, Any] = {
 
 @functools.cache
 def reference(*, mixed: bool = False) -> LLM:
-    """The same checkpoint in one process with memory to spare."""
+    """Load the checkpoint in one process, with memory to spare."""
     folder = tempfile.TemporaryDirectory(prefix="baton-test-")
     options: dict[str, Any] = MIXED if mixed else {}
     model = make_hugging_face_model("Qwen3ForCausalLM", max_position_embeddings=28, **options)
@@ -349,7 +349,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cluster.network.seen)
     @rule(data=st.data(), how=st.sampled_from(ATTACKS))
     def attack(self, data: st.DataObject, how: str) -> None:
-        """What was sent comes again, or otherwise; requests do not even fail of it."""
+        """Replay or alter a message that was sent; no request may even fail because of that."""
         network = self.cluster.network
         message = data.draw(st.sampled_from(list(network.seen)))
         name, victim, payload = message.source, message.target, message.payload

@@ -227,7 +227,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests and self.pool.num_free)
     @rule(data=st.data(), num_left=st.integers(0, 3))
     def take_nearly_all(self, data: st.DataObject, num_left: int) -> None:
-        """So that the next one with a cached prefix finds that prefix, and little else, free."""
+        """Leave the next request with a cached prefix little but that prefix free."""
         request = self.draw_request(data)
         num_more = max(self.pool.num_free - num_left, 0)
         assert self.allocate(request, (len(request.block_ids) + num_more) * BLOCK_SIZE)

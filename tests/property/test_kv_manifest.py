@@ -50,7 +50,7 @@ def group(
 
 
 def states(heads: int, channels: int) -> KVGroup:
-    """Of a recurrence of ``heads`` and a convolution; each divided by its first axis."""
+    """Make the group of a recurrence and a convolution; ranks split each by its first axis."""
     return KVGroup(
         kind=KVKind.STATE,
         layers=(1, 3, 4),

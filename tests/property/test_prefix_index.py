@@ -26,9 +26,9 @@ class HandPool:
     """A node's cache and feed, stepped by hand, with what it sends.
 
     Attributes:
-        is_believed: a snapshot arrived, and all after it.
-        is_behind: it has not told all that happened.
-        was_unheard: messages were lost, and no snapshot came since.
+        is_believed: whether a snapshot arrived, and all events after it.
+        is_behind: whether some events are not sent yet.
+        was_unheard: whether messages were lost, and no snapshot came since.
     """
 
     def __init__(self, engine_id: str) -> None:

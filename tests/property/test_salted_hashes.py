@@ -84,7 +84,7 @@ def test_a_prefix_cache_gives_a_prompt_to_who_may_share_it_only(
 def test_the_router_places_nobody_by_what_others_sent(
     one: Principal, other: Principal, token_ids: list[int]
 ) -> None:
-    """Neither by what nodes say that they hold nor by where prompts were placed lately."""
+    """Check blocks that nodes report, and recent placements."""
     index = PrefixIndex()
     index.add("node", HashKind(BLOCK_SIZE, "blake2b"))
     index.note_placement("node", PromptHashes(token_ids, SALTS.of(one)))

@@ -105,7 +105,7 @@ class InFlightMachine(SchedulerMachine):
         self.take(self.scheduler.update(flight.scheduled, flight.output))
 
     def check_ahead(self, step: SchedulerOutput) -> None:
-        """What was scheduled while a step ran is right now that it has ended, or runs ahead."""
+        """Assert that a step scheduled while another ran is right by now."""
         ids = [item.request.request_id for item in step.scheduled]
         sizes = [item.num_scheduled_tokens for item in step.scheduled]
         assert len(set(ids)) == len(ids) <= self.max_num_requests

@@ -190,7 +190,7 @@ class WholeSystemMachine(SystemMachine):
         call comes when the second one has its blocks.
 
         Args:
-            keep: it came in time, too.
+            keep: whether a copy of the message came in time.
         """
         self.is_faulty = True
         system = self.system

@@ -39,9 +39,9 @@ def assert_right(cluster: Cluster, key: tuple[str, int], *, mixed: bool = False)
 def test_a_short_rest_is_computed_here_and_the_prefill_nodes_leg_ends(
     num_tokens: int, num_computed: int, mixed: bool
 ) -> None:
-    """Of a prompt whose last block is cached, too, more than 3 tokens would be computed.
+    """A decode node computes up to 3 missing tokens of a prompt itself.
 
-    Of a mixed model a prefix in the middle is not found: what its window saw has slid out.
+    A mixed model finds no prefix that ends within a cached one: its window has slid out.
     """
     cluster = make_cluster(20, mixed=mixed, options=SHORT)
     cluster.place("a", 1, prompt_of(1, 12), GREEDY)

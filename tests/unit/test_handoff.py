@@ -109,7 +109,7 @@ def test_the_decode_node_computes_no_prompt_token_and_one_forward_less_than_toke
 
 
 def test_prompts_that_together_do_not_fit_the_prefill_node_are_all_computed() -> None:
-    """Neither may be stuck on blocks that are kept for the other's unfinished push."""
+    """No prompt may be stuck on blocks that are kept for another's unfinished push."""
     cluster = make_cluster(7)
     for name in ("a", "b", "c"):
         place(cluster, name, 17)

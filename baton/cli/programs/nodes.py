@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from baton.cli.config_file import program
+from baton.processes.child_processes import THREAD_VARIABLES
 from baton.registry import Registry
 from decode_node.options import DecodeNodeOptions
 from node_runtime.options import NodeOptions
@@ -54,6 +56,8 @@ def _run(role: str, options: NodeOptions) -> NoReturn:
         return _PROGRAMS.load(role)
 
     _CHECKS.load("options")(options)
+    for name, value in THREAD_VARIABLES.items():  # before torch and NumPy are loaded
+        os.environ.setdefault(name, value)
     # Forked while this process has one thread, and before torch is imported.
     grammars = _EARLY.load("grammars")(options.model)
     raise typer.Exit(run_node(role, options, load, grammars))

@@ -43,7 +43,7 @@ class HeadsDrafting:
         starts = np.array([step.starts[index] for index in wanted])
         rows = first_rows[wanted] + ends - 1 - starts
         of_rows = states[torch.from_numpy(rows).to(states.device)]
-        logits = self._drafter.guess(of_rows, num_drafts)  # [n, num_drafts, vocab_size]
+        logits = self._drafter.draft(of_rows, num_drafts)  # [n, num_drafts, vocab_size]
         token_ids = self.chooser.choose(
             logits.flatten(0, 1),
             step.parameters[wanted].repeat(num_drafts),

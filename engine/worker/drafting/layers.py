@@ -41,13 +41,13 @@ class _Row:
         token_ids: unread tokens from that position on.
         states: the states of these tokens, if the drafter reads states: tensors `[n, ...]` in
             order.
-        guessed: drafts read behind ``position``, whose KV is in the cache.
+        drafts: drafts read behind ``position``, whose KV is in the cache.
     """
 
     position: int
     token_ids: deque[int] = field(default_factory=deque)
     states: deque[Tensor] = field(default_factory=deque)
-    guessed: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
 
 
 class LayersDrafting:
@@ -107,7 +107,7 @@ class LayersDrafting:
             for row in step.new_rows:
                 self._rows.pop(row, None)
             if wanted := self._note(step, states, sampled):
-                drafts = self._guess(step, wanted, sampled)
+                drafts = self._draft(step, wanted, sampled)
         if after_layer is not None:
             for layer in range(len(self._drafter.kv_layers)):
                 after_layer(self._num_layers + layer)
@@ -158,17 +158,17 @@ class LayersDrafting:
         if start > next_position:  # some steps were not noted
             row.token_ids.clear()
             row.states.clear()
-            row.guessed = []
+            row.drafts = []
             row.position = next_position = start + 1 - shift
-        if row.guessed:  # some drafts that were read turned out right
+        if row.drafts:  # some drafts that were read turned out right
             num_right = 0
-            for token_id, guess in zip(known[next_position - start :], row.guessed, strict=False):
-                if token_id != guess:
+            for token_id, draft in zip(known[next_position - start :], row.drafts, strict=False):
+                if token_id != draft:
                     break
                 num_right += 1
             row.position += num_right
             next_position += num_right
-            row.guessed = []
+            row.drafts = []
         row.token_ids.extend(known[next_position + shift - start :])
         if shift and end > next_position:
             row.states.append(states[next_position - start : end - start])
@@ -186,7 +186,7 @@ class LayersDrafting:
 
     # ------------------------------------------------------------------ passes
 
-    def _guess(self, step: DraftingStep, wanted: list[int], sampled: Sampled) -> Drafts:
+    def _draft(self, step: DraftingStep, wanted: list[int], sampled: Sampled) -> Drafts:
         """Read all unread tokens, and make drafts behind them."""
         rows = [self._rows[step.rows[index]] for index in wanted]
         # The newest token has no KV yet, and may have no block either.
@@ -199,10 +199,10 @@ class LayersDrafting:
         rows, lens = [rows[place] for place in readable], [lens[place] for place in readable]
         if not wanted:
             return {}
-        if len(wanted) == 1 and self._may_guess_greedily(
+        if len(wanted) == 1 and self._may_draft_greedily(
             step, wanted[0], rows[0], lens[0], sampled
         ):
-            return self._guess_greedily(step, wanted[0], rows[0], lens[0])
+            return self._draft_greedily(step, wanted[0], rows[0], lens[0])
         hidden = self._read(step, wanted, rows, lens)
         going = [
             place
@@ -221,7 +221,7 @@ class LayersDrafting:
     def _room(self, row: _Row) -> int:
         return self._max_model_len - row.position
 
-    def _may_guess_greedily(
+    def _may_draft_greedily(
         self, step: DraftingStep, index: int, row: _Row, num_unread: int, sampled: Sampled
     ) -> bool:
         """Return whether one call can make all drafts of a request, without randomness."""
@@ -235,7 +235,7 @@ class LayersDrafting:
             and end <= min(step.num_held[index], self._max_model_len)
         )
 
-    def _guess_greedily(self, step: DraftingStep, index: int, row: _Row, num_unread: int) -> Drafts:
+    def _draft_greedily(self, step: DraftingStep, index: int, row: _Row, num_unread: int) -> Drafts:
         """Make drafts of one request in one call, as many small calls are slow in Python."""
         assert self._greedy is not None
         context = self._passes.in_a_row(
@@ -247,7 +247,7 @@ class LayersDrafting:
         row.token_ids.clear()
         row.states.clear()
         taken = self._drafter.take_states(states)
-        drafts = self._greedy.guess_greedily(ids, taken, context, step.num_drafts)
+        drafts = self._greedy.draft_greedily(ids, taken, context, step.num_drafts)
         return {step.request_ids[index]: tuple(drafts)}
 
     def _read(
@@ -307,7 +307,7 @@ class LayersDrafting:
             )
             if not self._shift:
                 for place, token_id in zip(going, token_ids, strict=True):
-                    rows[place].guessed.append(token_id)
+                    rows[place].drafts.append(token_id)
             ids = torch.tensor(token_ids, dtype=torch.int64).to(context.positions.device)
             hidden = self._drafter.compute(ids, hidden if self._shift else None, context)
         names = (step.request_ids[index] for index in wanted)

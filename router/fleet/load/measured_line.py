@@ -35,7 +35,7 @@ class MeasuredLine:
         profile: times that the node measured at its start, sorted by units.
         shared: receives every measurement but the first; its line is the prior if there is no
             profile.
-        guess: two points used until something is measured; needed without ``shared``.
+        default: two points used until something is measured; needed without ``shared``.
         num_kept: number of measurements kept.
         shared_units: units at which the line of ``shared`` is sampled.
 
@@ -48,14 +48,14 @@ class MeasuredLine:
         profile: Sequence[Point] = (),
         *,
         shared: MeasuredLine | None = None,
-        guess: Sequence[Point] = (),
+        default: Sequence[Point] = (),
         num_kept: int = NUM_KEPT,
         shared_units: Sequence[float] = _SHARED_UNITS,
     ) -> None:
         self._shared = shared
         self._follows = shared if not profile else None
         self._weight = PROFILE_WEIGHT if profile else SHARED_WEIGHT
-        points = tuple(profile) or tuple(guess)
+        points = tuple(profile) or tuple(default)
         self._points = tuple((units, _bounded(seconds)) for units, seconds in points)
         self._has_profile = bool(profile)
         self._measured: deque[_Weighted] = deque(maxlen=num_kept)

@@ -22,8 +22,8 @@ from router.fleet.load.promises import Promise, Promises
 
 # Used until something is measured, for nodes that do not report step times: one mid-range GPU with
 # an 8B model. Prompt tokens, and step units, with their seconds.
-_PREFILL_GUESS = ((0.0, 0.01), (8000.0, 0.81))
-_STEP_GUESS = ((0.0, 0.01), (100_000.0, 0.02))
+_DEFAULT_PREFILL = ((0.0, 0.01), (8000.0, 0.81))
+_DEFAULT_STEP = ((0.0, 0.01), (100_000.0, 0.02))
 # A request in a decode step costs about as much as this many tokens of context.
 REQUEST_UNITS = 500
 # One measurement is the mean of this many steps: messages of a busy node come in bursts.
@@ -52,9 +52,9 @@ class SharedRates:
         forecasts: how good the forecasts of prompts were.
     """
 
-    prefill: MeasuredLine = field(default_factory=lambda: MeasuredLine(guess=_PREFILL_GUESS))
+    prefill: MeasuredLine = field(default_factory=lambda: MeasuredLine(default=_DEFAULT_PREFILL))
     step: MeasuredLine = field(
-        default_factory=lambda: MeasuredLine(guess=_STEP_GUESS, num_kept=_STEPS_KEPT)
+        default_factory=lambda: MeasuredLine(default=_DEFAULT_STEP, num_kept=_STEPS_KEPT)
     )
     output_tokens: float = 200.0
     long_output_tokens: float = 200.0

@@ -102,7 +102,7 @@ class PrefixIndex:
         # Those left only in the placement memory, oldest first.
         self._fading: deque[_Holder] = deque()
         self._exact = 0  # bits of nodes whose events are complete
-        self._guessed = 0  # bits of nodes for which placements count
+        self._inexact = 0  # bits of nodes for which placements count
         # Equal sets of nodes share one object, which saves memory and makes comparison cheap.
         self._shared_sets: dict[int, int] = {}
 
@@ -124,7 +124,7 @@ class PrefixIndex:
         holder = self._holders.pop(engine_id, None)
         if holder is not None:
             self._exact &= ~holder.bit
-            self._guessed &= ~holder.bit
+            self._inexact &= ~holder.bit
             holder.generation = self._placed.generation
             self._leaving.append(holder)
             self._kinds = {holder.kind for holder in self._holders.values()}
@@ -155,22 +155,22 @@ class PrefixIndex:
         self._drop(holder, events.removed)
         self._store(holder, events.stored)
         if holder.num_left_out:
-            self._guessed |= holder.bit
+            self._inexact |= holder.bit
         else:
-            self._guessed &= ~holder.bit
+            self._inexact &= ~holder.bit
         return False
 
     def is_exact(self, engine_id: str) -> bool:
         """Return whether `match` is exact for this node, and not from placements."""
         holder = self._holders.get(engine_id)
-        return holder is not None and bool(holder.bit & self._exact & ~self._guessed)
+        return holder is not None and bool(holder.bit & self._exact & ~self._inexact)
 
     # ------------------------------------------------------------------ prompts
 
     def note_placement(self, engine_id: str, prompt: PromptHashes) -> None:
         """Note that a prompt goes to a node, unless the node reports its cache exactly."""
         holder = self._holders.get(engine_id)
-        if holder is not None and holder.bit & self._guessed:
+        if holder is not None and holder.bit & self._inexact:
             self._placed.expire()
             self._placed.note(holder.bit, prompt.of(holder.kind))
             holder.was_placed = True
@@ -184,9 +184,9 @@ class PrefixIndex:
             hashes: hashes of the prompt's blocks, in order.
         """
         found = self._walk(self._held.get, hashes, self._exact)
-        if self._guessed:
+        if self._inexact:
             self._placed.expire()
-            for engine_id, length in self._walk(self._placed.get, hashes, self._guessed).items():
+            for engine_id, length in self._walk(self._placed.get, hashes, self._inexact).items():
                 found[engine_id] = max(length, found.get(engine_id, 0))
         return found
 
@@ -254,7 +254,7 @@ class PrefixIndex:
         self._places[place] = holder
         self._holders[engine_id] = holder
         self._kinds.add(kind)
-        self._guessed |= holder.bit
+        self._inexact |= holder.bit
         return holder
 
     def _store(self, holder: _Holder, hashes: Sequence[ShortHash]) -> None:

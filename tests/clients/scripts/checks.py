@@ -59,7 +59,7 @@ class System:
 
     @property
     def root_url(self) -> str:
-        """Of the paths that are not OpenAI's."""
+        """Return the URL that paths other than OpenAI's begin with."""
         return f"http://{self.http}"
 
     @property

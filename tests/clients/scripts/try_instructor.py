@@ -22,7 +22,7 @@ MODES = (
 
 
 class Person(BaseModel):
-    """What is read out of a sentence."""
+    """A person whom a sentence describes."""
 
     name: str = Field(max_length=40)
     age: int = Field(ge=0, le=150)

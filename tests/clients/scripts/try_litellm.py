@@ -32,7 +32,7 @@ PROVIDERS = ("openai", "hosted_vllm")
 
 
 class Person(BaseModel):
-    """What is read out of a sentence."""
+    """A person whom a sentence describes."""
 
     name: str = Field(max_length=40)
     age: int = Field(ge=0, le=150)

@@ -149,7 +149,7 @@ def test_many_wrong_keys_of_one_address_are_refused_unseen_and_no_others(path: P
     assert kinds[0] == "UnauthenticatedError"
     assert kinds[-1] == "OverloadedError"
     assert kinds.count("UnauthenticatedError") <= 12  # 10 at once, and one a second
-    # A right guess from there is not told from a wrong one; who has called before goes on.
+    # A right key from that address is refused like a wrong one; earlier callers go on.
     with pytest.raises(OverloadedError) as caught:
         access.principal_of(showing(BOB))
     assert caught.value.retry_delay_s is not None

@@ -156,7 +156,7 @@ def test_explain_shows_what_was_expected_of_a_prompt_beside_what_it_took(
 
 
 def test_a_nodes_kv_in_use_is_not_known_before_its_first_beat() -> None:
-    """It was shown as 100 %."""
+    """The bar once showed 100 % here."""
     node = admin_pb2.NodeDescription(node_name="d0", num_blocks=100)
     assert kv_bar(node) == "?"
     node.beat.CopyFrom(node_pb2.NodeBeat(num_free_blocks=100))

@@ -44,7 +44,7 @@ def baton(*arguments: object, **environment: str) -> tuple[int, str, str]:
 
 
 def shown(program: str, *arguments: object, **environment: str) -> dict[str, list[str]]:
-    """Of each option: its value, and where that comes from."""
+    """Return each option's value and where the value comes from."""
     code, text, errors = baton("config", "show", program, *arguments, **environment)
     assert (code, errors) == (0, "")
     lines = (re.split(r"\s{2,}", line) for line in text.splitlines())
@@ -153,7 +153,7 @@ def test_the_page_of_options_is_what_is_declared() -> None:
 def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its default of an option would win over the router's table."""
+    """A default that `up` passed on would win over the router's table."""
     started: list[LocalDeploymentConfig] = []
 
     def run(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:

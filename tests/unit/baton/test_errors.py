@@ -21,7 +21,7 @@ from baton.serving.call_gate import status_of
 
 
 def tree(kind: type[BatonError]) -> Iterator[type[BatonError]]:
-    """Of the ground; programs have some of their own, which travel by no API."""
+    """Yield a kind and its subclasses in the ground; programs' own errors travel by no API."""
     yield kind
     for child in kind.__subclasses__():
         if child.__module__ == BatonError.__module__:

@@ -58,7 +58,7 @@ def test_a_thread_that_steps_has_it_too() -> None:
 
 
 def test_the_end_of_the_heap_is_in_huge_pages() -> None:
-    """Of the kernel they are a wish; that it was asked is what its flags say."""
+    """The kernel need not grant huge pages; its flags show that they were asked for."""
     smaps = Path("/proc/self/smaps").read_text(encoding="ascii")
 
     areas = smaps.split("[heap]")[1:]

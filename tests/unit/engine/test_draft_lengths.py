@@ -212,21 +212,21 @@ def test_who_begins_is_read_unless_no_guesses_have_paid_for_long() -> None:
         InStepsProposer(EngineConfig()), 3, 10, adaptive=True, in_steps=True, drafter_reads=True
     )
     speculation._drafting_costs.note(1, 3, 0.1)
-    assert speculation.num_to_guess(1) == 3
+    assert speculation.num_to_draft(1) == 3
     speculation._costs = STEEP
     for _ in range(8):
         speculation._drafting_costs.note(32, 3, 90.0)
     read = []
     for _ in range(TRY_AFTER + 1):
-        assert speculation.num_to_guess(32, lambda: False) == 0
+        assert speculation.num_to_draft(32, lambda: False) == 0
         read.append(speculation.num_to_read())
     num_all = read.count(ALL)
     assert 32 < num_all < 128
     assert read == [ALL] * num_all + [0] * (TRY_AFTER - num_all) + [1], "one for a trial"
-    assert speculation.num_to_guess(32) == 3
+    assert speculation.num_to_draft(32) == 3
     assert speculation.num_to_read() == 0
     speculation._costs, speculation._drafting_costs = FLAT, DraftingCosts()
-    speculation.num_to_guess(1)
+    speculation.num_to_draft(1)
     assert speculation.num_to_read() == ALL
 
 
@@ -235,11 +235,11 @@ def test_now_and_then_one_guess_more_is_computed_than_seems_to_pay() -> None:
     speculation._costs = costs_of({1: 1.0, 4: 1.0, 5: 9.0})  # a slow moment
     for _ in range(8):
         speculation._drafting_costs.note(1, 5, 0.1)
-    assert [speculation.num_to_guess(1) for _ in range(140)].count(4) == TRIED
+    assert [speculation.num_to_draft(1) for _ in range(140)].count(4) == TRIED
     for _ in range(5):
         speculation._costs.note(5, 1.0)
         speculation._costs.note(6, 1.0)
-    assert [speculation.num_to_guess(1) for _ in range(140)][8:] == [5] * 132
+    assert [speculation.num_to_draft(1) for _ in range(140)][8:] == [5] * 132
 
 
 def test_drafts_that_are_not_computed_are_looked_at_and_come_back_when_they_are_right() -> None:

@@ -142,7 +142,7 @@ def test_nodes_with_other_caches_are_not_paired(folder: Path) -> None:
 
 
 def test_nodes_with_other_scales_are_not_paired(tmp_path: Path) -> None:
-    """The same bytes would mean other keys and values, whatever else is equal."""
+    """Equal bytes mean other keys and values under other scales."""
     folders = [tmp_path / name for name in ("plain", "scaled")]
     for folder in folders:
         save(make_hugging_face_model(ARCHITECTURE), folder)

@@ -53,7 +53,7 @@ def scores(
 
 
 def chi_square(values: Words, num_bins: int = 256) -> float:
-    """Of the words' upper bits against even ones, in sigmas from its mean."""
+    """Return chi-square of the words' upper bits against an even spread, in sigmas."""
     counts = np.bincount((values.reshape(-1) // (2**32 // num_bins)), minlength=num_bins)
     expected = values.size / num_bins
     found = float(((counts - expected) ** 2 / expected).sum())
@@ -130,7 +130,7 @@ def test_the_largest_and_the_smallest_noise_are_numbers() -> None:
 def test_a_draw_is_the_best_score(
     seed: int, vocab_size: int, temperature: float, scale: float, dtype: torch.dtype
 ) -> None:
-    """Of all tokens, to the last bit of float64: the bounds leave none out."""
+    """Compare with scores of all tokens in float64: the bounds leave no token out."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(20, vocab_size, generator=generator) * scale).to(dtype)
     logits[:, 1::3] = -torch.inf

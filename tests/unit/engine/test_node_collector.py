@@ -78,7 +78,7 @@ LEDGER = balance(
 
 
 def scrape(source: Source, **options: Any) -> dict[str, Metric]:
-    """What is on a page, over HTTP."""
+    """Return the metrics of a page, read over HTTP."""
 
     async def run() -> str:
         page = MetricsPage(NodeCollector(NodeRole.DECODE, "d0", source, **options))

@@ -78,7 +78,7 @@ def by_id(*requests: Request) -> dict[str, Request]:
 
 
 class NotingProposer:
-    """Guesses one token, and notes whom it was told to forget."""
+    """A proposer that drafts one token, and notes the requests it is told to forget."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.asked: list[Request] = []

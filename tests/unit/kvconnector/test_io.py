@@ -80,7 +80,7 @@ class Scene:
     """A loop over memory, and all that it called.
 
     Args:
-        error: of its state machine.
+        error: raised by the state machine; None: no error.
     """
 
     def __init__(self, name: str, error: Exception | None = None) -> None:

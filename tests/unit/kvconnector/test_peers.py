@@ -63,7 +63,7 @@ class Scene:
         self.turn.now += seconds
 
     def tick(self) -> list[Message]:
-        """What is said now."""
+        """Tick, and return the messages sent since the last call."""
         self.peers.tick()
         self.carry_out()
         said, self.said = self.said, []

@@ -310,7 +310,7 @@ def test_progress_is_a_line_that_a_terminal_has_room_for() -> None:
 
 @pytest.mark.parametrize("cancel_rate", [0.0, 0.5])
 def test_a_run_makes_no_garbage_that_needs_a_collector(cancel_rate: float) -> None:
-    """It is off while times are taken: what it would find must not grow with the requests."""
+    """Garbage collection is off while times are taken, so garbage must not grow with requests."""
     left = []
     gc.disable()
     try:

@@ -61,7 +61,7 @@ def test_a_step_looks_up_what_it_would_compute(
 
 
 def test_a_table_grows_with_sequences_and_keeps_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no result depends on what a node has seen before."""
+    """No result may depend on the lengths that a node has seen before."""
     monkeypatch.setattr(rotary, "LEAST_POSITIONS", 3)
     one, every = embedding(), torch.arange(NUM_POSITIONS)
     whole = torch.stack(embedding()(every, NUM_POSITIONS, torch.float32))

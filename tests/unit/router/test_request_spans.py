@@ -28,7 +28,7 @@ class Traced:
     """A scene whose calls are traced.
 
     Attributes:
-        spans: of all that have ended.
+        spans: spans of all ended calls.
     """
 
     def __init__(self, scene: Scene) -> None:

@@ -27,7 +27,7 @@ def host_overhead(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def recorded() -> dict[str, Any]:
-    """What was measured of the revision that was recorded."""
+    """Return the recorded measurements of the recorded revision."""
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))["now"]
     return found
 

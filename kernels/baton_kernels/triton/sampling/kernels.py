@@ -157,12 +157,12 @@ def choose_kernel(
     totals_ptr, scores_ptr, tokens_ptr, groups_ptr, candidates_ptr, rows_ptr, undecided_ptr,
     out_ptr, logits_stride, vocab_size, num_parts, num_groups,
     PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    MOST: tl.constexpr, GUESS: tl.constexpr,
+    MOST: tl.constexpr, DEFAULT_K: tl.constexpr,
 ):  # fmt: skip
     """The token of a row that no filter touches, or whose kept tokens are among its MOST best.
 
     The k-th largest best logit of a group is a lower bound of the k-th largest logit: only groups
-    that reach it are read. Without top-k, k is GUESS, and what is found has to be enough.
+    that reach it are read. Without top-k, k is DEFAULT_K, and the tokens found have to be enough.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
@@ -190,7 +190,7 @@ def choose_kernel(
         candidates_ptr += row * MOST
         bound, count = gather_candidates(
             logits_ptr, maxima_ptr + row * num_groups, groups_ptr + row * num_groups,
-            candidates_ptr, tl.where(has_top_k, top_k, GUESS), vocab_size, num_groups,
+            candidates_ptr, tl.where(has_top_k, top_k, DEFAULT_K), vocab_size, num_groups,
             GROUPS, GROUP, TILE, MOST,
         )  # fmt: skip
         decided = 0

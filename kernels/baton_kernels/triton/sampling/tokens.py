@@ -25,8 +25,8 @@ from baton_kernels.triton.sampling.kernels import choose_kernel, partials_kernel
 
 # Tokens of a part (one program) and of a group (the unit in which logits are passed over).
 PART, GROUP = 2048, 64
-# Candidates that `choose` can hold, and how many groups it looks at for top-p without top-k.
-MOST, GUESS = 1024, 256
+# Candidates that `choose` can hold, and its k for top-p without top-k.
+MOST, DEFAULT_K = 1024, 256
 TILE = 16  # groups read at once
 SEARCH_BLOCK = 4096  # with 8192 registers of bfloat16 are spilled
 
@@ -99,7 +99,7 @@ def _launchers(num_parts: int, num_groups: int) -> tuple[Launcher, Launcher, Lau
         Launcher(
             choose_kernel,
             PARTS=triton.next_power_of_2(num_parts), GROUPS=triton.next_power_of_2(num_groups),
-            GROUP=GROUP, TILE=TILE, MOST=MOST, GUESS=GUESS, num_warps=8,
+            GROUP=GROUP, TILE=TILE, MOST=MOST, DEFAULT_K=DEFAULT_K, num_warps=8,
         ),
         Launcher(search_kernel, BLOCK=SEARCH_BLOCK, num_warps=16),
     )  # fmt: skip
@@ -134,11 +134,11 @@ AOT_CASES = (
         {
             **_ROW, **_PARTIALS, "groups_ptr": _INTS, "candidates_ptr": _INTS,
             "rows_ptr": _FLOATS, "undecided_ptr": _INTS, "out_ptr": "*i64", **_SIZES, **_COUNTS,
-            **dict.fromkeys(("PARTS", "GROUPS", "GROUP", "TILE", "MOST", "GUESS"), "constexpr"),
+            **dict.fromkeys(("PARTS", "GROUPS", "GROUP", "TILE", "MOST", "DEFAULT_K"), "constexpr"),
         },
         {
             "PARTS": 128, "GROUPS": 4096, "GROUP": GROUP, "TILE": TILE, "MOST": MOST,
-            "GUESS": GUESS,
+            "DEFAULT_K": DEFAULT_K,
         },
         num_warps=8,
     ),

@@ -217,7 +217,7 @@ def are_over(writes: list[PostedWrite]) -> bool:
 
 
 def test_of_ten_thousand_forged_replayed_and_late_writes_none_lands(ends: tuple[End, End]) -> None:
-    """Of a peer that is known, while it and another have grants all the time."""
+    """Forge writes of a known peer, while that peer and another have grants all the time."""
     p, d = ends
     other = End("p")
     other.transport.connect(d.info)

@@ -40,7 +40,7 @@ def with_template(folder: Path, template: str) -> Tokenizer:
 
 
 async def longest_pause_s(work: Awaitable[Any]) -> float:
-    """Of a loop that runs some work."""
+    """Return the longest pause of the event loop while some work runs, in seconds."""
     longest, task = 0.0, asyncio.ensure_future(work)
     while not task.done():
         before = time.perf_counter()
@@ -74,7 +74,7 @@ def test_a_conversation_is_rendered_as_the_template_says(texts: Texts) -> None:
     ],
 )
 def test_nothing_of_a_template_is_computed_while_it_is_read(tmp_path: Path, template: str) -> None:
-    """It was, without a limit, where it is compiled: in the router and in each client."""
+    """Compiling a template once computed its constants without a limit, in router and client."""
     tracemalloc.start()
     try:
         with_template(tmp_path, template)

@@ -45,7 +45,7 @@ def test_a_hit_is_worth_waiting_for_as_long_as_it_saves_and_no_longer() -> None:
 
 
 def test_the_busier_the_fleet_the_longer_a_hit_is_worth_waiting_for() -> None:
-    """What is computed again delays all who come behind."""
+    """Tokens that are computed again delay all later requests."""
     book = FleetBook(3, 1)
     query = query_of(4000, {"p1-0": 3200})
     open_prompt(book["p1"], 6000)

@@ -256,7 +256,7 @@ def test_a_caller_holds_only_so_many_calls_that_are_no_requests(
 
 @asynchronous
 async def test_a_watched_name_has_only_so_many_bytes() -> None:
-    """It is kept as long as the stream is open."""
+    """The name is kept as long as the stream is open."""
     async with served() as (scene, _), open_channel(scene.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
         call = watch(health_pb2.HealthCheckRequest(service="x" * 1000))

@@ -221,7 +221,7 @@ class Hearer:
 def test_logprobs_of_a_long_prompt_are_read_in_a_thread_and_before_what_comes_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those that one message may have held up everybody for a second and more."""
+    """Logprobs of one message once held up all requests for a second and more."""
     pool = make_pool()
     threads: list[threading.Thread] = []
 

@@ -125,7 +125,7 @@ async def test_texts_of_many_logprobs_are_made_in_a_thread(
 async def test_a_node_that_gives_no_logprobs_is_no_error_of_ours(
     scene: HttpScene, echo: bool
 ) -> None:
-    """It was a 500, and a traceback in the log."""
+    """The answer was once 500, with a traceback in the log."""
     reply = scene.post(prompt=[70, 71], echo=echo, logprobs=1)
     _say_one_token(scene, await scene.command(), 2, with_logprobs=False)
     response = await reply

@@ -98,7 +98,7 @@ def test_a_tool_choice_is_a_word_or_names_a_function() -> None:
     ],
 )
 def test_text_that_is_no_unicode_is_named(body: bytes, field: str) -> None:
-    """It was an internal error, with a traceback."""
+    """Text that is no Unicode once caused an internal error, with a traceback."""
     with pytest.raises(InvalidRequestError) as caught:
         decode(body, CompletionRequest)
     assert caught.value.field == field

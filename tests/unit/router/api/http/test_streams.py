@@ -70,7 +70,7 @@ def test_a_token_that_ends_no_character_makes_a_chunk_with_an_empty_text(path: s
 def test_each_chunk_tells_what_its_output_has_cost_if_it_is_asked_for(
     path: str, include_usage: bool
 ) -> None:
-    """It was refused as no field, and guidellm sends it with every request."""
+    """guidellm sends the field with every request; it was once refused as unknown."""
 
     @on_http()
     async def run(scene: HttpScene) -> None:

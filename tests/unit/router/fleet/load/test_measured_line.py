@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.fleet.load.measured_line import NUM_KEPT, MeasuredLine, Point
 
-GUESS = ((0.0, 0.01), (8000.0, 0.81))
+DEFAULT = ((0.0, 0.01), (8000.0, 0.81))
 PROFILE = ((1.0, 0.009), (64.0, 0.062), (512.0, 0.44))  # of a CPU
 TURNS = (60, 105, 180, 265)  # tokens that are computed for turns of a chat
 
@@ -22,7 +22,7 @@ def cpu_s(num_tokens: float) -> float:
 
 
 def make(profile: tuple[Point, ...] = ()) -> MeasuredLine:
-    return MeasuredLine(profile, shared=MeasuredLine(guess=GUESS))
+    return MeasuredLine(profile, shared=MeasuredLine(default=DEFAULT))
 
 
 def serve(line: MeasuredLine, num_prompts: int, *, factor: float = 1.0, seed: int = 1) -> None:
@@ -87,7 +87,7 @@ def test_another_speed_is_followed(factor: float) -> None:
 
 
 def test_a_new_node_begins_with_its_own_profile_or_with_what_others_measured() -> None:
-    shared = MeasuredLine(guess=GUESS)
+    shared = MeasuredLine(default=DEFAULT)
     serve(MeasuredLine(PROFILE, shared=shared), 20)
     old, fast = MeasuredLine(shared=shared), MeasuredLine(((1, 0.004), (512, 0.03)), shared=shared)
     assert_near(old, cpu_s(200), 200)
@@ -97,7 +97,7 @@ def test_a_new_node_begins_with_its_own_profile_or_with_what_others_measured() -
 
 
 def test_a_new_node_follows_what_others_measure_until_it_is_asked() -> None:
-    shared = MeasuredLine(guess=GUESS)
+    shared = MeasuredLine(default=DEFAULT)
     waiting = MeasuredLine(shared=shared)
     assert waiting.seconds(1000) == pytest.approx(0.11)
     serve(MeasuredLine(shared=shared), 20)

@@ -1,0 +1,283 @@
+"""ProgramTemplate: a process that imports the modules of programs once and forks the programs.
+
+Programs that are forked share the imported code: importing torch takes a second and 130 MiB each
+time. Linux only. The template has one thread, so a fork inherits no locked lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from baton.processes.child_processes import PYTHON_MODULE
+
+# Room in the template's command line for those of its programs, which `ps` then shows.
+_TITLE_ROOM = " " * 4096
+_MAX_MESSAGE = 2**20
+_POLL_S = 0.05
+# Exit code of a program whose template has ended, since only the template would know.
+_UNKNOWN = -signal.SIGKILL
+_ARG_START = 45  # column of /proc/self/stat behind the command's name
+
+
+class TemplateError(Exception):
+    """The template cannot start a program; the caller starts the program in another way."""
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """Ask for a program; a descriptor for its output travels beside."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """Tell that a program has started, or how it ended.
+
+    Attributes:
+        returncode: None: it has started; negative: a signal ended it.
+    """
+
+    pid: int
+    returncode: int | None = None
+
+
+class ProgramTemplate:
+    """The template as its parent sees it.
+
+    Args:
+        function: ``"module:function"`` to call in each program, with `sys.argv` set.
+        modules: modules to import before the first fork.
+        environment: environment of the template, whose libraries read it when they load.
+        kept: descriptors that programs inherit, with their numbers.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        modules: Sequence[str],
+        environment: Mapping[str, str],
+        kept: Sequence[int] = (),
+    ) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        self._returncodes: dict[int, int] = {}
+        self._has_ended = False
+        module = "baton.processes.program_template"
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(*PYTHON_MODULE, module, str(theirs.fileno()), function),
+                    *(" ".join(modules), _TITLE_ROOM),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=dict(environment),
+                pass_fds=(theirs.fileno(), *kept),
+                start_new_session=True,
+            )
+
+    def start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], output: int
+    ) -> ForkedProgram:
+        """Fork a program; waits until the template has imported its modules.
+
+        Args:
+            arguments: words behind the program's name.
+            environment: whole environment of the program.
+            output: descriptor for standard output and standard error.
+
+        Raises:
+            TemplateError: the template has ended.
+        """
+        message = msgspec.json.encode(_Start(list(arguments), dict(environment)))
+        with self._lock:
+            try:
+                socket.send_fds(self._control, [message], [output])
+            except OSError as error:
+                raise TemplateError(f"the template has ended: {error}") from error
+            while (event := self._receive()) is not None:
+                if event.returncode is None:
+                    return ForkedProgram(self, event.pid)
+            raise TemplateError("the template has ended")
+
+    def returncode_of(self, pid: int, timeout_s: float | None = 0.0) -> int | None:
+        """Return how a program ended, or None if it runs when the time is up.
+
+        Args:
+            timeout_s: None: no limit.
+        """
+        give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, give_up_at - time.monotonic())
+            with self._lock:
+                if pid in self._returncodes:
+                    return self._returncodes[pid]
+                if self._has_ended and not Path(f"/proc/{pid}").exists():
+                    return _UNKNOWN
+                is_told = self._waits(min(left_s, _POLL_S)) and self._receive() is not None
+            if not is_told and left_s == 0.0:
+                return None
+
+    def close(self) -> None:
+        """End the template; programs that it forked go on."""
+        with self._lock:
+            self._has_ended = True
+            self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _waits(self, timeout_s: float) -> bool:
+        """Wait for an event or the time; return whether there may be an event."""
+        if self._has_ended:
+            time.sleep(timeout_s)
+            return False
+        return bool(select.select([self._control], [], [], timeout_s)[0])
+
+    def _receive(self) -> _Event | None:
+        """Return the next event, or None if the template has ended."""
+        try:
+            message = self._control.recv(_MAX_MESSAGE)
+        except OSError:
+            message = b""
+        if not message:
+            self._has_ended = True
+            return None
+        event = msgspec.json.decode(message, type=_Event)
+        if event.returncode is not None:
+            self._returncodes[event.pid] = event.returncode
+        return event
+
+
+class ForkedProgram:
+    """A program that a template forked, with the methods of `subprocess.Popen` that are used.
+
+    Attributes:
+        pid: process id.
+        returncode: None while it runs; negative if a signal ended it.
+    """
+
+    def __init__(self, template: ProgramTemplate, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._template = template
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._template.returncode_of(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return the exit code; raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            self.returncode = self._template.returncode_of(self.pid, timeout)
+        if self.returncode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+
+# ------------------------------------------------------------------ in the template
+
+
+def main() -> None:
+    """Run ``python -m baton.processes.program_template DESCRIPTOR FUNCTION MODULES ROOM``."""
+    descriptor, function, modules, _ = sys.argv[1:]
+    control = socket.socket(fileno=int(descriptor))
+    for name in modules.split():
+        importlib.import_module(name)
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        return  # a library has started a thread, so no fork is safe
+    gc.collect()
+    gc.freeze()  # a collection would write to the pages that all programs share
+    if _serve(control):
+        module, _, name = function.partition(":")
+        getattr(importlib.import_module(module), name)()
+
+
+def _serve(control: socket.socket) -> bool:
+    """Fork programs and report their ends until the parent is gone; True in a forked program."""
+    programs: dict[int, int] = {}  # descriptor of a process -> process id
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready in programs:
+                pid = programs.pop(ready)
+                poll.unregister(ready)
+                os.close(ready)
+                _, status = os.waitpid(pid, 0)
+                _tell(control, _Event(pid, os.waitstatus_to_exitcode(status)))
+                continue
+            message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
+            if not message:
+                return False
+            pid = os.fork()
+            if pid == 0:
+                for process in programs:
+                    os.close(process)
+                control.close()
+                _become_program(msgspec.json.decode(message, type=_Start), descriptors[0])
+                return True
+            os.close(descriptors[0])
+            process = os.pidfd_open(pid)
+            programs[process] = pid
+            poll.register(process, select.POLLIN)
+            _tell(control, _Event(pid))
+
+
+def _tell(control: socket.socket, event: _Event) -> None:
+    with contextlib.suppress(OSError):  # the next receive sees that the parent is gone
+        control.send(msgspec.json.encode(event))
+
+
+def _become_program(start: _Start, output: int) -> None:
+    """Take a session, output, environment and arguments of its own."""
+    os.setsid()  # Ctrl-C is for the parent, which ends its children in order
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    sys.argv = ["baton", *start.arguments]
+    _show_title([sys.executable, "-P", "-m", "baton", *start.arguments])
+
+
+def _show_title(words: Sequence[str]) -> None:
+    """Write the words over the command line that `ps` shows."""
+    stat = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    start, end = (int(number) for number in stat[_ARG_START : _ARG_START + 2])
+    title = os.fsencode(" ".join(words))[: end - start - 2]
+    # Linux shows the text before the first zero if the last byte is none.
+    ctypes.memmove(start, title.ljust(end - start - 1, b"\0") + b"\1", end - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""ProgramTemplate forks programs with their own arguments, environment, output and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.local_deployment import NODE_MODULES
+from baton.processes.child_processes import THREAD_VARIABLES
+from baton.processes.program_template import ForkedProgram, ProgramTemplate, TemplateError
+
+PROGRAM = """
+import os, sys, time
+
+def main():
+    print(sys.argv, os.environ.get("TOLD"), os.getsid(0) == os.getpid(), flush=True)
+    if sys.argv[1] == "wait":
+        time.sleep(60)
+    sys.exit(int(sys.argv[1]))
+"""
+THREADED = """
+import threading, time
+
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+"""
+Start = Callable[[Sequence[str]], ForkedProgram]
+
+
+@pytest.fixture
+def make_template(tmp_path: Path) -> Iterator[Callable[..., ProgramTemplate]]:
+    """Make templates of PROGRAM, with more modules beside it."""
+    (tmp_path / "told.py").write_text(PROGRAM)
+    (tmp_path / "threaded.py").write_text(THREADED)
+    templates: list[ProgramTemplate] = []
+
+    def make(*modules: str) -> ProgramTemplate:
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+        templates.append(ProgramTemplate("told:main", ("told", *modules), environment))
+        return templates[-1]
+
+    yield make
+    for template in templates:
+        template.close()
+
+
+@pytest.fixture
+def template(make_template: Callable[..., ProgramTemplate]) -> ProgramTemplate:
+    return make_template()
+
+
+@pytest.fixture
+def start(template: ProgramTemplate, tmp_path: Path) -> Iterator[Start]:
+    """Start programs whose output goes to `log`."""
+    programs: list[ForkedProgram] = []
+
+    def start_one(arguments: Sequence[str]) -> ForkedProgram:
+        with (tmp_path / "log").open("ab") as log:
+            programs.append(template.start(arguments, {"TOLD": "yes"}, log.fileno()))
+        return programs[-1]
+
+    yield start_one
+    for program in programs:
+        program.kill()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_a_program_has_its_own_arguments_environment_output_and_session(
+    start: Start, tmp_path: Path
+) -> None:
+    program = start(["7", "two words"])
+    assert program.wait() == 7
+    assert (tmp_path / "log").read_text() == "['baton', '7', 'two words'] yes True\n"
+    assert program.poll() == program.returncode == 7
+
+
+def test_ps_shows_a_programs_arguments(start: Start, tmp_path: Path) -> None:
+    program = start(["wait", "--name", "d0"])
+    wait_for(lambda: bool((tmp_path / "log").read_text()))
+    shown = Path(f"/proc/{program.pid}/cmdline").read_bytes()
+    assert shown.rstrip(b"\0") == f"{sys.executable} -P -m baton wait --name d0".encode()
+
+
+def test_programs_end_each_in_its_own_way(start: Start) -> None:
+    killed, stopped, ended = start(["wait"]), start(["wait"]), start(["3"])
+    assert ended.wait() == 3
+    assert killed.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        killed.wait(0.01)
+    killed.kill()
+    stopped.send_signal(signal.SIGTERM)
+    assert (killed.wait(30), stopped.wait(30)) == (-signal.SIGKILL, -signal.SIGTERM)
+    killed.kill()  # an ended program takes no signals
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_programs_go_on_without_their_template(
+    is_killed: bool, start: Start, template: ProgramTemplate
+) -> None:
+    program = start(["wait"])
+    if is_killed:
+        psutil.Process(psutil.Process(program.pid).ppid()).kill()
+    else:
+        template.close()
+    assert program.poll() is None
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait(30) == -signal.SIGKILL, "nobody knows the exit code"
+    with pytest.raises(TemplateError):
+        start(["0"])
+
+
+@pytest.mark.parametrize("module", ["threaded", "missing"])
+def test_a_template_that_cannot_fork_says_so(
+    module: str, make_template: Callable[..., ProgramTemplate]
+) -> None:
+    with pytest.raises(TemplateError):
+        make_template(module).start(["0"], {}, 2)
+
+
+def test_nodes_modules_start_no_thread() -> None:
+    program = (
+        "import importlib, os, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    environment = {**THREAD_VARIABLES, **os.environ, "OMP_NUM_THREADS": "2"}
+    words = [sys.executable, "-c", program, *NODE_MODULES]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
