@@ -52,7 +52,7 @@ def as_written(fields: Fields) -> Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What is known of the models that one name in ``architectures`` stands for.
+    """Know the models that one name in ``architectures`` stands for.
 
     Attributes:
         recipe: makes the recipe; raises ModelLoadError for what is not computed.
@@ -136,7 +136,7 @@ def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """What is known of a model that sees images: its text network is another architecture's.
+    """Name the text network of a model that sees images, which is another architecture's.
 
     Attributes:
         architecture: the text network's name; None: ``by_type`` decides.

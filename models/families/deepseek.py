@@ -26,8 +26,22 @@ from models.recipe import ExpertsSpec, LatentSpec, Recipe
 _SCALING = ("rope_scaling", "rope_parameters")  # the older name wins, as in rope_config.py
 
 
-def _turning_heads(fields: Fields) -> Fields:
-    """Return the fields with the part of a head that turns as ``head_dim``."""
+_NUM_KV_HEADS, _V3_KV_HEADS = "num_key_value_heads", 128
+
+
+def _turning_heads(fields: Fields, default_kv_heads: int | None = None) -> Fields:
+    """Return the fields with the part of a head that turns as ``head_dim``.
+
+    Args:
+        fields: fields of config.json.
+        default_kv_heads: number of key heads in a file that lacks the field; None: all heads.
+    """
+    num_heads = fields.integer("num_attention_heads")
+    default = None if _NUM_KV_HEADS in fields.names() else default_kv_heads
+    num_kv_heads = fields.integer(_NUM_KV_HEADS, default or num_heads)
+    if num_kv_heads != num_heads:
+        problem = f"{num_kv_heads} is not supported, a latent makes all {num_heads} heads"
+        raise fields.wrong(_NUM_KV_HEADS, problem)
     rope_dim = fields.integer("qk_rope_head_dim")
     if rope_dim % 2:
         raise fields.wrong("qk_rope_head_dim", f"{rope_dim} is odd, rotary embedding needs pairs")
@@ -39,17 +53,14 @@ def _turning_heads_of_v3(fields: Fields) -> Fields:
     if rope_dim % 2 == 0 and fields.get("head_dim") not in (None, rope_dim):
         # transformers gives the rotary embedding head_dim dims, whatever the heads have.
         raise fields.wrong("head_dim", f"only qk_rope_head_dim, {rope_dim}, is supported")
-    return _turning_heads(fields)
+    return _turning_heads(fields, _V3_KV_HEADS)
 
 
 def _latents(model: ModelFields, *, rope_interleave: bool) -> LatentSpec:
-    fields, num_heads = model.fields, model.num_heads
-    if model.num_kv_heads != num_heads:
-        problem = f"{model.num_kv_heads} is not supported, a latent makes all {num_heads} heads"
-        raise fields.wrong("num_key_value_heads", problem)
+    fields = model.fields
     nope_dim, rope_dim = fields.integer("qk_nope_head_dim"), model.head_dim
     return LatentSpec(
-        num_heads=num_heads,
+        num_heads=model.num_heads,
         q_lora_rank=fields.optional_integer("q_lora_rank"),
         kv_lora_rank=fields.integer("kv_lora_rank"),
         qk_nope_head_dim=nope_dim,
@@ -113,7 +124,7 @@ DeepseekV3ForCausalLM = Family(
     recipe=_v3,
     translate=_turning_heads_of_v3,
     defaults={
-        "num_key_value_heads": 128,
+        _NUM_KV_HEADS: _V3_KV_HEADS,
         "q_lora_rank": 1536,
         "routed_scaling_factor": 2.5,
         "n_group": 8,
