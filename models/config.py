@@ -143,7 +143,7 @@ def _parse(
     name = _architecture(fields)
     family = MODELS.load(name)
     if isinstance(family, TextPart):
-        name, fields = text_part(fields, name, family)
+        name, fields = text_part(fields, family)
         found = _parse(fields, generation, max_model_len, quantization)
         return replace(found, is_text_part=True)
     model = family.read(fields, max_model_len)

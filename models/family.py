@@ -141,9 +141,11 @@ class TextPart:
     Attributes:
         architecture: the text network's name; None: ``by_type`` decides.
         by_type: names by the ``model_type`` of the text's configuration.
+        defaults: values of text fields that the file lacks.
         is_tied: whether the head is the embedding where the file does not say it.
     """
 
     architecture: str | None = None
     by_type: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     is_tied: bool = False

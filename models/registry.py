@@ -7,17 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.checkpoint.families import FAMILIES
+from baton.checkpoint.families import ARCHITECTURES
 from baton.registry import Registry
 
 if TYPE_CHECKING:
     from models.family import Family, TextPart
 
-MODELS: Registry[Family | TextPart] = Registry(
-    "model architecture",
-    {
-        name: f"models.families.{file}:{name}"
-        for file, names in FAMILIES.items()
-        for name in names.models
-    },
-)
+MODELS: Registry[Family | TextPart] = Registry("model architecture", ARCHITECTURES)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from baton.checkpoint.families import FAMILIES
@@ -28,34 +28,41 @@ TESTS = "tests"
 
 def main(names: list[str]) -> int:
     """Print the files of each family; return 1 if a family is named where it should not be."""
-    unknown = sorted(set(names) - set(FAMILIES))
-    if unknown or not names:
+    if not names or not set(names) <= set(FAMILIES):
         print(f"known families: {', '.join(FAMILIES)}")
         return 2
+    source, tests = words_by_file(ROOMS), words_by_file((TESTS,))
     is_spread = False
     for name in names:
         expected = (f"models/families/{name}.py", REGISTRY)
-        found = files_naming(name, ROOMS)
+        found = files_naming(name, source)
         others = [path for path in found if path not in (*expected, *OTHER_TABLES)]
-        tests = files_naming(name, (TESTS,))
+        groups = {
+            "in another table": [path for path in found if path in OTHER_TABLES],
+            "ALSO IN": others,
+            "tests": files_naming(name, tests),
+        }
         print(f"{name}: {', '.join(path for path in found if path in expected)}")
-        for title, paths in (("in another table", [p for p in found if p in OTHER_TABLES]),
-                             ("ALSO IN", others), ("tests", tests)):  # fmt: skip
+        for title, paths in groups.items():
             if paths:
                 print(f"  {title}: {', '.join(paths)}")
         is_spread = is_spread or bool(others)
     return int(is_spread)
 
 
-def files_naming(name: str, folders: tuple[str, ...], root: Path = ROOT) -> list[str]:
-    """Return the Python files in these folders whose code names a family."""
+def files_naming(name: str, source: Mapping[str, set[str]]) -> list[str]:
+    """Return the files whose words name a family."""
     pattern = re.compile(name.replace("_", "[-_]?"), re.IGNORECASE)
-    return [
-        str(path.relative_to(root))
+    return [path for path, found in source.items() if any(map(pattern.search, found))]
+
+
+def words_by_file(folders: tuple[str, ...], root: Path = ROOT) -> dict[str, set[str]]:
+    """Return the words in the code of each Python file in these folders."""
+    return {
+        str(path.relative_to(root)): set(words(path.read_text(encoding="utf-8")))
         for folder in folders
         for path in sorted((root / folder).rglob("*.py"))
-        if any(pattern.search(word) for word in words(path.read_text(encoding="utf-8")))
-    ]
+    }
 
 
 def words(source: str) -> Iterator[str]:

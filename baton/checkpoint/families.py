@@ -65,3 +65,13 @@ FAMILIES: Mapping[str, FamilyNames] = {
     "smollm3": FamilyNames(["SmolLM3ForCausalLM"], ["smollm3"]),
 }
 # fmt: on
+# Name of a model in config.json -> the value in its family's file.
+ARCHITECTURES: Mapping[str, str] = {
+    name: f"models.families.{file}:{name}"
+    for file, names in FAMILIES.items()
+    for name in names.models
+}
+# Name of a model in a GGUF file -> the table in its family's file that has a row of that name.
+GGUF_ARCHITECTURES: Mapping[str, str] = {
+    name: f"models.families.{file}:GGUF" for file, names in FAMILIES.items() for name in names.gguf
+}

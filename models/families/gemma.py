@@ -87,7 +87,19 @@ Gemma3ForCausalLM = Family(
     activation_field="hidden_activation",
     ropes_by_layer_type=True,
 )
-Gemma3ForConditionalGeneration = TextPart("Gemma3ForCausalLM", is_tied=True)
+Gemma3ForConditionalGeneration = TextPart(
+    "Gemma3ForCausalLM",
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072,
+    },
+    is_tied=True,
+)
 
 
 # ---------------------------------------------------------------------------- GGUF files

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Mapping
 from typing import TypeVar
 
-from baton.checkpoint.model_folder import TEXT_DEFAULTS
 from models.family import TextPart
 from models.fields import Fields
 
@@ -47,12 +46,11 @@ def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
     return text.with_values(shared)
 
 
-def text_part(fields: Fields, name: str, part: TextPart) -> tuple[str, Fields]:
+def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
     """Return the architecture of a model's text part, and its fields as a text model has them.
 
     Args:
         fields: read from the whole model's config.json.
-        name: the whole model's architecture.
         part: what its family's file says of it.
 
     Raises:
@@ -66,8 +64,7 @@ def text_part(fields: Fields, name: str, part: TextPart) -> tuple[str, Fields]:
             supported = ", ".join(part.by_type)
             raise fields.wrong("model_type", f"{kind!r} is not supported; supported: {supported}")
         architecture = part.by_type[kind]
-    defaults = TEXT_DEFAULTS.get(name, {})
-    values = {n: value for n, value in defaults.items() if n not in fields.names()}
+    values = {n: value for n, value in part.defaults.items() if n not in fields.names()}
     ropes = {n: _without_axes(fields.child(n)) for n in _ROPES if fields.get(n)}
     return architecture, fields.with_values({**values, **ropes, "architectures": [architecture]})
 

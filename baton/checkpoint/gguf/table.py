@@ -10,19 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.api.errors import ModelLoadError
-from baton.checkpoint.families import FAMILIES
+from baton.checkpoint.families import GGUF_ARCHITECTURES
 from baton.checkpoint.gguf.architecture import Architecture, Keys
 from baton.checkpoint.gguf.file import GgufFile
 from baton.registry import Registry
 
 # Each entry is a family's whole table, in which the name is looked up again.
 ARCHITECTURES: Registry[Mapping[str, Architecture]] = Registry(
-    "GGUF architecture",
-    {
-        name: f"models.families.{file}:GGUF"
-        for file, names in FAMILIES.items()
-        for name in names.gguf
-    },
+    "GGUF architecture", GGUF_ARCHITECTURES
 )
 
 
