@@ -62,8 +62,10 @@ def make_mixer(config: ModelConfig, layer_index: int) -> nn.Module:
             return GatedShortConv(spec, layer_index)
 
 
-def make_feed_forward(spec: FeedForwardSpec, hidden_size: int) -> nn.Module:
-    """Make the part of a layer that takes each token alone."""
+def make_feed_forward(spec: FeedForwardSpec | None, hidden_size: int) -> nn.Module | None:
+    """Make the part of a layer that takes each token alone, if it has one."""
+    if spec is None:
+        return None
     if isinstance(spec, ExpertsSpec):
         return SparseMoe(spec, hidden_size)
     if spec.activation == RELU2:
@@ -89,8 +91,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._residual_scale = config.recipe.residual_scale
         self.self_attn = make_mixer(config, layer_index)
-        feed_forward = config.layers[layer_index].feed_forward
-        self.mlp = feed_forward and make_feed_forward(feed_forward, config.hidden_size)
+        self.mlp = make_feed_forward(config.layers[layer_index].feed_forward, config.hidden_size)
 
         def norm(name: str | None) -> RMSNorm | NoNorm:
             if name is None:

@@ -124,7 +124,8 @@ class ModelFields:
             options: options of `Recipe`; ``ropes`` is the file's one rotation by default.
         """
         layers = tuple(LayerSpec(mixer, feed_forward) for mixer in mixers)
-        return Recipe(layers=layers, **{"ropes": (self.rope,), **options})
+        options.setdefault("ropes", (self.rope,))
+        return Recipe(layers=layers, **options)
 
     def attention_layers(
         self, windows: Windows | None = None, **options: Any

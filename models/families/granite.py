@@ -21,7 +21,7 @@ from models.families.shared.mamba2 import read_mamba2
 from models.family import GELU, Family
 from models.fields import MAX_PARTS, Fields
 from models.model_fields import STATE_KINDS, ModelFields
-from models.recipe import ExpertsSpec, LayerSpec, Recipe
+from models.recipe import ExpertsSpec, FeedForwardSpec, LayerSpec, Recipe
 from models.rope_config import NO_ROPE
 
 _MULTIPLIERS = frozenset(
@@ -81,7 +81,7 @@ def _experts(fields: Fields) -> ExpertsSpec | None:
 def _hybrid(model: ModelFields) -> Recipe:
     fields, bias = model.fields, model.attention_bias
     scale = fields.optional_number("attention_multiplier")
-    feed_forward = _experts(fields) or model.mlp(stored_joined=True)
+    feed_forward: FeedForwardSpec = _experts(fields) or model.mlp(stored_joined=True)
     attention = LayerSpec(
         model.attention(qkv_bias=bias, output_bias=bias, scale=scale), feed_forward
     )

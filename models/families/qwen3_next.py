@@ -76,7 +76,9 @@ def _recipe(
         output_gate=True,
     )
     names = {".self_attn.": ".linear_attn."}
-    parts = [mlp if index in dense else feed_forward for index in range(model.num_layers)]
+    parts: list[FeedForwardSpec] = [
+        mlp if index in dense else feed_forward for index in range(model.num_layers)
+    ]
     layers = tuple(
         LayerSpec(net, part, names) if is_recurrent else LayerSpec(attention, part)
         for is_recurrent, part in zip(
@@ -111,6 +113,7 @@ def _qwen3_5_experts(fields: Fields) -> ExpertsSpec:
 
 def _qwen3_5_moe(model: ModelFields) -> Recipe:
     experts = _qwen3_5_experts(model.fields)
+    dense_layers(model)  # its fields are checked, though every layer has experts
     return _recipe(model, _delta_net(model.fields, stored_by_key_head=False), experts)
 
 
