@@ -1,4 +1,4 @@
-"""Families: what one name in ``architectures`` says of how its config.json is read.
+"""Families: how the config.json of each name in ``architectures`` is read.
 
 Defaults equal those of transformers' configuration classes (tests/numerics/test_config_fields.py).
 A field that changes results, and that an architecture does not compute with, is refused by name.
@@ -52,7 +52,7 @@ def as_written(fields: Fields) -> Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Know the models that one name in ``architectures`` stands for.
+    """Describe the models that one name in ``architectures`` stands for.
 
     Attributes:
         recipe: makes the recipe; raises ModelLoadError for what is not computed.
@@ -136,7 +136,7 @@ def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Name the text network of a model that sees images, which is another architecture's.
+    """Describe a model that sees images: its text network is another architecture's.
 
     Attributes:
         architecture: the text network's name; None: ``by_type`` decides.

@@ -87,12 +87,12 @@ class AttentionSpec(Part):
 
     @property
     def kv(self) -> PagedKV:
-        """Keys and values of every token, or of the window's."""
+        """Return what the layer keeps: keys and values of all tokens, or of the window."""
         return PagedKV(self.num_kv_heads, self.head_dim, self.window)
 
     @property
     def attended_flops(self) -> int:
-        """Operations per pair of tokens of which one attends to the other."""
+        """Count the operations for each token that another token attends to."""
         return 4 * self.num_heads * self.head_dim
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
@@ -135,7 +135,7 @@ class LatentSpec(Part):
 
     @property
     def kv(self) -> LatentKV:
-        """A latent of every token."""
+        """Return what the layer keeps: a latent of every token."""
         return LatentKV(self.width)
 
     @property
@@ -190,7 +190,7 @@ class Mamba2Spec(Part):
 
     @property
     def kv(self) -> StateKV:
-        """The convolution's newest inputs, and the heads' states."""
+        """Return what the layer keeps: inputs of the convolution, and the heads' states."""
         conv = StateArray((self.num_channels, self.kernel_size - 1))
         heads = StateArray((self.num_heads, self.state_dim, self.head_dim), "float32")
         return StateKV((conv, heads))
@@ -228,7 +228,7 @@ class DeltaNetSpec(Part):
 
     @property
     def kv(self) -> StateKV:
-        """The convolution's newest inputs, and the heads' states."""
+        """Return what the layer keeps: inputs of the convolution, and the heads' states."""
         conv = StateArray((self.num_channels, self.kernel_size - 1))
         heads = StateArray((self.num_value_heads, self.key_dim, self.value_dim), "float32")
         return StateKV((conv, heads))
@@ -256,7 +256,7 @@ class ShortConvSpec(Part):
 
     @property
     def kv(self) -> StateKV:
-        """The convolution's newest inputs."""
+        """Return what the layer keeps: inputs of the convolution."""
         return StateKV((StateArray((self.num_channels, self.kernel_size - 1)),))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
@@ -381,7 +381,7 @@ class LayerSpec:
 class LayerNorms:
     """Where a layer has norms, each by its name in checkpoints; None: there is none.
 
-    What is added to the residual stream goes through those behind a part.
+    A part's result goes through the norm behind the part before it is added to the stream.
     """
 
     before_mixer: str | None = "input_layernorm"

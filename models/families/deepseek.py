@@ -108,7 +108,7 @@ def _recipe(model: ModelFields, latents: LatentSpec, experts: ExpertsSpec) -> Re
 
 
 def _v2(model: ModelFields) -> Recipe:
-    """No field says how heads turn: neighbours turn together."""
+    """Return V2's recipe: no field says how heads turn, so neighbours turn together."""
     return _recipe(model, _latents(model, rope_interleave=True), _experts_of_v2(model.fields))
 
 

@@ -29,7 +29,7 @@ _NORMS = LayerNorms(
 
 
 def _recipe(model: ModelFields, *, qk_norm: bool) -> Recipe:
-    """Layers with a window have a rotation of their own where the file names one."""
+    """Return the recipe; layers with a window turn by their own base where the file has one."""
     fields, bias, local = model.fields, model.attention_bias, model.sliding_rope
     scalar = fields.optional_number("query_pre_attn_scalar")
     mixers = [

@@ -27,7 +27,7 @@ from models.rope_config import NO_ROPE
 _MULTIPLIERS = frozenset(
     {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
 )
-# Granite 4's size of experts, which its files call as others call the size of a MLP.
+# The experts' size; Granite 4's files call it intermediate_size, elsewhere the size of an MLP.
 _EXPERT_SIZE = "expert_intermediate_size"
 _HYBRID_NAMES = {
     ".mlp.gate.": ".block_sparse_moe.router.layer.",
@@ -64,7 +64,7 @@ def _in_common_words(fields: Fields) -> Fields:
 
 
 def _experts(fields: Fields) -> ExpertsSpec | None:
-    """Read experts beside a MLP that all tokens go through; None: there is that MLP alone."""
+    """Read the experts beside the shared MLP; None: the MLP is all there is."""
     if fields.integer("num_local_experts", 8, minimum=0) == 0:
         return None
     experts = ExpertsSpec(

@@ -95,7 +95,7 @@ def _refuse_time_step_min(fields: Fields) -> None:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Return the kind of each part of the file, of which a mixer is to be the first."""
+    """Return the kind of each part of the file; raises ModelLoadError if no mixer comes first."""
     # As in transformers, layer_types wins when a file has both.
     name = next((n for n in ("layer_types", _PARTS) if fields.has(n)), _PATTERN)
     known = _LETTERS if name == _PATTERN else _NAMES

@@ -21,7 +21,7 @@ _NORMS = LayerNorms(
 
 
 def _recipe(model: ModelFields, windows: list[int | None], **options: Any) -> Recipe:
-    """Layers with a window have the second rotation."""
+    """Return the recipe; layers with a window turn by the second rotation."""
     mixers = [
         model.attention(
             window=window,

@@ -66,7 +66,7 @@ def _with_experts(model: ModelFields, mixers: list[AttentionSpec], experts: Expe
 
 
 def _qwen2_moe(model: ModelFields) -> Recipe:
-    """Without layer types, every second layer below ``max_window_layers`` has a window."""
+    """Return the recipe; by default every second layer below ``max_window_layers`` has a window."""
     windows = model.windows_if_switched_on()
     if model.layer_types is None and model.use_sliding_window:
         windows = [

@@ -31,7 +31,7 @@ MAMBA2_CHANGES: Mapping[str, tuple[Change, ...]] = {
 
 
 def window(keys: Keys) -> Mapping[str, Any]:
-    """Return the window, 0 in the file where there is none."""
+    """Return the window; the file has 0 where there is none."""
     return {"sliding_window": keys.integer("attention.sliding_window", 0, minimum=0) or None}
 
 
