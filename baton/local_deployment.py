@@ -29,7 +29,7 @@ from baton.access.exposure import check_is_free, split_address
 from baton.access.tls import read_tls
 from baton.access.tls_options import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
-from baton.checkpoint.model_folder import find_model_folder
+from baton.checkpoint.model_folder import find_here_or_on_hub
 from baton.kernel_library.state import KernelState, build_kernels, find_kernels
 from baton.processes.child_processes import (
     PARENT_PIPE_VARIABLE,
@@ -52,7 +52,7 @@ NODE_MODULES = (
     "baton.cli.programs.nodes",
     "decode_node.program",
     "engine.executors.uniproc",
-    "models.architectures.decoder",
+    "models.decoder",
     "models.loading.loader",
     "node_runtime.early_grammars",
     "node_runtime.option_checks",
@@ -193,6 +193,7 @@ class LocalDeployment:
         check_is_free("listen", self.config.listen)
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
+        find_here_or_on_hub(self.config.model)  # a mistake shows before anything is built
         self._prepare_kernels()
         folder = self.config.log_folder
         if folder is None:
@@ -351,16 +352,12 @@ class LocalDeployment:
                     child.process.wait()
 
     def _prepare_kernels(self) -> None:
-        """Build native kernels if a node on this machine needs them; a failure is not fatal.
-
-        Raises ModelLoadError for an invalid model, before a minute of building.
-        """
+        """Build native kernels if a node on this machine needs them; a failure is not fatal."""
         has_nodes = self.config.num_prefill + self.config.num_decode > 0
         if not has_nodes or self.config.ray_address is not None or has_nvidia_gpu():
             return  # nodes build where they run, if needed
         self.kernels = find_kernels()
         if self.kernels.can_be_built:
-            find_model_folder(self.config.model, weights=False)
             self.kernels = build_kernels(self._on_build)
 
     @contextlib.contextmanager

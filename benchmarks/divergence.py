@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.checkpoint.model_folder import find_model_folder
+from baton.checkpoint.packaged_model import SMOLLM2
 from baton.text.tokenizer import Tokenizer
 from engine_cpu import instruction_set, python_of
 from environment import record_environment, write_results
-from examples.demo import PACKAGE, SHA256, fetch_model
+from examples.demo import fetch_model
 from perplexity import DEMO_MODEL, DEMO_TEXTS, TEXTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,7 +86,7 @@ def run_python(peer_python: Path, words: list[str]) -> str:
 def find_subjects(console: Console, peer: Path) -> list[Subject]:
     """Return the models; raise SystemExit if SmolLM2 cannot be had."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    path = fetch_model(console, PACKAGE, SHA256)
+    path = fetch_model(console, SMOLLM2)
     if path is None:
         raise SystemExit("the model cannot be had")
     demo = BUILD / "demo"

@@ -32,9 +32,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from baton.checkpoint.packaged_model import SMOLLM2
 from baton.processes.free_address import free_address
 from environment import record_environment, write_results
-from examples.demo import PACKAGE, SHA256, TOY, fetch_model
+from examples.demo import TOY, fetch_model
 from loadtest_fleet import baton_environment
 
 NAME = "first-use"
@@ -539,7 +540,7 @@ def main() -> int:
     parser.add_argument("--add", action="store_true", help="keep the starts that the file has")
     arguments = parser.parse_args()
     environment, console = record_environment(), Console(highlight=False, width=110)
-    model = str(TOY) if arguments.toy else fetch_model(console, PACKAGE, SHA256)
+    model = str(TOY) if arguments.toy else fetch_model(console, SMOLLM2)
     if model is None:
         return 1
     # Or what was started would outlive us.

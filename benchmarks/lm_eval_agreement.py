@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.checkpoint.gguf.folder import folder_of_gguf
+from baton.checkpoint.packaged_model import SMOLLM2
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from environment import record_environment, write_results
-from examples.demo import NAME, PACKAGE, SHA256, fetch_model
+from examples.demo import fetch_model
 from tests.clients.environments import interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +39,7 @@ def run_side(python: Path, subject: str, gguf: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "samples.json"
         subprocess.run(
-            [python, "-P", SIDE, subject, NAME, folder_of_gguf(Path(gguf)), gguf, output],
+            [python, "-P", SIDE, subject, SMOLLM2.name, folder_of_gguf(Path(gguf)), gguf, output],
             cwd=ROOT,  # the tasks name their data from here
             env={
                 "PATH": "/usr/bin:/bin",
@@ -60,7 +61,7 @@ def through_baton(python: Path, gguf: str) -> dict[str, Any]:
         model=gguf,
         listen=free_address(),
         http_listen=free_address(),
-        router_args=["--no-local-prefill", "--served-model-name", NAME],
+        router_args=["--no-local-prefill", "--served-model-name", SMOLLM2.name],
         node_args=["--dtype", "float32", "--kv-cache-memory", "512M"],
     )
     with LocalDeployment(config) as deployment:
@@ -113,7 +114,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write results/lm_eval_agreement.json")
     arguments = parser.parse_args()
     console = Console()
-    gguf = fetch_model(console, PACKAGE, SHA256)
+    gguf = fetch_model(console, SMOLLM2)
     if gguf is None:
         return 1
     environment = record_environment()
@@ -132,7 +133,7 @@ def main() -> int:
         )
     console.print(table)
     if arguments.save:
-        settings = {"model": PACKAGE, "dtype": "float32", **theirs["versions"]}
+        settings = {"model": SMOLLM2.requirement, "dtype": "float32", **theirs["versions"]}
         write_results("lm_eval_agreement", environment, {"settings": settings, "tasks": tasks})
     return 0 if all(map(agrees, tasks.values())) else 1
 

@@ -22,12 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.packaged_model import SMOLLM2
 from baton.engine_config import WEIGHTS
 from baton_kernels.quantized import QuantizedFormat
 from engine import LLM
 from engine.worker import worker
 from environment import record_environment, write_results
-from examples.demo import NAME, PACKAGE, SHA256, fetch_model
+from examples.demo import fetch_model
 from models.gpu.packing import GpuPacker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +82,7 @@ def main() -> None:
     arguments = parser.parse_args()
     environment = record_environment()
     console = Console(highlight=False)
-    model = str(DEMO_MODEL) if arguments.demo else fetch_model(console, PACKAGE, SHA256)
+    model = str(DEMO_MODEL) if arguments.demo else fetch_model(console, SMOLLM2)
     if model is None:
         raise SystemExit("the model cannot be had")
     texts = DEMO_TEXTS if arguments.demo else TEXTS
@@ -98,7 +99,7 @@ def main() -> None:
         "perplexity",
         f"/ {BASE}",
         "other likeliest tokens",
-        title="demo model" if arguments.demo else NAME,
+        title="demo model" if arguments.demo else SMOLLM2.name,
     )
     rows = []
     for weights, (logprobs, likeliest) in scored.items():

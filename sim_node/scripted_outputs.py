@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from baton.api.bounded_files import parse_toml, read_text
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, reason_of
 from baton.checkpoint.model_folder import find_model_folder
 from baton.text.tokenizer import Tokenizer
 from models.config import ModelConfig
@@ -96,7 +96,7 @@ def read_script(path: str, model: str) -> ScriptedOutputs:
     try:
         text = read_text(Path(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"script: cannot read {path} ({error})") from None
+        raise ConfigError(f"script: cannot read {path} ({reason_of(error)})") from None
     try:
         script = parse_script(text)
     except ConfigError as error:

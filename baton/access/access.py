@@ -44,6 +44,10 @@ _NO_KEY = (
     "authorization: must be 'Bearer' and an API key; commands and clients of Baton take the key "
     "from BATON_API_KEY, operators' commands from BATON_ADMIN_TOKEN"
 )
+_UNKNOWN_KEY = (
+    "authorization: the API key is not known here; the operator of the router makes keys "
+    "(baton keys new)"
+)
 _BURST, _PER_SECOND = 10, 1.0  # wrong keys of one address: at once, and per second
 _AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # audit lines about refusals, per address
 _ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # audit lines about refusals and read access together
@@ -160,7 +164,7 @@ class Access:
             raise error
         if key is None:
             self._failures.take(network)
-            raise UnauthenticatedError("authorization: the API key is not known here")
+            raise UnauthenticatedError(_UNKNOWN_KEY)
         if is_expired(key):
             raise UnauthenticatedError(f"authorization: the key of {key.principal.name} is expired")
         self._proven.add(key.digest)

@@ -32,7 +32,7 @@ import msgspec
 
 from baton.access.identity import Limits, Principal, Role
 from baton.api.bounded_files import parse_toml, read_text
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, reason_of
 
 KEY_PREFIX = "baton_"  # lets scanners for leaked secrets recognize a key
 _KEY_BYTES = 32
@@ -88,7 +88,10 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"api_keys_file: cannot read {path} ({error})") from error
+        is_missing = isinstance(error, FileNotFoundError)
+        remedy = f"; baton keys new NAME --file {path} makes it" if is_missing else ""
+        why = reason_of(error)
+        raise ConfigError(f"api_keys_file: cannot read {path} ({why}){remedy}") from error
     try:
         return parse_keys(text)
     except ConfigError as error:

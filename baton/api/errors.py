@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 MAX_QUOTED_CHARS = 2_000
 
 
+def reason_of(error: Exception) -> str:
+    """Return why something failed, for a message that already names the file."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 class BatonError(Exception):
     """Base class of all errors that Baton raises deliberately.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FamilyNames:
-    """What files call a family's models.
+    """The names that files have for a family's models.
 
     Attributes:
         models: names in ``architectures`` of config.json, each a value in the family's file.

@@ -30,6 +30,8 @@ _QUANTIZATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*)"
 _NO_MODELS = ("mmproj", "imatrix")  # image projectors, and statistics for quantizing
 _PART_OF_FILE = ".part"
 _SHOWN_FILES = 8
+# An operating system's error, as the text of a library's error quotes it.
+_SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([\w ]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +226,23 @@ def _folder(repository: str) -> Path:
 
 
 def _cannot_fetch(model: str, error: Exception) -> ModelLoadError:
-    lines = str(error).strip().splitlines()
-    reason = lines[0] if lines else type(error).__name__
     return ModelLoadError(
         f"model: {model!r}: there is no such folder or file here, and it cannot be fetched "
-        f"from the hub: {reason}"
+        f"from the hub: {_reason(error)}"
     )
+
+
+def _reason(error: Exception) -> str:
+    """Return the cause of a failed download and the remedy, in one line."""
+    from huggingface_hub import constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, and the cache does not have it"
+    if isinstance(error, errors.GatedRepoError):
+        return "its owner must grant access (on its page), and HF_TOKEN must be yours"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no such repository, or HF_TOKEN may not read it"
+    lines = str(error).strip().splitlines()
+    if found := _SYSTEM_ERROR.search(str(error)):
+        return f"no connection ({found[1]}); a folder or GGUF file of this machine needs none"
+    return lines[0] if lines else type(error).__name__

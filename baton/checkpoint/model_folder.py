@@ -55,12 +55,22 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
     Raises:
         ModelLoadError: the model is missing, broken, or cannot be fetched.
     """
+    found = find_here_or_on_hub(model)
+    return found if isinstance(found, Path) else _fetch_from_hub(model, found, weights=weights)
+
+
+def find_here_or_on_hub(model: str) -> Path | HubName:
+    """Return a model's folder on this machine, or its name on the hub; fetch nothing.
+
+    Raises:
+        ModelLoadError: the model is broken, or is neither here nor named as the hub names models.
+    """
     if (found := find_local_folder(model)) is not None:
         return found
     name = None if model.startswith((".", "/", "~")) else HubName.parse(model)
     if name is None:  # the user meant a path or a package
         raise ModelLoadError(f"model: {_nothing_here(model)}")
-    return _fetch_from_hub(model, name, weights=weights)
+    return name
 
 
 def find_local_folder(model: str) -> Path | None:

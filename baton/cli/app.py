@@ -26,6 +26,10 @@ _ENTRIES = {
         "Show what this machine can do for Baton, and what to do about what it lacks.",
     ),
     "model": Entry("baton.cli.model_command:app", "Show what a model needs, before loading it."),
+    "bench": Entry(
+        "baton.cli.programs.bench:app",
+        "Measure this machine, or a running system, and judge it in words.",
+    ),
     "loadtest": Entry("baton.cli.programs.loadtest:app", "Measure a deployment under load."),
     "generate": Entry(
         "baton.cli.client_commands:generate", "Complete a text; prints it as it is made."

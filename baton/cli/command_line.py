@@ -6,6 +6,7 @@ BatonError ends a command with one line that names options as users wrote them.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,10 +16,11 @@ import typer.core
 from typer import BadParameter
 
 from baton.api.errors import BatonError
-from baton.cli.config_file import flag_of, place_of, variable_of
-from baton.cli.declared import EXIT_USAGE, with_declared_options
+from baton.cli.config_file import flag_of, place_of
+from baton.cli.declared import with_declared_options
 from baton.cli.errors import CommandError
 from baton.processes.child_processes import ENVIRONMENT_PREFIX
+from baton.version import __version__
 
 EPILOG = (
     "Every option can be given as an environment variable, too: --max-model-len as "
@@ -61,6 +63,45 @@ class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-
         return text.replace(_HYPHEN, "-")
 
 
+# Click's class, or that of Typer's own copy of Click, by Typer's release.
+_UsageError: Any = BadParameter.__base__
+
+
+class OneLineUsageError(BadParameter):
+    """A mistake on a command line, shown in one line like all other errors."""
+
+    def show(self, file: Any = None) -> None:
+        """Print the line."""
+        from baton.processes.process import print_error  # here, since only errors need it
+
+        print_error(self.message)
+
+
+def _usage_line(error: Any, ctx: Any) -> str:
+    """Return one line that names the mistake and the remedy.
+
+    Args:
+        error: one of Click's usage errors.
+        ctx: context of the command.
+    """
+    command = ctx.command_path
+    if wrong := getattr(error, "option_name", "") if hasattr(error, "possibilities") else "":
+        near = difflib.get_close_matches(wrong, error.possibilities or (), 1)
+        remedy = f"is it {near[0]}?" if near else f"see {command} --help"
+        return f"{wrong}: {command} of Baton {__version__} has no such option; {remedy}"
+    param = getattr(error, "param", None)
+    if param is None:
+        return f"{error.format_message()} (see {command} --help)"
+    name = param.name or ""
+    is_option = isinstance(param, typer.core.TyperOption)
+    shown = (place_of(ctx, name) or flag_of(name)) if is_option else name.upper()
+    if not error.message:  # nothing was given
+        wanted = (getattr(param, "help", "") or "").rstrip(".")
+        return f"{shown}: must be given: {wanted[:1].lower()}{wanted[1:]} (see {command} --help)"
+    why = error.message.removeprefix("Value error, ").replace("Input should", "must", 1)
+    return f"{shown}: {why.partition(', unable to parse')[0]}"
+
+
 class _Context(typer.Context):
     formatter_class = _HelpFormatter
 
@@ -84,12 +125,8 @@ class _Command(typer.core.TyperCommand):
             return super().parse_args(ctx, args)
         except CommandError as error:  # from a file, and names the place in it
             self._end(error, error.exit_code)
-        except BadParameter as error:
-            name = getattr(error.param, "name", None) or ""
-            if place_of(ctx, name) != (variable := variable_of(name)):
-                raise  # on the command line: Typer shows the usage
-            why = error.message.removeprefix("Value error, ").replace("Input should", "must", 1)
-            self._end(f"{variable}: {why}", EXIT_USAGE)
+        except _UsageError as error:
+            raise OneLineUsageError(_usage_line(error, ctx), ctx) from error
 
     def invoke(self, ctx: Any) -> Any:
         return self.run_guarded(ctx, super().invoke)
@@ -128,6 +165,27 @@ class CommandGroup(typer.core.TyperGroup):
     def __init__(self, **settings: Any) -> None:
         settings["context_settings"] = _HELP_SETTINGS | (settings.get("context_settings") or {})
         super().__init__(**settings)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            word = args[0]
+            if word.startswith("-"):
+                raise OneLineUsageError(_usage_line(error, ctx), ctx) from error
+            near = difflib.get_close_matches(word, self.list_commands(ctx), 1)
+            remedy = f"is it {near[0]}?" if near else f"see {ctx.command_path} --help"
+            text = f"{word}: Baton {__version__} has no such command; {remedy}"
+            raise OneLineUsageError(text, ctx) from error
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_call = bool(args)
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            if not is_call:
+                raise  # shows the help
+            raise OneLineUsageError(_usage_line(error, ctx), ctx) from error
 
     def summaries(self, ctx: Any) -> list[tuple[str, str]]:
         """Return (name, first line of help) of each command."""

@@ -22,7 +22,7 @@ from baton.access.api_keys import (
     read_keys,
 )
 from baton.api.bounded_files import read_text
-from baton.api.errors import BatonError, ConfigError
+from baton.api.errors import BatonError, ConfigError, reason_of
 from baton.cli.admin.output import escape, make_table
 from baton.cli.command_line import CommandLine
 from baton.processes.process import print_error
@@ -91,7 +91,7 @@ def convert(file: Annotated[Path, typer.Argument(help="A file of name:key lines.
         print_error(f"{file}: {error}")
         raise typer.Exit(1) from None
     except (OSError, ValueError) as error:
-        print_error(f"cannot read {file} ({error})")
+        print_error(f"cannot read {file} ({reason_of(error)})")
         raise typer.Exit(1) from None
     typer.echo(text, nl=False)
     for name in short:
@@ -128,7 +128,7 @@ def _append(path: Path, entry: str) -> None:
     except ConfigError as error:
         raise ConfigError(f"file: {path}: {error}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"file: cannot write to {path} ({error})") from error
+        raise ConfigError(f"file: cannot write to {path} ({reason_of(error)})") from error
 
 
 def _cells(key: ApiKey) -> tuple[str, ...]:

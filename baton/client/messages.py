@@ -39,6 +39,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 RESUME_WITHIN_S = 10.0
 _RESUME_PAUSE_S = 0.25
 API_KEY_VARIABLE = "BATON_API_KEY"
+NOBODY_LISTENS = "is it up? (baton up starts one)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ def error_of(error: grpc.RpcError, address: str, why: str = "") -> BatonError:
         return InvalidRequestError(field, problem)
     if code is grpc.StatusCode.UNAVAILABLE:
         if is_unreachable(error):
-            details = f"the router at {address} cannot be reached{': ' if why else ''}{why}"
+            details = f"the router at {address} cannot be reached: {why or NOBODY_LISTENS}"
         return NodeUnavailableError(details)
     kinds: dict[grpc.StatusCode, type[BatonError]] = {
         grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,

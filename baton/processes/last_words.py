@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 _READ_BYTES = 64 * 1024
-_SHOWN_CHARS = 300
+_SHOWN_CHARS = 1000
 _ERROR = "error: "  # as `print_error` begins
 _NO_MEMORY = re.compile(r"MemoryError|bad_alloc|out of memory|can't allocate memory", re.IGNORECASE)
 _WRITTEN_BY_PYTHON = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b.*")

@@ -30,7 +30,9 @@ class UpOptions:
     """The deployment to start; see `baton up`.
 
     Attributes:
+        decode_args: additional arguments of decode nodes.
         cores: divided between the nodes, the router is on all of them; none: those of this process.
+        lend_cores: whether nodes compute on each other's idle cores.
     """
 
     model: str
@@ -38,9 +40,11 @@ class UpOptions:
     num_decode: int = 1
     router_args: tuple[str, ...] = ()
     node_args: tuple[str, ...] = ()
+    decode_args: tuple[str, ...] = ()
     admin_token: str = field(default="", repr=False)
     can_inject: bool = False
     cores: tuple[int, ...] = ()
+    lend_cores: bool = False
 
 
 class Site:
@@ -170,7 +174,9 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
             num_decode=options.num_decode,
             router_args=options.router_args,
             node_args=(*options.node_args, *faults),
+            decode_args=options.decode_args,
             admin_token=options.admin_token,
+            lend_cores=options.lend_cores,
         )
         deployment = LocalDeployment(config, _tell_of_build)
         await asyncio.to_thread(_enter_on, deployment, options.cores)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.api.bounded_files import MAX_DATA_BYTES, parse_json, read_text, refuse_devices
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, reason_of
 from loadtest.load.prompts import Message
 
 # The first of these that an object has is its prompt, and how long its answer is to be.
@@ -63,7 +63,7 @@ def read_dataset(path: Path) -> list[Conversation]:
     try:
         text = read_text(path, MAX_DATA_BYTES)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"dataset: {path} cannot be read: {error}") from error
+        raise ConfigError(f"dataset: {path} cannot be read: {reason_of(error)}") from error
     found = []
     for where, entry in _entries(path, text):
         try:

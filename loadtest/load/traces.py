@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.api.bounded_files import MAX_DATA_BYTES, parse_json, read_text, refuse_devices
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, reason_of
 
 BLOCK_TOKENS = 512
 _MOST = 1e15
@@ -34,7 +34,7 @@ class TraceRequest:
         input_length: tokens of the prompt, at least 1.
         output_length: tokens to be generated, at least 1.
         hash_ids: one for each started block of 512 prompt tokens.
-        session: of made-up traces, whose turn it is; files do not say it.
+        session: conversation that the request belongs to, in made-up traces; files have none.
     """
 
     timestamp_ms: int
@@ -77,7 +77,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
     except OSError as error:
         raise ConfigError(f"trace: {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"trace: {path} cannot be read: {error}") from error
+        raise ConfigError(f"trace: {path} cannot be read: {reason_of(error)}") from error
     next_id = -1
     for number, line in enumerate(lines, start=1):
         if not line.strip():

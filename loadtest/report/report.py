@@ -39,8 +39,8 @@ def print_summary(result: RunResult, console: Console) -> None:
         parts.append(f"{sum(summary.errors.values())} failed")
     console.print(f"{', '.join(parts)}; measured from {begin_s:.1f} s to {end_s:.1f} s")
     console.print(
-        f"throughput: {summary.requests_per_s:.2f} requests/s of {summary.asked_per_s:.2f} asked "
-        f"for, {summary.output_tokens_per_s:.0f} output tokens/s, "
+        f"throughput: {summary.requests_per_s:.2f} of {summary.asked_per_s:.2f} requests/s, "
+        f"{summary.output_tokens_per_s:.0f} output and "
         f"{summary.prompt_tokens_per_s:.0f} prompt tokens/s"
     )
     if summary.goodput_per_s is not None:
@@ -57,7 +57,7 @@ def print_summary(result: RunResult, console: Console) -> None:
     if summary.receipts is not None:
         console.print(_receipt_line(summary.receipts))
     console.print(_token_line(summary))
-    console.print(f"{summary.cache.line()}; seed {result.plan.seed}")
+    console.print(f"{summary.cache.line()}\nseed: {result.plan.seed}")
     warning = summary.cache.warning()
     if warning:
         console.print(f"warning: {warning}", style="red", soft_wrap=True)

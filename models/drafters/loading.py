@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.api.errors import ModelLoadError
+from baton.api.errors import ModelLoadError, reason_of
 from models.decoder import DecoderForCausalLM
 from models.fields import Fields
 from models.loading.loader import WeightPacker
@@ -67,7 +67,7 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise all kinds
-        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
+        raise ModelLoadError(f"{path}: cannot be read: {reason_of(error)}") from error
     if not isinstance(content, Mapping):
         raise ModelLoadError(f"{path}: is no table of tensors")
     return {

@@ -17,7 +17,7 @@ import secrets
 from pathlib import Path
 
 from baton.access.identity import Principal
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,9 @@ def read_secret(path: str) -> bytes:
         with Path(path).open("rb") as file:
             secret = file.read(_MAX_SECRET_BYTES + 1).strip()
     except OSError as error:
-        raise ConfigError(f"cache_salt_secret_file: cannot read {path} ({error})") from error
+        raise ConfigError(
+            f"cache_salt_secret_file: cannot read {path} ({reason_of(error)})"
+        ) from error
     if len(secret) > _MAX_SECRET_BYTES:
         raise ConfigError(f"cache_salt_secret_file: {path} has more than {_MAX_SECRET_BYTES} bytes")
     if len(secret) < MIN_SECRET_BYTES:

@@ -16,9 +16,10 @@ import pytest
 from rich.console import Console
 
 from baton.checkpoint.gguf.folder import folder_of_gguf
+from baton.checkpoint.packaged_model import SMOLLM2
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
-from examples.demo import NAME, PACKAGE, SHA256, fetch_model
+from examples.demo import fetch_model
 from tests.clients.environments import installed_version, interpreter
 from tests.clients.table import CLIENTS, Client
 from tests.fakes.waiting import wait_until
@@ -35,13 +36,13 @@ WRONG = {"internal", "unknown", "unavailable", "data_loss"}
 @pytest.fixture(scope="module")
 def system() -> Iterator[LocalDeployment]:
     """A router, a prefill node and a decode node; every prompt is handed over."""
-    model = fetch_model(Console(), PACKAGE, SHA256)
-    assert model is not None, f"{PACKAGE} cannot be had"
+    model = fetch_model(Console(), SMOLLM2)
+    assert model is not None, f"{SMOLLM2.requirement} cannot be had"
     config = LocalDeploymentConfig(
         model=model,
         listen=free_address(),
         http_listen=free_address(),
-        router_args=["--no-local-prefill", "--served-model-name", NAME],
+        router_args=["--no-local-prefill", "--served-model-name", SMOLLM2.name],
         node_args=["--kv-cache-memory", "512M", "--long-prefill-token-threshold", "256"],
         decode_args=["--local-prefill-threshold", "0"],
     )
@@ -57,7 +58,7 @@ def test_client(system: LocalDeployment, client: Client) -> None:
     before = requests_by_outcome(system)
     done = subprocess.run(
         [
-            str(python), str(client.script), "--model", NAME,
+            str(python), str(client.script), "--model", SMOLLM2.name,
             "--http", system.config.http_listen, "--grpc", system.config.listen,
             "--tokenizer", str(folder_of_gguf(Path(system.config.model))),
         ],

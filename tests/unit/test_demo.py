@@ -13,10 +13,11 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
+from baton.checkpoint.packaged_model import PackagedModel
+
 pytestmark = pytest.mark.medium
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = "tiny-model==1.0"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,10 @@ def put(shelf: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def tiny(digest: str) -> PackagedModel:
+    return PackagedModel(name="Tiny", requirement="tiny-model==1.0", sha256=digest, size_mb=1)
+
+
 def console(width: int = 200) -> tuple[Console, io.StringIO]:
     shown = io.StringIO()
     return Console(file=shown, width=width, highlight=False), shown
@@ -67,18 +72,18 @@ def test_the_model_is_fetched_once_and_without_what_it_depends_on(
 ) -> None:
     digest = put(shelf)
     out, shown = console()
-    found = demo.fetch_model(out, PACKAGE, digest)
+    found = demo.fetch_model(out, tiny(digest))
     assert Path(found).read_text(encoding="utf-8") == "GGUF"
     assert Path(found).is_relative_to(tmp_path / "cache" / "packages")
     for path in shelf.iterdir():
         path.unlink()
-    assert demo.fetch_model(out, PACKAGE, digest) == found
+    assert demo.fetch_model(out, tiny(digest)) == found
     assert shown.getvalue() == ""
 
 
 def test_where_it_cannot_be_had_one_line_says_so(demo: ModuleType, shelf: Path) -> None:
     out, shown = console()
-    assert demo.fetch_model(out, PACKAGE, "0" * 64) is None
+    assert demo.fetch_model(out, tiny("0" * 64)) is None
     assert shown.getvalue().count("\n") == 1
     assert shown.getvalue().startswith("tiny-model==1.0 cannot be had (")
     assert shown.getvalue().endswith("): a toy model writes instead.\n")
@@ -87,7 +92,7 @@ def test_where_it_cannot_be_had_one_line_says_so(demo: ModuleType, shelf: Path) 
 def test_another_file_under_its_name_is_not_taken(demo: ModuleType, shelf: Path) -> None:
     put(shelf)
     out, shown = console()
-    assert demo.fetch_model(out, PACKAGE, "0" * 64) is None
+    assert demo.fetch_model(out, tiny("0" * 64)) is None
     assert shown.getvalue().count("\n") == 1
 
 

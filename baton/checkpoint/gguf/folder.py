@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from baton.api.errors import ModelLoadError
+from baton.api.errors import ModelLoadError, reason_of
 from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
 from baton.checkpoint.gguf.config import config_of, generation_config_of
 from baton.checkpoint.gguf.file import GgufFile
@@ -44,7 +44,8 @@ def folder_of_gguf(path: Path) -> Path:
     except CacheFolderError as error:
         raise ModelLoadError(f"{path}: {error}") from error
     except OSError as error:
-        problem = f"its model folder cannot be written: {error} (BATON_CACHE says where it goes)"
+        why = reason_of(error)
+        problem = f"its model folder cannot be written: {why} (BATON_CACHE says where it goes)"
         raise ModelLoadError(f"{path}: {problem}") from error
     return folder
 

@@ -121,7 +121,8 @@ class AdminError(CommandError):
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.DEADLINE_EXCEEDED,
         ):
-            why = why_refused(router, access.tls) or code.name
+            is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED
+            why = why_refused(router, access.tls) or (code.name if is_late else "is it up?")
             return cls(f"router: {router} cannot be reached ({why})")
         return cls(details or code.name)
 

@@ -134,6 +134,9 @@ def _client_options(tls: TlsOptions) -> str:
 
 def wait_ready(deployment: LocalDeployment, console: Console, timeout_s: float) -> None:
     """Wait for all nodes, showing their states; raises BatonError."""
+    if not console.is_terminal:  # the table comes at the end
+        names = ", ".join(child.name for child in deployment.children)
+        _say(console, f"starting {names}")
     with Live(_table(deployment.children), console=console, transient=False) as live:
         try:
             deployment.wait_ready(timeout_s, lambda children: live.update(_table(children)))

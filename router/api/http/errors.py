@@ -197,10 +197,20 @@ async def error_middleware(request: web.Request, handler: Handler) -> Any:
         return error_response(request, known_error(error))
 
 
+def _advice_for(path: str) -> str:
+    """Return what a client with a wrong base URL should change; empty: nothing is known."""
+    if path.startswith("/v1/v1/"):
+        return "; /v1 stands twice, the client adds one to its base URL"
+    if path.startswith("/v1/"):
+        return ""
+    return "; the API is below /v1, as in the base URL http://HOST:PORT/v1"
+
+
 def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
     """Convert aiohttp's own errors: unknown path, wrong method, body too large."""
     if isinstance(error, web.HTTPNotFound):
-        return ApiError(404, f"path: {request.path} does not exist", code="unknown_url")
+        problem = f"path: {request.path} does not exist{_advice_for(request.path)}"
+        return ApiError(404, problem, code="unknown_url")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = " or ".join(sorted(error.allowed_methods - {hdrs.METH_HEAD}))
         return ApiError(405, f"method: {request.path} takes {allowed}, got {request.method}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -101,7 +103,8 @@ class StatusPage:
 
     async def show_all(self, request: web.Request) -> web.Response:
         """Return the page of the whole router."""
-        return self._html("ui.html.j2", **await self._state())
+        first = first_conversation(request, self._model)
+        return self._html("ui.html.j2", first=first, **await self._state())
 
     async def show_request(self, request: web.Request) -> web.Response:
         """Return the page of a recent request; raises NotFoundError."""
@@ -179,6 +182,33 @@ class StatusPage:
             values = [float(getattr(interval, name)) for interval in intervals]
             series.append((title, values[-1] if values else 0.0, values))
         return series
+
+
+@dataclass(frozen=True, slots=True)
+class FirstConversation:
+    """The way to a first answer, for a page without requests.
+
+    Attributes:
+        root: URL of this router, as its reader knows the router.
+        command: shell command that asks the model.
+        needs_key: whether the command takes an API key from the environment.
+    """
+
+    root: str
+    command: str
+    needs_key: bool
+
+
+def first_conversation(request: web.Request, model: str) -> FirstConversation:
+    """Return a command that asks this router's model."""
+    root = f"{request.scheme}://{request.host}"
+    needs_key = hdrs.AUTHORIZATION in request.headers  # the reader of the page had to bring one
+    body = {"model": model, "messages": [{"role": "user", "content": "Who are you?"}]}
+    lines = [f"curl {shlex.quote(f'{root}/v1/chat/completions')}"]
+    lines += ["-H 'Content-Type: application/json'"]
+    lines += ['-H "Authorization: Bearer $BATON_API_KEY"'] if needs_key else []
+    lines += [f"-d {shlex.quote(json.dumps(body))}"]
+    return FirstConversation(root, " \\\n  ".join(lines), needs_key)
 
 
 def _pairs(nodes: list[admin_pb2.NodeDescription]) -> list[tuple[str, admin_pb2.PeerDescription]]:

@@ -20,7 +20,8 @@ import pytest
 from rich.console import Console
 
 from baton.checkpoint.gguf.folder import folder_of_gguf
-from examples.demo import PACKAGE, SHA256, fetch_model
+from baton.checkpoint.packaged_model import SMOLLM2
+from examples.demo import fetch_model
 from tests.clients.agents.agents import AGENTS, Agent
 from tests.clients.agents.environments import command, npm
 from tests.clients.agents.recorder import Exchange
@@ -149,8 +150,8 @@ class Session:
 @pytest.mark.parametrize("num_prefill", [SPLIT, COLOCATED], ids=["split", "colocated"])
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 def test_a_session(agent: Agent, num_prefill: int, tmp_path: Path) -> None:
-    model = fetch_model(Console(), PACKAGE, SHA256)
-    assert model is not None, f"{PACKAGE} cannot be had"
+    model = fetch_model(Console(), SMOLLM2)
+    assert model is not None, f"{SMOLLM2.requirement} cannot be had"
     with ScriptedSystem(
         folder_of_gguf(Path(model)),
         tmp_path / "model",

@@ -20,6 +20,7 @@ from baton.cli.command_line import with_option_names
 from baton.version import __version__
 
 WIDTH = 80
+BATON = f"Baton {__version__}"
 ROOT: Any = typer.main.get_command(app)
 
 
@@ -177,7 +178,7 @@ def test_an_error_of_an_operators_command_names_its_option_too() -> None:
     """It said ``router: ...``."""
     code, _, errors = baton("admin", "nodes", "--router", "127.0.0.1:1")
     assert code == 1
-    assert errors == "error: --router: 127.0.0.1:1 cannot be reached (UNAVAILABLE)\n"
+    assert errors == "error: --router: 127.0.0.1:1 cannot be reached (is it up?)\n"
     code, _, errors = baton("admin", "nodes", "--tls-ca", "no such file")
     assert (code, errors.count("\n")) == (2, 1)
     assert errors.startswith("error: --tls-ca: ")
@@ -224,3 +225,24 @@ def test_who_asks_for_help_does_not_wait_for_what_the_commands_need() -> None:
         [sys.executable, "-c", SHOW_HELP, *EVERY], capture_output=True, text=True, check=True
     )
     assert HEAVY & set(done.stdout.split()) == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("up", "--model: must be given: model folder, GGUF file, or hub id (see baton up --help)"),
+        ("generate", "PROMPT: must be given: the text to complete (see baton generate --help)"),
+        ("up --modle x", f"--modle: baton up of {BATON} has no such option; is it --model?"),
+        ("up --warp 9", f"--warp: baton up of {BATON} has no such option; see baton up --help"),
+        ("--warp", f"--warp: baton of {BATON} has no such option; see baton --help"),
+        ("up --model x --decode two", "--decode: must be a valid integer"),
+        ("loadtest run --rate x", "--rate: must be a valid number"),
+        ("admin nods", f"nods: {BATON} has no such command; is it nodes?"),
+        ("serve --model x", f"serve: {BATON} has no such command; see baton --help"),
+        ("doctor x", "Got unexpected extra argument(s) (x) (see baton doctor --help)"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_with_a_remedy(words: str, line: str) -> None:
+    """Before, usage errors took four lines, and named neither the version nor a remedy."""
+    done = CliRunner().invoke(app, words.split(), prog_name="baton")
+    assert (done.exit_code, done.output) == (2, f"error: {line}\n")

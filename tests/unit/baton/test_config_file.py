@@ -116,7 +116,7 @@ def test_what_is_wrong_in_a_file_is_said_in_one_line(
     ("variable", "value", "problem"),
     [
         ("BATON_BLOCK_SIZE", "-1", "must be 0 or more, got -1"),
-        ("BATON_BLOCK_SIZE", "x", "must be a valid integer, unable to parse string as an integer"),
+        ("BATON_BLOCK_SIZE", "x", "must be a valid integer"),
         ("BATON_KV_CACHE_MEMORY", "much", "must be a number of bytes such as 512M or 2G, "
          "got 'much'"),
         ("BATON_LOG_LEVEL", "loud", "must be one of debug, info, warning, error, got 'loud'"),

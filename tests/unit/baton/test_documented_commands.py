@@ -88,7 +88,7 @@ def test_commands_are_found() -> None:
 
 def test_an_option_that_nobody_has_is_refused() -> None:
     for wrong in (["--guesses"], ["--node-args", "--guesses"]):
-        with pytest.raises(Exception, match="No such option"):
+        with pytest.raises(Exception, match="has no such option"):
             parse(["up", "--model", "M", *wrong])
 
 

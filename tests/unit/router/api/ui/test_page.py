@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
+import json
 import re
+import shlex
 
 import pytest
 from yarl import URL
@@ -38,7 +41,7 @@ def basic(key: str) -> dict[str, str]:
 async def test_it_shows_nodes_pairs_requests_and_the_life_of_one(scene: HttpScene) -> None:
     reply = scene.post(prompt="def add", max_tokens=9)
     command = await scene.command()
-    scene.pool.take(scene.decode.node, NodeBeat(num_running=1, num_free_blocks=4))
+    scene.pool.on_event(scene.decode.node, NodeBeat(num_running=1, num_free_blocks=4))
     shown = await page(scene)
     for words in ("d0", "p0", ">running<", "60%", "KV in use: 60%"):
         assert words in shown
@@ -63,12 +66,34 @@ async def test_it_says_why_it_is_not_ready_and_is_whole_without_nodes(scene: Htt
 
 
 @on_http()
+async def test_a_page_without_requests_has_a_command_that_works(scene: HttpScene) -> None:
+    found = re.search(r"<pre><code>(.*?)</code></pre>", await page(scene), re.DOTALL)
+    assert found is not None
+    words = shlex.split(html.unescape(found[1]).replace("\\\n", " "))
+    assert words[:2] == ["curl", f"{scene.url}/v1/chat/completions"]
+    assert words[2:4] == ["-H", "Content-Type: application/json"]
+    body = json.loads(words[words.index("-d") + 1])
+    async with scene.session.get(f"{scene.url}/v1/models") as response:
+        models = await response.json()
+    assert body["model"] == models["data"][0]["id"]
+    assert body["messages"][0]["role"] == "user"
+
+
+@on_http(access=Access(admin_token="right", node_token="node"))
+async def test_the_command_brings_a_key_where_the_reader_had_to(scene: HttpScene) -> None:
+    async with scene.session.get(scene.url + "/ui", headers=basic("right")) as response:
+        shown = html.unescape(await response.text())
+    assert '-H "Authorization: Bearer $BATON_API_KEY"' in shown
+    assert "right" not in shown
+
+
+@on_http()
 async def test_drains_lost_nodes_and_revisions_are_told(scene: HttpScene) -> None:
     HandNode(scene.pool, make_registration("p9", NodeRole.PREFILL, differs={"revision": "v2"}))
     lost = make_registration("d9", NodeRole.DECODE)
     scene.pool.lost_nodes.note_missing(lost)
     beat = NodeBeat(serving_state=ServingState.DRAINING, num_transfers=3)
-    scene.pool.take(scene.decode.node, beat)
+    scene.pool.on_event(scene.decode.node, beat)
     shown = await page(scene)
     for words in ("incomplete", "v2", "fell silent", "is draining", "3 transfers"):
         assert words in shown

@@ -1,0 +1,1 @@
+"""The quick benchmark: measures one system in two minutes and judges it in words."""

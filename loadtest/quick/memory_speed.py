@@ -1,0 +1,55 @@
+"""Memory speed: how many bytes per second this machine's cores read together.
+
+Decoding reads all weights for each token, so the speed of memory limits tokens per second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+_MOST_BYTES = 2**29  # of all buffers: more than caches hold
+_ROUNDS = 6
+
+
+def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTES) -> float:
+    """Measure the memory speed of these cores, which read at the same time.
+
+    Each core searches a buffer of its own for a byte that the buffer lacks; the C library's search
+    reads as fast as memory allows, and runs without the interpreter's lock. The best round counts:
+    other programs only make a round slower.
+
+    Args:
+        cores: none: those that this process may use.
+        total_bytes: size of all buffers together.
+    """
+    cores = list(cores) or sorted(os.sched_getaffinity(0))
+    size = total_bytes // len(cores)
+    begin = threading.Barrier(len(cores))
+    search = ctypes.CDLL(None).memchr
+    search.restype = ctypes.c_void_p
+    search.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+    def read(core: int) -> list[tuple[float, float]]:
+        os.sched_setaffinity(0, {core})  # of this thread
+        buffer = ctypes.create_string_buffer(size)
+        ctypes.memset(buffer, 1, size)  # otherwise all pages would be one page of zeros
+        times = []
+        for _ in range(_ROUNDS):
+            begin.wait()
+            started_at = time.perf_counter()
+            found = search(buffer, 2, size)
+            times.append((started_at, time.perf_counter()))
+            assert found is None, "the buffer has no such byte"
+        return times
+
+    with ThreadPoolExecutor(len(cores)) as pool:
+        rounds = list(zip(*pool.map(read, cores), strict=True))
+    seconds: list[float] = [
+        max(end for _, end in one) - min(begun for begun, _ in one) for one in rounds
+    ]
+    return size * len(cores) / min(seconds)
