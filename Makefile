@@ -42,11 +42,12 @@ demo: setup ## fetch a small model; start router, prefill and decode node; talk 
 # A third one on two cores gains nothing: what waits is made up for by tests that compute longer.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --durations 10 --numprocesses $(WORKERS) --dist worksteal
-# Those that failed, in new processes: $(call pytest_twice,PROGRAM,ARGUMENTS). What fails twice fails;
-# what did not is told, for somebody to ask why.
+# Run tests, and those that failed once more in new processes: $(call pytest_twice,PROGRAM,ARGUMENTS).
+# A test that fails twice fails. First failures are recorded; `python -m tools.second_tries show` counts them.
 define pytest_twice
 	@echo '$(1) $(2)'
 	@$(1) $(2) || { [ $$? = 1 ] && echo 'TRIED ONCE MORE, as what failed may wait for time or have met others here:' \
+		&& $(BIN)/python -m tools.second_tries note \
 		&& $(1) --last-failed --last-failed-no-failures none $(2); }
 endef
 # Tests of real processes mostly wait for them: more files at a time than there are cores.

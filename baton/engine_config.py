@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from baton.api.errors import ConfigError
-from baton.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
+from baton.kv.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
 from baton.options import check_limits, option, parse_bytes
 
 PREEMPTION = ("recompute", "hand-back")
@@ -370,16 +370,19 @@ class EngineConfig:
         )
 
 
+_MOST_CORES = 2**16  # more than any machine has; a larger number would take all memory
+
+
 def parse_cpu_list(text: str) -> frozenset[int]:
     """Return ``0-3,8`` as {0, 1, 2, 3, 8}; raises ConfigError."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
+        first, dash, last = part.partition("-")
         try:
-            span = range(int(first), int(last or first) + 1)
+            span = range(int(first), int(last if dash else first) + 1)
         except ValueError:
             span = range(0)
-        if not span:
+        if not span or span.stop > _MOST_CORES:
             raise ConfigError(f"cpu_list: must be cores such as 0-3,8, or numa, got {text!r}")
         cores.update(span)
     return frozenset(cores)

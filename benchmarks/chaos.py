@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.api.errors import BatonError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from chaos_load import BROKEN, CHUNK_TOKENS, Case, Load, make_cases
 from chaos_site import (

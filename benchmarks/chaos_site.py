@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 
 from baton.api.errors import BatonError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.processes.held_folder import abandoned_folders
 from baton.v1 import admin_pb2, admin_pb2_grpc

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import engine.worker.model_runner
+import engine.sampling.step_sampler
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest
@@ -90,7 +90,7 @@ class DecodeBench:
             (runner._context.backends[0], "plan", "plan"),
             (runner._model, "forward", "forward"),
             (runner._model, "compute_logits", "logits"),
-            (engine.worker.model_runner, "sample", "sample"),
+            (engine.sampling.step_sampler, "sample", "sample"),
         ):
             self.stopwatch.wrap(owner, function, part)
         self._draw = random.Random(0)

@@ -173,8 +173,8 @@ class FakeGPU:
 
     def _install(self) -> None:
         import baton_kernels
+        import engine.sampling.step_sampler
         import engine.worker.cuda_graphs
-        import engine.worker.model_runner
         from baton_kernels import dispatch
         from engine.sampling import device_sampling
 
@@ -198,7 +198,7 @@ class FakeGPU:
         Tensor.to, Tensor.copy_ = counted_to, counted_copy  # type: ignore
         Tensor.pin_memory = lambda tensor: tensor  # type: ignore
         # Kernels that do not run leave any number; token ids are used as indices.
-        for module in (engine.worker.model_runner, engine.worker.cuda_graphs):
+        for module in (engine.sampling.step_sampler, engine.worker.cuda_graphs):
             module.sample_on_device = (  # type: ignore[attr-defined]
                 lambda *tensors: _cleared(device_sampling.sample_on_device(*tensors))
             )

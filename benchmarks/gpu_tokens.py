@@ -137,7 +137,7 @@ def _split_completions(
     device: str, more_args: list[str], dtype: str = "float32"
 ) -> list[Completion]:
     from baton import Client
-    from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+    from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 
     if find_spec("nixl") is None:
         raise ModuleNotFoundError(name="nixl")

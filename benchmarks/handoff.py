@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from baton import Client, Receipt, SamplingParams
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.engine_config import EngineConfig
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from engine.core.request import Request
 from engine.engine import Engine

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton import Client, Receipt, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from environment import record_environment, summary, write_results
 

@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from baton import AsyncClient, Client, Receipt, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from environment import summary
 from kvconnector.block_digests import BlockDigests

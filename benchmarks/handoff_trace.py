@@ -25,8 +25,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from baton import Client, SamplingParams, local_deployment
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton import Client, SamplingParams
+from baton.deployment import local_deployment
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from engine.engine import Engine
 from environment import record_environment, write_results

@@ -30,7 +30,7 @@ import psutil
 from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from environment import record_environment, write_results
 from hostile_table import Shape, all_shapes
 

@@ -23,7 +23,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.serving.rpc import open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from environment import record_environment, write_results

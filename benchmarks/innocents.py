@@ -25,7 +25,7 @@ from rich.console import Console
 from baton import AsyncClient, BatonError, SamplingParams
 from baton.access.exposure import split_address
 from baton.api.errors import PoisonRequestError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from chaos import MODEL, NODE_ARGS
 from chaos_load import Case, Load, make_cases

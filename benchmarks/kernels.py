@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import baton_kernels as ops
-from baton.kv_layers import LatentKV, PagedKV
+from baton.kv.layers import LatentKV, PagedKV
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata, as_keys_and_values
 from baton_kernels.attention.cpu import CpuAttention
 from baton_kernels.attention.native import NativeAttention

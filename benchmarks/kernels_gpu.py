@@ -38,7 +38,6 @@ interpret_without_gpu()
 from triton import TritonError  # noqa: E402
 
 from baton_kernels import reference  # noqa: E402
-from baton_kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks  # noqa: E402
 from baton_kernels.triton.norm import add_rms_norm  # noqa: E402
 from baton_kernels.triton.norm_rotary_store import norm_rotary_store  # noqa: E402
 from baton_kernels.triton.sampling.tokens import sample_tokens  # noqa: E402
@@ -170,25 +169,9 @@ def stream(sizes: Sizes) -> Iterator[Row]:
     width = max(sizes.hidden_size, sizes.intermediate_size // 3)
     num_tokens = sizes.stream_bytes // (width * sizes.dtype.itemsize)
     step = Step.of(sizes, num_tokens)
-    for name, (call, moved) in {**kernels_of(step, sizes), **_moves(sizes)}.items():
+    for name, (call, moved) in kernels_of(step, sizes).items():
         found = gb_per_s(moved, median_us([call], sizes.device))
         yield {"part": "stream", "what": name, "GB/s": found, "of copy": found / copied}
-
-
-def _moves(sizes: Sizes) -> dict[str, tuple[Callable[[], object], int]]:
-    """Half the blocks of a cache, at random places, of 64 KiB each (4 KiB in the dry run)."""
-    words = 2**14 if sizes.stream_bytes > 2**20 else 2**8
-    num_blocks = 2 * max(sizes.stream_bytes // (4 * words), 2)
-    cache = torch.zeros(num_blocks, words, dtype=torch.int32, device=sizes.device)
-    ids = torch.randperm(num_blocks, device=sizes.device)
-    source, target = ids[: num_blocks // 2].contiguous(), ids[num_blocks // 2 :].contiguous()
-    buffer = torch.zeros(len(source), words, dtype=torch.int32, device=sizes.device)
-    moved = 2 * num_bytes(buffer)
-    return {
-        "copy_blocks": (lambda: copy_blocks(cache, source, target), moved),
-        "gather_blocks": (lambda: gather_blocks(cache, source, buffer), moved),
-        "scatter_blocks": (lambda: scatter_blocks(buffer, cache, target), moved),
-    }
 
 
 def launch(sizes: Sizes) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from environment import record_environment, write_results
 from handoff_modes import (

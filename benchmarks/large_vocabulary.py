@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 
 from baton import AsyncClient, SamplingParams, StructuredOutput
 from baton.api.errors import BatonError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from environment import record_environment, write_results
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from baton.checkpoint.gguf.folder import folder_of_gguf
 from baton.checkpoint.packaged_model import SMOLLM2
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from environment import record_environment, write_results
 from examples.demo import fetch_model

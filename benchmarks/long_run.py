@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from baton.local_deployment import LocalDeployment
+from baton.deployment.local_deployment import LocalDeployment
 from chaos_load import BROKEN, Load, make_cases
 from chaos_site import DEMO_MODEL, Site, demo_deployment, wait_until_free
 from environment import record_environment, write_results

@@ -22,7 +22,7 @@ from typing import Any
 
 from baton.api.outputs import RequestDelta, TokenLogprobs
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
-from baton.block_hash import shorten
+from baton.kv.block_hash import shorten
 from baton.link.node_end import NodeEnd
 from baton.link.words import KVCacheEvents, NodeRole, RequestView, StepDeltas
 from baton.text.stop_strings import StopStrings

@@ -188,7 +188,7 @@ def measure_handovers() -> dict[str, dict[str, float]]:
     """{shapes: medians of exposed transfer in ms, and descriptors per block and pair of ranks}."""
     from baton import Client, SamplingParams
     from baton.api.outputs import PushReceipt
-    from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+    from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     pushes: dict[tuple[str, str], list[PushReceipt]] = {}

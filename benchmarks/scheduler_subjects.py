@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import BlockHasher
+from baton.kv.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.request import Request

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from environment import record_environment, write_results
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from baton.local_deployment import LocalDeployment
+from baton.deployment.local_deployment import LocalDeployment
 from chaos_load import CHUNK_TOKENS, Case, Load, make_cases
 from chaos_site import DEMO_MODEL, Site, demo_deployment, wait_until_free
 from environment import record_environment, write_results

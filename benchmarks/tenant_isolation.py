@@ -24,7 +24,7 @@ from pathlib import Path
 
 from baton import Client, SamplingParams
 from baton.access.api_keys import draw_key, entry_text
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from environment import record_environment, write_results
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from baton.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash
 from engine.core.kv_cache_manager import GrantedBlocks
 from engine.core.request import Request, RequestStatus
 from engine.engine import Engine

@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from baton.api.errors import BatonError, InvalidRequestError, TransferError, status_name
+from baton.api.errors import BatonError, InvalidRequestError, status_name
 from baton.api.outputs import DecodeReceipt
 from baton.link.words import (
     AbortAll,
-    CancelCommand,
     DecodeCommand,
     NodeBeat,
     NodeEvent,
-    PeerReport,
-    PeerUpdate,
-    RequestDelta,
-    RequestError,
     RequestView,
     RouterCommand,
-    failed_delta,
 )
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
@@ -43,13 +36,12 @@ from engine.engine import Engine
 from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
-from node_runtime.ledger import take_ledger
+from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.request_view import ids_of, view_request
+from node_runtime.operator_views import ids_of, take_ledger, view_request
 
 logger = logging.getLogger(__name__)
 
-EXPIRY_INTERVAL_S = 0.1
 DEFAULT_OPTIONS = DecodeOptions()
 
 
@@ -90,21 +82,18 @@ class DecodeNode:
         self.reservations = Reservations(engine, receiver, options, clock)
         self._clock = clock
         self._spans = spans
-        self._emit = emit
         self._options = options
-        self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (arrival, command)
+        self._inbox, self._outbox = Inbox(DecodeCommand, clock), Outbox(emit)
         self._jobs: dict[str, _Job] = {}
-        self._deltas: list[RequestDelta] = []
-        self._expire_at = 0.0
         self._prefill_nodes = set[str]()  # engine ids of those that are connected
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
-        self._inbox.append((self._clock(), command))
+        self._inbox.put(command)
 
     def step(self) -> bool:
         """Run one round; return whether there is more to do at once."""
-        self._take_inbox()
+        self._inbox.hand_over(self, self._outbox)
         for event in self.receiver.poll():
             self._settle(event)
         self.reservations.grant_waiting()
@@ -117,15 +106,8 @@ class DecodeNode:
         self.reservations.tick()
         self.reservations.grant_waiting()  # with blocks that this step freed
         self.receiver.expect(self.reservations.has_open)
-        if self._deltas:
-            self._emit(tuple(self._deltas))
-            self._deltas.clear()
-        # Not `has_work`: asking again at once does not help requests that wait for blocks, unless a
-        # step has ended.
-        has_ended = bool(result.scheduled.scheduled)
-        busy = scheduled.scheduled or has_ended or self.engine.step_in_flight
-        busy = busy or self.engine.awaits_masks  # threads that compute masks do not wake this one
-        return bool(busy or self._inbox)
+        self._outbox.flush()
+        return bool(is_busy(self.engine, scheduled, result) or self._inbox)
 
     # ------------------------------------------------------------------ what operators see
 
@@ -167,29 +149,29 @@ class DecodeNode:
 
     # ------------------------------------------------------------------ commands
 
-    def _take_inbox(self) -> None:
-        while self._inbox:
-            received_at, command = self._inbox.popleft()
-            match command:
-                case DecodeCommand():
-                    self._park(command, received_at)
-                case CancelCommand():
-                    job = self._jobs.get(command.request_id)
-                    if job is not None and job.command.epoch == command.epoch:
-                        self._end(command.request_id)
-                case PeerUpdate(removed=True):
-                    self.note_prefill_node(command.engine_id, is_connected=False)
-                    for reservation in self.reservations.lose_peer(command.engine_id):
-                        self._fail(reservation, "UNAVAILABLE", "its prefill node is gone")
-                case PeerUpdate():
-                    self._connect(command)
-                case AbortAll():
-                    for request_id in filter(command.concerns, list(self._jobs)):
-                        self._end(request_id)
-                case _:
-                    logger.warning("a decode node takes no %s", type(command).__name__)
+    def cancel_job(self, request_id: str, epoch: int) -> None:
+        """End this attempt of a request, if it is open."""
+        job = self._jobs.get(request_id)
+        if job is not None and job.command.epoch == epoch:
+            self._end(request_id)
 
-    def _park(self, command: DecodeCommand, received_at: float) -> None:
+    def abort_jobs(self, abort: AbortAll) -> None:
+        """End all requests that the abort concerns."""
+        for request_id in filter(abort.concerns, list(self._jobs)):
+            self._end(request_id)
+
+    def connect_peer(self, peer: PeerInfo) -> None:
+        """Connect to a prefill node; raises TransferError."""
+        self.reservations.add_peer(peer)
+
+    def remove_peer(self, engine_id: str) -> None:
+        """Fail the requests of a prefill node that has gone."""
+        self.note_prefill_node(engine_id, is_connected=False)
+        for reservation in self.reservations.lose_peer(engine_id):
+            self._fail(reservation, "UNAVAILABLE", "its prefill node is gone")
+
+    def start_job(self, command: DecodeCommand, received_at: float) -> None:
+        """Park a request until its KV is here, or compute its prompt here."""
         if command.request_id in self._jobs:
             self._end(command.request_id)
         engine = self.engine
@@ -223,8 +205,7 @@ class DecodeNode:
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, error: BatonError) -> None:
-        told = RequestError(status_name(error), str(error))
-        self._deltas.append(failed_delta(command.request_id, command.epoch, told))
+        self._outbox.fail(command.request_id, command.epoch, status_name(error), str(error))
 
     def note_prefill_node(self, engine_id: str, *, is_connected: bool) -> None:
         """Bound steps with prompts while another node could compute prompts.
@@ -237,23 +218,15 @@ class DecodeNode:
         if limit and has_any != had_any:
             self.engine.limit_stretch(limit if has_any else None)
 
-    def _connect(self, update: PeerUpdate) -> None:
-        try:
-            peer = PeerInfo.decode(update.peer_info, engine_id=update.engine_id)
-            self.reservations.add_peer(peer)
-        except TransferError as error:
-            self._emit(PeerReport(update.engine_id, False, problem=str(error)))
-
     # ------------------------------------------------------------------ results
 
     def _settle(self, event: TransferEvent) -> None:
         if event.kind is TransferEventKind.PEER_CONNECTED:
             self.note_prefill_node(event.engine_id, is_connected=True)
-            rate = event.bandwidth_bytes_per_s
-            self._emit(PeerReport(event.engine_id, True, event.transport, "", rate))
+            self._outbox.report_peer(event)
         elif event.kind is TransferEventKind.PEER_FAILED:
             self.note_prefill_node(event.engine_id, is_connected=False)
-            self._emit(PeerReport(event.engine_id, False, problem=event.reason))
+            self._outbox.report_peer(event)
             for lost in self.reservations.end_all_of(event.engine_id):
                 self._fail(lost, "UNAVAILABLE", "its prefill node cannot be reached")
         elif event.kind is TransferEventKind.PEER_DRAINED:
@@ -287,7 +260,7 @@ class DecodeNode:
                     extra=ids_of(job.command),
                 )
                 output = msgspec.structs.replace(output, decode=receipt)
-            self._deltas.append(output)
+            self._outbox.put(output)
 
     def _end_failed(self) -> None:
         """End requests that the engine cannot continue."""
@@ -308,8 +281,7 @@ class DecodeNode:
         job = self._drop_job(request_id, reason)
         ids = ids_of(job.command) if job is not None else {"request_id": request_id}
         logger.debug("%s: %s", code, reason, extra=ids)
-        error = RequestError(code, f"decode: {reason}")
-        self._deltas.append(failed_delta(request_id, reservation.epoch, error))
+        self._outbox.fail(request_id, reservation.epoch, code, f"decode: {reason}")
 
     def _drop_job(
         self, request_id: str, error: str = "", receipt: DecodeReceipt | None = None
@@ -348,9 +320,8 @@ class DecodeNode:
 
     def _expire(self) -> None:
         now = self._clock()
-        if now < self._expire_at:
+        if not self._inbox.is_expiry_due(now):
             return
-        self._expire_at = now + EXPIRY_INTERVAL_S
         for job in list(self._jobs.values()):
             if now - job.reservation.parked_at > job.command.timeout_s:
                 self._end(job.command.request_id, "deadline passed")

@@ -13,11 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from baton.api.errors import BatonError
-from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import BlockHash, BlockHasher, cache_namespace
 from baton.engine_config import EngineConfig
-from baton.kv_manifest import KVKind
+from baton.kv.block_hash import BlockHash, BlockHasher, cache_namespace
 from baton.text.grammar_trials import EarlyGrammars
 from engine.core.drafts import ALL, is_drafted_for
 from engine.core.grammar import GrammarState
@@ -31,8 +29,8 @@ from engine.executors.base import Executor, PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
 from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
+from engine.step_figures import StepFigures
 from engine.step_stretch import StepStretch
-from models.work import model_work
 
 # Of the most prompt tokens beside decodes: so many are computed although a step becomes too long.
 # Each step reads all weights, so that fewer tokens would be paid for several times.
@@ -53,7 +51,6 @@ class Engine:
         dtype: name of the weights' dtype.
         max_model_len: most tokens of one request.
         eos_token_ids: tokens that end an output unless a request ignores them.
-        num_steps: steps that computed something and have ended, since the start.
         last_scheduled: the step computed last or now, for reports of a failure.
         compatibility: properties that KV depends on, as `cache_namespace` takes them.
     """
@@ -104,7 +101,7 @@ class Engine:
             hasher=_hasher(config, self.compatibility) if config.prefix_cache else None,
         )
         self.block_pool = kv_cache_manager.block_pool
-        self._masks, self._made_at = MaskThreads(), time.monotonic()
+        self._masks = MaskThreads()
         self._speculation = make_speculation(config, self.model_config.vocab_size)
         self._scheduler = Scheduler(
             kv_cache_manager,
@@ -116,22 +113,10 @@ class Engine:
             drafting=self._speculation,
             masks=self._masks,
         )
-        self._has_prefix_cache = config.prefix_cache
         self._grammars = GrammarCompiler(
             model_folder, self.model_config.vocab_size, self.eos_token_ids, grammars
         )
-        self._work = model_work(
-            self.model_config,
-            dtype=self.dtype,
-            weights=config.weights,
-            kv_cache_dtype="fp8" if self.kv_memory.dtype.startswith("fp8") else "auto",
-        )
-        self._scheduler.counters.attended_layers = tuple(
-            (group.window or None, len(group.layers))
-            for group in self.kv_memory.manifest.groups
-            if group.kind is not KVKind.STATE
-        )
-        self.num_steps = 0
+        self._figures = StepFigures(self._scheduler, executor)
         self.last_scheduled: SchedulerOutput | None = None
         self._in_flight: _StepInFlight | None = None
         self._busy_until = 0.0  # when the device finished the previous step
@@ -361,18 +346,13 @@ class Engine:
         output = pending.wait()
         # A step that was launched ahead has waited for the previous step.
         computed_s = output.ended_at - max(output.started_at, self._busy_until)
-        self._scheduler.counters.forward_s += computed_s
         if self._speculation is not None:
             seconds = output.ended_at - self._busy_until
             self._speculation.note_step(scheduled, seconds, output.drafting_s)
         self._busy_until = output.ended_at
         if self._stretch is not None and scheduled.decodes and not scheduled.has_drafts:
             self._stretch.note_step(scheduled.num_prompt_tokens, computed_s)
-        self.num_steps += 1
-        counters, num_tokens = self._scheduler.counters, scheduled.num_scheduled_tokens
-        counters.note_step(num_tokens)
-        counters.note_work(scheduled)
-        counters.experts_read += self._work.expert_share(num_tokens)
+        self._figures.note_step(scheduled, computed_s)
         self._scheduler.fail_all(output.without_numbers)
         result = self._scheduler.update(scheduled, output)
         if self._speculation is not None:
@@ -386,50 +366,18 @@ class Engine:
         return self.executor.do_idle_work(self.block_pool.num_made)
 
     @property
+    def num_steps(self) -> int:
+        """Return how many steps have computed something and ended, since the start."""
+        return self._figures.num_steps
+
+    @property
     def step_in_flight(self) -> bool:
         """Return whether a step runs whose result is still to come; only with async scheduling."""
         return self._in_flight is not None
 
     def metrics(self) -> EngineMetrics:
         """Return the metrics; safe from any thread, even during a step."""
-        scheduler, counters, pool = self._scheduler, self._scheduler.counters, self.block_pool
-        running, waiting = scheduler.num_running, scheduler.num_waiting
-        looks_up, work = self._has_prefix_cache, self._work
-        return EngineMetrics(
-            steps_total=self.num_steps,
-            prompt_tokens_computed_total=counters.prompt_tokens_computed,
-            output_tokens_total=counters.output_tokens,
-            cached_prompt_tokens_total=counters.cached_prompt_tokens,
-            prefix_lookups_total=counters.prefix_lookups if looks_up else 0,
-            prefix_lookup_tokens_total=counters.prefix_lookup_tokens if looks_up else 0,
-            preemptions_total=scheduler.num_preemptions,
-            requests_finished_stop_total=counters.finished[FinishReason.STOP],
-            requests_finished_length_total=counters.finished[FinishReason.LENGTH],
-            requests_finished_abort_total=counters.finished[FinishReason.ABORT],
-            requests_running=running,
-            requests_waiting=waiting,
-            requests_parked=max(len(scheduler.requests) - running - waiting, 0),
-            blocks=self.num_blocks,
-            blocks_free=pool.num_free,
-            blocks_cached=pool.num_cached,
-            forward_seconds_total=counters.forward_s,
-            step_seconds_total=counters.step_s,
-            uptime_seconds=time.monotonic() - self._made_at,
-            blocks_evicted_total=pool.num_evicted,
-            received_prompt_tokens_total=counters.received_prompt_tokens,
-            step_tokens_total=counters.step_tokens,
-            steps_by_tokens=tuple(counters.steps_by_tokens),
-            model_flops_total=counters.step_tokens * work.token_flops
-            + counters.output_tokens * work.head_flops
-            + counters.attended * work.attended_flops,
-            weight_read_bytes_total=self.num_steps * work.weight_bytes
-            + counters.experts_read * work.expert_bytes,
-            kv_read_bytes_total=counters.kv_read * work.attended_bytes,
-            draft_steps_total=counters.draft_steps,
-            drafts_total=counters.drafts,
-            accepted_drafts_total=sum(counters.accepted_drafts_by_place),
-            accepted_drafts_by_place=tuple(counters.accepted_drafts_by_place),
-        )
+        return self._figures.metrics()
 
     def close(self) -> None:
         """Stop the workers; no further step can be executed. May be called twice."""

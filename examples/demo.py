@@ -30,8 +30,8 @@ from baton.api.printable import on_terminal
 from baton.checkpoint.packaged_model import SMOLLM2, PackagedModel, fetch_packaged_model
 from baton.cli.programs.run_up import wait_ready
 from baton.client.client import Prompt
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.kernel_library.state import BUILDING
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.telemetry.receipt_table import format_bytes
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from baton.kv_manifest import RankCopy
+from baton.kv.manifest import RankCopy
 from kvconnector.blocks import LayerRange
 from kvconnector.layout import KVMemory
 from kvconnector.protocol.digests import Written

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from baton.link.round_watch import Rounds
 from baton.telemetry.node_metrics import ConnectorMetrics
+from baton.telemetry.round_watch import Rounds
 from kvconnector.base import BlockPush, KVReservation, TransferEvent
 from kvconnector.io import IoLoop
 from kvconnector.peer_info import PeerInfo

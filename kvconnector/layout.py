@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from baton.kv_manifest import KVManifest
+from baton.kv.manifest import KVManifest
 from kvconnector.slices import Ranges
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from baton.api.errors import TransferError
-from baton.kv_manifest import MAX_RANKS, KVManifest, difference
+from baton.kv.manifest import MAX_RANKS, KVManifest, difference
 from baton.limits import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8

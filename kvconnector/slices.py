@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from baton.kv_manifest import KVManifest, RankCopy, unit_copies
+from baton.kv.manifest import KVManifest, RankCopy, unit_copies
 from kvconnector.blocks import LayerRange
 
 Ranges = tuple[tuple[int, int], ...]  # (first byte, number of bytes) within a rank's unit

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from baton.api.errors import BatonError, ConfigError
 from loadtest.drills.site import UpOptions, started
 from loadtest.load.shapes import Deployment
-from loadtest.plan import LoadPlan
+from loadtest.plan import LoadPlan, Search
 from loadtest.report.confidence import MAX_REPEATS
 from loadtest.run import RunResult
-from loadtest.search import Search, play_search
+from loadtest.search import play_search
 from loadtest.session import Session
 from loadtest.targets import open_target
 from loadtest.targets.base import TargetOptions

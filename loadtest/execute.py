@@ -17,7 +17,7 @@ from loadtest.drills.faults import Fault
 from loadtest.drills.schedule import Schedule
 from loadtest.drills.site import Site, UpOptions, started
 from loadtest.exit_codes import EXIT_LAGGED, EXIT_NOTHING_CAME, EXIT_STOPPED
-from loadtest.plan import LoadPlan
+from loadtest.plan import LoadPlan, Search
 from loadtest.report.fault_report import audit_line, fault_line, report_faults
 from loadtest.report.outputs import Outputs
 from loadtest.report.report import WIDTH, plain, print_summary, result_to_json, write_requests
@@ -30,7 +30,7 @@ from loadtest.report.report_steps import (
     steps_to_json,
 )
 from loadtest.run import RunResult
-from loadtest.search import Search, check_search, play_search
+from loadtest.search import check_search, play_search
 from loadtest.session import Session
 from loadtest.steps import Step, Sweep, play_sweep
 from loadtest.targets import open_target

@@ -1,4 +1,6 @@
-"""LoadPlan: what a run is to do, complete and checked. Knows no target, no clock and no result.
+"""LoadPlan and Search: what runs are to do, complete and checked.
+
+Knows no target, no clock and no result.
 
 Three ways to say when requests are sent:
 
@@ -16,6 +18,7 @@ from baton.api.errors import ConfigError
 from baton.options import LONGEST_S, check_limits, option
 from loadtest.load.generate import Lengths
 from loadtest.load.lengths import MAX_LENGTH, LengthDistribution
+from loadtest.report.confidence import MAX_REPEATS
 from loadtest.slo import NO_SLO, Slo
 
 ARRIVALS = ("constant", "poisson", "gamma")
@@ -188,3 +191,33 @@ class LoadPlan:
         is_endless = self.duration_s is None and self.num_requests is None
         if is_endless and not isinstance(self.load, TraceReplay):
             raise ConfigError("duration_s, num_requests: one of them must be given")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The goal of a search; checked when made, raises ConfigError.
+
+    Attributes:
+        attainment: share of requests that must keep the SLO.
+        precision: the search ends when the lowest rate that fails is at most so much above the
+            highest that holds.
+    """
+
+    attainment: float = option(
+        0.9, above=0, most=1, help="Search: share of requests that must keep the SLO."
+    )
+    repeats: int = option(
+        3,
+        least=1,
+        most=MAX_REPEATS,
+        help="Search: so many times, for a confidence interval.",
+    )
+    precision: float = option(
+        0.1,
+        least=0.001,
+        most=1,
+        help="Search: ends when what fails is so much above what holds.",
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self)

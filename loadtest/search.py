@@ -13,44 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from baton.api.errors import ConfigError
-from baton.options import check_limits, option
-from loadtest.plan import LoadPlan, OpenLoop
-from loadtest.report.confidence import MAX_REPEATS, Interval, bracket_interval, mean_interval
+from loadtest.plan import LoadPlan, OpenLoop, Search
+from loadtest.report.confidence import Interval, bracket_interval, mean_interval
 from loadtest.steps import OnStep, Play, Step, with_load
 
 MAX_TRIALS = 40
 _MAX_FACTOR = 2.0
 _GIVE_UP_AT = 1e-3  # of the rate that the search began with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """The goal of a search; checked when made, raises ConfigError.
-
-    Attributes:
-        attainment: share of requests that must keep the SLO.
-        precision: the search ends when the lowest rate that fails is at most so much above the
-            highest that holds.
-    """
-
-    attainment: float = option(
-        0.9, above=0, most=1, help="Search: share of requests that must keep the SLO."
-    )
-    repeats: int = option(
-        3,
-        least=1,
-        most=MAX_REPEATS,
-        help="Search: so many times, for a confidence interval.",
-    )
-    precision: float = option(
-        0.1,
-        least=0.001,
-        most=1,
-        help="Search: ends when what fails is so much above what holds.",
-    )
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from baton.kv_layers import LayerKV
+from baton.kv.layers import LayerKV
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from models.config import ModelConfig

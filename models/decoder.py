@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baton_kernels as ops
-from baton.kv_layers import LayerKV, as_replicated
+from baton.kv.layers import LayerKV, as_replicated
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import DecodeTapes

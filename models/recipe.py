@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from baton.kv_layers import LatentKV, PagedKV, StateArray, StateKV
+from baton.kv.layers import LatentKV, PagedKV, StateArray, StateKV
 from models.rope_config import RopeConfig
 
 # A matrix: outputs, inputs.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from baton.api.errors import EngineDeadError
-from baton.link.round_watch import Rounds
+from baton.telemetry.round_watch import Rounds
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton.block_hash import BlockHash, ShortHash, shorten
+from baton.kv.block_hash import BlockHash, ShortHash, shorten
 from baton.link.words import KVCacheEvents
 from engine.core.block_pool import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
 

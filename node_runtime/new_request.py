@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.api.prompt import check_prompt, check_sampling_params
-from baton.block_hash import extra_keys_of
+from baton.kv.block_hash import extra_keys_of
 from baton.link.words import DecodeCommand, PrefillCommand
 from engine.core.request import Request
 from engine.engine import Engine

@@ -15,8 +15,8 @@ from node_runtime.options import NodeOptions
 
 if TYPE_CHECKING:
     from baton.link.words import NodeEvent
-    from baton.node_program import NodeProgram
     from baton.text.grammar_trials import EarlyGrammars
+    from node_runtime.node_program import NodeProgram
 
 Options = TypeVar("Options", bound=NodeOptions)
 MakeProgram: TypeAlias = (
@@ -42,7 +42,7 @@ def run_node(
     # Imported here, so that --help need not wait for it.
     from baton.access.access import Access
     from baton.access.audit_log import AuditLog
-    from baton.node_program import run_node_program
+    from node_runtime.node_program import run_node_program
 
     made_up = f"{role}-{socket.gethostname()}-{os.getpid()}"
     options = replace(options, name=options.name or made_up)

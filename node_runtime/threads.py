@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from baton.link.round_watch import Rounds
 from baton.link.words import (
     AbortAll,
     NodeBeat,
@@ -28,6 +27,7 @@ from baton.link.words import (
 )
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics
+from baton.telemetry.round_watch import Rounds
 from engine.core.metrics import EngineMetrics
 from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
@@ -73,7 +73,7 @@ class ConnectorEnd(Protocol):
 
 
 class NodeThreads:
-    """A node and its engine's thread; see `baton.node_program.NodeProgram` for the contract.
+    """A node and its engine's thread; see `node_runtime.node_program.NodeProgram` for the contract.
 
     Args:
         name: name of the node.

@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from baton.api.errors import InvalidRequestError, TransferError, status_name
+from baton.api.errors import InvalidRequestError, status_name
 from baton.api.outputs import FinishReason, PrefillReceipt, RequestDelta
-from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import (
     AbortAll,
-    CancelCommand,
     NodeBeat,
     NodeEvent,
-    PeerReport,
-    PeerUpdate,
     PrefillCommand,
-    RequestError,
     RequestView,
     RouterCommand,
-    failed_delta,
 )
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
@@ -40,16 +33,14 @@ from engine.engine import Engine
 from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
-from node_runtime.ledger import take_ledger
+from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.request_view import ids_of, view_request
+from node_runtime.operator_views import ids_of, take_ledger, view_request
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
 from prefill_node.spans import PrefillTraces
 
 logger = logging.getLogger(__name__)
-
-EXPIRY_INTERVAL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -71,7 +62,6 @@ class PrefillNode:
         sender: sends KV to decode nodes.
         emit: takes events for the router; called on this node's thread.
         push_mode: when blocks are sent.
-        num_layer_groups: most parts in which a prompt's last chunk is sent.
         clock: returns seconds, never going back.
         spans: takes spans of traced requests; None: no tracing.
     """
@@ -82,52 +72,38 @@ class PrefillNode:
         sender: Sender,
         emit: Callable[[NodeEvent], None],
         push_mode: PushMode = PushMode.LAYERS,
-        num_layer_groups: int = NUM_LAYER_GROUPS,
         clock: Callable[[], float] = time.monotonic,
         spans: SpanSink | None = None,
     ) -> None:
         self.engine = engine
         self.sender = sender
-        self.push_tracker = PushTracker(engine, sender, push_mode, num_layer_groups, clock)
+        self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
         self._traces = PrefillTraces(spans, clock)
-        self._emit = emit
-        self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (arrival, command)
+        self._inbox, self._outbox = Inbox(PrefillCommand, clock), Outbox(emit)
         self._jobs: dict[str, _Job] = {}
-        self._deltas: list[RequestDelta] = []
-        self._expire_at = 0.0
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
-        self._inbox.append((self._clock(), command))
+        self._inbox.put(command)
 
     def step(self) -> bool:
         """Run one round; return whether there is more to do at once."""
-        self._take_inbox()
+        self._inbox.hand_over(self, self._outbox)
         scheduled = self.engine.schedule()
         self._note_starts(scheduled)
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
         handed_over = self._answer(result)
-        self._tell_router()  # first of all, as a client waits for token 1
+        self._outbox.flush()  # first of all, as a client waits for token 1
         self.push_tracker.after_step(result.scheduled, handed_over)
         self._end_failed()
         events = self.sender.poll()
         for event in events:
             self._settle(event)
         self._expire()
-        self._tell_router()
-        # Not `has_work`: asking again at once does not help requests that wait for blocks, unless a
-        # step has ended.
-        has_ended = bool(result.scheduled.scheduled)
-        busy = scheduled.scheduled or has_ended or self.engine.step_in_flight
-        busy = busy or self.engine.awaits_masks  # threads that compute masks do not wake this one
-        return bool(busy or events or self._inbox)
-
-    def _tell_router(self) -> None:
-        if self._deltas:
-            self._emit(tuple(self._deltas))
-            self._deltas.clear()
+        self._outbox.flush()
+        return bool(is_busy(self.engine, scheduled, result) or events or self._inbox)
 
     # ------------------------------------------------------------------ what operators see
 
@@ -164,33 +140,32 @@ class PrefillNode:
 
     # ------------------------------------------------------------------ commands
 
-    def _take_inbox(self) -> None:
-        while self._inbox:
-            received_at, command = self._inbox.popleft()
-            match command:
-                case PrefillCommand():
-                    self._add(command, received_at)
-                case CancelCommand():
-                    job = self._jobs.get(command.request_id)
-                    if job is not None and job.command.epoch == command.epoch:
-                        self._end(command.request_id)
-                    else:  # token 1 is out already
-                        self.push_tracker.drop(command.request_id, "", command.epoch)
-                        self._traces.end_trace(command.request_id, command.epoch, has_pushed=True)
-                case PeerUpdate(removed=True):
-                    self.sender.disconnect(command.engine_id)
-                case PeerUpdate():
-                    self._connect(command)
-                case AbortAll():
-                    for request_id in filter(command.concerns, list(self._jobs)):
-                        self._end(request_id)
-                    # These requests have token 1, but their KV has not arrived; D may have another
-                    # router.
-                    self.push_tracker.drop_all(command)
-                case _:
-                    logger.warning("a prefill node takes no %s", type(command).__name__)
+    def cancel_job(self, request_id: str, epoch: int) -> None:
+        """End a request, or its hand-off if token 1 is out already."""
+        job = self._jobs.get(request_id)
+        if job is not None and job.command.epoch == epoch:
+            self._end(request_id)
+        else:
+            self.push_tracker.drop(request_id, "", epoch)
+            self._traces.end_trace(request_id, epoch, has_pushed=True)
 
-    def _add(self, command: PrefillCommand, received_at: float) -> None:
+    def abort_jobs(self, abort: AbortAll) -> None:
+        """End all requests and hand-offs that the abort concerns."""
+        for request_id in filter(abort.concerns, list(self._jobs)):
+            self._end(request_id)
+        # These requests have token 1, but their KV has not arrived; D may have another router.
+        self.push_tracker.drop_all(abort)
+
+    def connect_peer(self, peer: PeerInfo) -> None:
+        """Connect to a decode node; raises TransferError."""
+        self.sender.connect(peer)
+
+    def remove_peer(self, engine_id: str) -> None:
+        """Disconnect a decode node that has gone."""
+        self.sender.disconnect(engine_id)
+
+    def start_job(self, command: PrefillCommand, received_at: float) -> None:
+        """Queue a prompt, and its hand-off if a decode node continues."""
         if command.request_id in self._jobs:
             self._end(command.request_id)
         engine = self.engine
@@ -212,12 +187,6 @@ class PrefillNode:
             self.push_tracker.track_request(
                 request, command.epoch, command.decode_engine_id, command.timeout_s
             )
-
-    def _connect(self, update: PeerUpdate) -> None:
-        try:
-            self.sender.connect(PeerInfo.decode(update.peer_info, engine_id=update.engine_id))
-        except TransferError as error:
-            self._emit(PeerReport(update.engine_id, False, problem=str(error)))
 
     # ------------------------------------------------------------------ results
 
@@ -251,7 +220,7 @@ class PrefillNode:
             delta = msgspec.structs.replace(
                 output, finish_reason=reason, prefill=receipt, sampled_at=now
             )
-            self._deltas.append(delta)
+            self._outbox.put(delta)
             self._traces.note_computed(job.command, receipt, job.started_at, now)
             if goes_on:
                 handed_over[output.request_id] = delta
@@ -288,11 +257,8 @@ class PrefillNode:
 
     def _settle(self, event: TransferEvent) -> None:
         match event.kind:
-            case TransferEventKind.PEER_CONNECTED:
-                rate = event.bandwidth_bytes_per_s
-                self._emit(PeerReport(event.engine_id, True, event.transport, "", rate))
-            case TransferEventKind.PEER_FAILED:
-                self._emit(PeerReport(event.engine_id, False, problem=event.reason))
+            case TransferEventKind.PEER_CONNECTED | TransferEventKind.PEER_FAILED:
+                self._outbox.report_peer(event)
             case _:
                 if not self.push_tracker.settle(event):
                     self._traces.end_trace(event.request_id, event.epoch, has_pushed=True)
@@ -309,8 +275,7 @@ class PrefillNode:
         job = self._jobs.pop(request_id, None)
         ids = ids_of(job.command) if job is not None else {"request_id": request_id}
         logger.debug("%s: %s", code, message, extra=ids)
-        error = RequestError(code, message)
-        self._deltas.append(failed_delta(request_id, epoch, error))
+        self._outbox.fail(request_id, epoch, code, message)
         self._traces.end_trace(request_id, epoch, message, has_pushed=True)
         self.engine.abort(request_id)
 
@@ -324,9 +289,8 @@ class PrefillNode:
 
     def _expire(self) -> None:
         now = self._clock()
-        if now < self._expire_at:
+        if not self._inbox.is_expiry_due(now):
             return
-        self._expire_at = now + EXPIRY_INTERVAL_S
         self.push_tracker.expire()
         if self._traces:
             self._traces.end_others(self._is_at_work)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.engine_config import EngineConfig
-from baton.limits import NUM_LAYER_GROUPS
 from baton.options import group, option
 from node_runtime.options import NodeOptions
 
@@ -29,8 +28,3 @@ class PrefillOptions(NodeOptions):
         lambda: EngineConfig(cuda_graph_max_batch=0), without=("preemption", "adaptive_speculation")
     )
     push: PushMode = option(PushMode.LAYERS, help="When KV blocks are sent.")
-    layer_groups: int = option(
-        NUM_LAYER_GROUPS,
-        least=1,
-        help="Most parts in which a prompt's last chunk is sent, by layers.",
-    )

@@ -1,20 +1,14 @@
-"""Assembles a prefill node: an engine, a KV sender, the loop over both, and its thread."""
+"""Assembles a prefill node: the prefill loop over an engine and a KV sender."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from baton.link.words import NodeEvent, NodeRole
-from baton.node_program import NodeProgram
-from baton.telemetry.tracing import Tracing
 from baton.text.grammar_trials import EarlyGrammars
-from kvconnector.block_digests import digests_are_wanted
 from kvconnector.ends import Sender
-from kvconnector.transports.fault_file import faults_of
-from kvconnector.transports.faults import FaultSpec
-from node_runtime.node_engine import load_engine
-from node_runtime.node_transport import open_transport
-from node_runtime.threads import NodeThreads
+from node_runtime.make_threads import NodeParts, make_threads
+from node_runtime.node_program import NodeProgram
 from prefill_node.node import PrefillNode
 from prefill_node.options import PrefillOptions
 
@@ -25,54 +19,20 @@ def make_program(
     on_death: Callable[[Exception], None],
     grammars: EarlyGrammars | None = None,
 ) -> NodeProgram:
-    """Load a prefill node and start its threads.
+    """Load a prefill node and start its threads; see `make_threads`."""
 
-    Args:
-        options: options of the program.
-        emit: takes events for the router; safe to call from any thread.
-        on_death: called when the engine or the connector cannot continue.
-        grammars: grammar parts made before any thread started; None: none.
-
-    Raises:
-        ConfigError: an option does not fit the model or the machine.
-    """
-    faults = faults_of(options.inject_faults, options.name)
-    kv_digests = digests_are_wanted(options.kv_digests, options.kv_connector)
-    loaded = load_engine(
-        options.model,
-        options.engine,
-        node_name=options.name,
-        kv_connector=options.kv_connector,
-        kv_digests=kv_digests,
-        revision=options.revision,
-        grammars=grammars,
-    )
-
-    tracing = Tracing(
-        options.trace,
-        service="baton-prefill",
-        resource={"service.instance.id": loaded.engine_id, "baton.node": options.name},
-    )
-
-    def make_node(wake: Callable[[], None]) -> tuple[PrefillNode, Sender]:
-        transport, digests = open_transport(options, loaded, faults, kv_digests=kv_digests)
-        sender = Sender(transport, on_event=wake, on_death=on_death, digests=digests)
+    def make_node(parts: NodeParts) -> tuple[PrefillNode, Sender]:
+        sender = Sender(
+            parts.transport, on_event=parts.wake, on_death=parts.on_death, digests=parts.digests
+        )
         sender.loop.start()
         node = PrefillNode(
-            loaded.engine, sender, emit, options.push, options.layer_groups, spans=tracing.sink
+            parts.engine,
+            sender,
+            parts.emit,
+            options.push,
+            spans=parts.spans,
         )
         return node, sender
 
-    return NodeThreads(
-        options.name,
-        NodeRole.PREFILL,
-        loaded,
-        make_node,
-        emit,
-        on_death,
-        pushes=True,
-        on_close=tracing.close,
-        vllm_model=options.vllm_model,
-        hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
-        poison=faults.poison if isinstance(faults, FaultSpec) else "",
-    )
+    return make_threads(NodeRole.PREFILL, options, make_node, emit, on_death, grammars)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.api.outputs import RequestDelta
-from baton.kv_manifest import KVOrder
+from baton.kv.manifest import KVOrder
 from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import AbortAll, RequestView
 from baton.telemetry.ledger import BlockHolding, BlockOwner
@@ -25,7 +25,7 @@ from engine.engine import Engine
 from kvconnector.base import BlockPush, HandoffRecord, TransferEvent, TransferEventKind
 from kvconnector.blocks import layer_groups
 from kvconnector.ends import Sender
-from node_runtime.request_view import view_request
+from node_runtime.operator_views import view_request
 from prefill_node.layer_tail import LayerTail
 from prefill_node.options import PushMode
 
@@ -86,10 +86,10 @@ class PushTracker:
     Args:
         engine: owner of the blocks and their references.
         sender: takes the pushes.
-        mode: when blocks are pushed.
-        num_layer_groups: most parts in which the last chunk is sent. With several KV cache
-            groups, the chunk is sent whole, with token 1, as their layers do not end in the order
-            of their blocks. Blocks that lie by heads are sent whole, with the last layer.
+        mode: when blocks are pushed. With `PushMode.LAYERS`, the last chunk is sent in groups of
+            layers. With several KV cache groups, it is sent whole, with token 1, as their layers
+            do not end in the order of their blocks. Blocks that lie by heads are sent whole, with
+            the last layer.
         clock: returns seconds, never going back.
     """
 
@@ -98,14 +98,13 @@ class PushTracker:
         engine: Engine,
         sender: Sender,
         mode: PushMode = PushMode.LAYERS,
-        num_layer_groups: int = NUM_LAYER_GROUPS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._engine = engine
         self._sender = sender
         self._mode = mode
-        self._layer_groups = layer_groups(engine.kv_memory.layers_per_group, num_layer_groups)
+        self._layer_groups = layer_groups(engine.kv_memory.layers_per_group, NUM_LAYER_GROUPS)
         memory = engine.kv_memory
         num_layers = len(memory.spec.groups[0].layers)
         can_cut = memory.layers_per_group == num_layers

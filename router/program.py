@@ -129,7 +129,7 @@ async def serve(config: RouterConfig, readers: EarlyReaders | None = None) -> No
     metrics.show(ScalingCollector(scaling))
     tracing = _make_tracing(config, dispatcher)
     intake = _make_intake(config, folder, limits, dispatcher, metrics, readers)
-    intake.start()
+    intake.reader.start()
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     parts = _Parts(
         config=config,
@@ -192,7 +192,7 @@ async def _become_ready(
     """Report the router as serving once its workers can read requests."""
     while True:
         try:
-            await intake.prepare()
+            await intake.reader.prepare()
             break
         except NodeUnavailableError as error:
             logger.warning("not ready: %s", error)

@@ -18,7 +18,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from baton.api.errors import TransferError
-from baton.kv_manifest import KVManifest
+from baton.kv.manifest import KVManifest
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange
 from kvconnector.ends import Receiver, Sender

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from baton.engine_config import EngineConfig
-from baton.kv_layers import PagedKV
-from baton.kv_manifest import KVGroup, KVManifest
+from baton.kv.layers import PagedKV
+from baton.kv.manifest import KVGroup, KVManifest
 from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import NodeRole
 from engine.core.kv_cache_groups import KVCacheGroup

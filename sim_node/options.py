@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
-from baton.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
+from baton.kv.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
 from baton.limits import REVISION_HELP, parse_revision
 from baton.options import check_limits, group, option
 from baton.telemetry.log_options import LogOptions

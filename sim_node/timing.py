@@ -64,10 +64,6 @@ class TimingModel:
         batch_s = num_requests * self.decode_s_per_request
         return self.decode_step_s + batch_s + num_kv_tokens * self.decode_s_per_kv_token
 
-    def transfer_s(self, num_tokens: float) -> float:
-        """Return the time to send the KV of this many tokens, without latency."""
-        return num_tokens * self.kv_bytes_per_token / self.link_bytes_per_s
-
     def scaled(self, factor: float) -> TimingModel:
         """Return a model with all durations times ``factor``; raises ConfigError unless above 0."""
         if not 0 < factor < float("inf"):

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tools.check_layout import GENERATED, PACKAGES, function_lines
+from tools.check_layout import GENERATED, MANY_FILES, PACKAGES, function_lines
 
 MAP = "docs/architecture.md"
 DAY_PATH = "docs/day_path.md"
@@ -51,9 +51,9 @@ class Chapter:
 DAY = (
     Chapter(
         "At the router",
-        "The router checks the body of a request, picks a pair of nodes, sends both a command at "
-        "once, and merges their answers into one stream.",
-        ("CompletionDialect", "Intake", "Dispatcher", "OpenCall", "Attempt"),
+        "The router checks a request, picks a pair of nodes, sends both a command at once, and "
+        "merges their answers into one stream.",
+        ("Intake", "Dispatcher", "OpenCall", "Attempt"),
     ),
     Chapter(
         "On the two nodes",
@@ -90,7 +90,8 @@ BESIDE = (
         "Carriers",
         "These files pass values on and decide nothing about a request: HTTP, the link between "
         "router and nodes, the I/O thread between nodes, rows and tables of a step.",
-        ("Exchange", "Node:router", "NodeLinkService", "PrefillCommand", "RouterLink",
+        ("CompletionDialect", "Exchange", "Node:router", "NodeLinkService", "PrefillCommand",
+         "RouterLink",
          "BlockPush", "Posted:kvconnector", "Sender", "IoLoop", "KVLayout", "SchedulerOutput",
          "Executor:engine", "Worker:engine", "InputBatch", "BlockTable"),
     ),
@@ -303,6 +304,36 @@ def _rows(written: str) -> dict[str, tuple[str, int, int]]:
     return rows or {line: ("", 0, 0) for line in written.splitlines() if line.startswith("* ")}
 
 
+def crowded(root: Path) -> Iterator[str]:
+    """Report packages with many files beside each other, for their owners to judge."""
+    for p in packages(root):
+        num_files = p.num_files - 1  # its __init__.py does not count
+        if num_files > MANY_FILES:
+            yield f"{p.name} has {num_files} files beside each other, more than {MANY_FILES}"
+
+
+def imported_by_day(root: Path) -> set[Path]:
+    """Return the project's files that the day path imports and that are not on it."""
+    files = {root / path for chapter in DAY for path, *_ in day_path(root, chapter)}
+    found: set[Path] = set()
+    for node in (node for file in files for node in ast.walk(_tree(file))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            module = _place_of(root, node.module)
+            for name in node.names:
+                found |= {file for file in (_file_at(module / name.name), _file_at(module)) if file}
+    return found - files
+
+
+def _place_of(root: Path, module: str) -> Path:
+    room, *parts = module.split(".")
+    return root.joinpath(PACKAGES.get(room, room), *parts)
+
+
+def _file_at(place: Path) -> Path | None:
+    """Return a module's file; None if it is not one of ours, or a package without code."""
+    return next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None)
+
+
 def show(root: Path) -> None:
     """Print the packages, and how long the day path is."""
     table = Table("package", "files", "lines", "function p90", "parameters p90", box=None)
@@ -313,8 +344,11 @@ def show(root: Path) -> None:
         table.add_row(p.name, *map(str, numbers))
     console = Console()
     console.print(table)
+    for line in crowded(root):
+        console.print(line)
     console.print(map_table(root).splitlines()[-1])
     console.print(day_path_tables(root).splitlines()[0])
+    console.print(f"It imports {len(imported_by_day(root))} files that are not on it.")
 
 
 def main(root: Path, words: list[str]) -> int:

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 
 from baton.cli.config_file import PROGRAMS
 from baton.cli.declared import by_name, help_of_option, is_several
-from baton.cli.programs.entries import PROGRAM_ENTRIES
+from baton.cli.programs.entries import LOAD_TEST_ENTRIES, PROGRAM_ENTRIES
 from baton.options import OF_ONE_PROCESS, Option
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
@@ -34,7 +34,7 @@ def page() -> str:
     options = {name: by_name(PROGRAMS.load(name)) for name in PROGRAMS.names()}
     prefill, decode = (options[name] for name in _NODES)
     both = {name for name in prefill if _row(prefill[name]) == _row(decode.get(name))}
-    parts = [HEAD]
+    entries, parts = PROGRAM_ENTRIES | LOAD_TEST_ENTRIES, [HEAD]
     for name, own in options.items():
         if name == "prefill":
             shared = [prefill[one] for one in prefill if one in both]
@@ -42,7 +42,7 @@ def page() -> str:
                 _section("Both kinds of node", "Options of `prefill` and `decode`.", shared)
             )
         kept = [one for one in own.values() if name not in _NODES or one.name not in both]
-        parts.append(_section(f"baton {name}", PROGRAM_ENTRIES[name].summary, kept))
+        parts.append(_section(f"baton {name}", entries[name].summary, kept))
     return "\n".join(parts)
 
 

@@ -11,14 +11,14 @@ from baton.cli.command_line import CommandLine
 from baton.cli.config_file import PROGRAMS, place_of
 from baton.cli.declared import make_or_refuse
 from baton.cli.lazy_commands import lazy_group
-from baton.cli.programs.entries import PROGRAM_ENTRIES
+from baton.cli.programs.entries import LOAD_TEST_ENTRIES, PROGRAM_ENTRIES
 from baton.options import Option, options_of
 
 _HELP = "Show a program's options as it would have them, and where each comes from."
 _SECRET = "(given, and not shown)"
 
 
-class _Shown(lazy_group(PROGRAM_ENTRIES)):  # type: ignore[misc]  # a class that is made
+class _Shown(lazy_group(PROGRAM_ENTRIES | LOAD_TEST_ENTRIES)):  # type: ignore[misc]  # a class that is made
     """The programs as commands that show their options instead of running."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

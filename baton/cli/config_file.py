@@ -33,8 +33,12 @@ PROGRAMS: Registry[type[Any]] = Registry(
         "prefill": "prefill_node.options:PrefillOptions",
         "decode": "decode_node.options:DecodeNodeOptions",
         "sim-node": "sim_node.options:SimNodeOptions",
+        "loadtest run": "loadtest.options:RunOptions",
+        "loadtest compare": "loadtest.options:CompareOptions",
     },
 )
+# A fleet is measured from outside: entries for all programs of the fleet are none of theirs.
+_NOT_OF_A_FLEET = ("loadtest run", "loadtest compare")
 CONFIG = "config"
 _META = "baton.config_file"
 
@@ -76,10 +80,16 @@ def _take_file(context: typer.Context, value: str) -> str:
     if value and not context.resilient_parsing:
         declared: Mapping[str, Option] = getattr(context.command.callback, "declared", {})
         path = Path(value)
-        given = read_config_file(path, context.info_name or "", declared)
+        given = read_config_file(path, _name_of(context), declared)
         context.meta[_META] = path, given
         context.default_map = {name: one.value for name, one in given.items()}
     return value
+
+
+def _name_of(context: Any) -> str:
+    """Return the command's name in `PROGRAMS`: a command of a group has both words."""
+    own: str = context.info_name or ""
+    return own if own in PROGRAMS.names() else f"{context.parent.info_name} {own}"
 
 
 def file_of(context: Any) -> Path | None:
@@ -118,7 +128,7 @@ def read_config_file(
             if isinstance(value, dict):
                 if name not in PROGRAMS.names():
                     raise ConfigError(f"[{name}]: must be one of {', '.join(PROGRAMS.names())}")
-            elif _is_for_all(name, declared):
+            elif _is_for_all(name, declared) and program_name not in _NOT_OF_A_FLEET:
                 found[name] = _check(f"{path}: {name}", value, declared[name], is_own=False)
         for name, value in content.get(program_name, {}).items():
             key = f"[{program_name}] {name}"

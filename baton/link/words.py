@@ -15,7 +15,7 @@ import msgspec
 from baton.api.outputs import RequestDelta as RequestDelta
 from baton.api.outputs import RequestError as RequestError
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import ShortHash
+from baton.kv.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.trace_context import TraceContext
 
@@ -72,7 +72,7 @@ class NodeRegistration:
     """A node's identity. Two nodes are paired only if all entries of ``compatibility`` are equal.
 
     Attributes:
-        prefix_hash: algorithm of block hashes (`baton/block_hash.py`); empty: no prefix cache.
+        prefix_hash: algorithm of block hashes (`baton/kv/block_hash.py`); empty: no prefix cache.
         kv_bytes_per_token: KV size over all layers; 0: unknown.
         tensor_parallel_size: number of ranks that share each layer.
         pipeline_parallel_size: number of pipeline stages.

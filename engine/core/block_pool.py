@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash
 from engine.core.extents import (
     FEW_EXTENTS,
     SHORT_EXTENT,

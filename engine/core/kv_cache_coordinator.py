@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash
 from engine.core.block_pool import BlockPool
 from engine.core.kv_retention import NULL_BLOCK, Find, FullAttention, KVRetention, SlidingWindow
 

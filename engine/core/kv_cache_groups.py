@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.api.errors import ConfigError
-from baton.kv_layers import LayerKV, PagedKV, StateKV
+from baton.kv.layers import LayerKV, PagedKV, StateKV
 
 DEFAULT_BLOCK_SIZE = 16
 # Each attention group costs a block table and a plan in every step; each group of states costs

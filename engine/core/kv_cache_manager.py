@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.block_hash import BlockHash, BlockHasher
+from baton.kv.block_hash import BlockHash, BlockHasher
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_coordinator import KVCacheCoordinator
 from engine.core.request import Request

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash
 
 NULL_BLOCK = 0  # used where blocks can slide out; never written nor allocated
 Find = Callable[[BlockHash], int | None]

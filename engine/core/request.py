@@ -15,7 +15,7 @@ from enum import Enum
 
 from baton.api.outputs import FinishReason, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash
 from engine.core.grammar import GrammarState
 
 

@@ -14,7 +14,7 @@ import torch
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.kv_manifest import KVKind
+from baton.kv.manifest import KVKind
 from baton_kernels import FP8, WeightFormat
 from baton_kernels.attention import choose_attention_backend
 from baton_kernels.dispatch import enable_native_kernels, native_ops

@@ -3,211 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
-from engine.core.step_plan import SHARE, UNKNOWN_TOKEN, NewRow, StepPlan
-from engine.sampling.device_sampling import kernel_parameters
-from engine.sampling.logprobs import PromptRows
-from engine.sampling.philox import WordTable
-from engine.sampling.sampling_input import (
-    PARAMETERS,
-    RequestSnapshot,
-    SamplingInput,
-    parameters_row,
-)
+from engine.core.step_plan import SHARE, StepPlan
 from engine.worker.block_table import BlockTable
-from engine.worker.drafting.drafting_step import FOR_NOBODY, DraftingStep
+from engine.worker.drafting.drafting_step import DraftingStep
 from engine.worker.graph_inputs import GraphInputs, StagedStep
-
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInput:
-    """Inputs of one forward."""
-
-    input_ids: Tensor  # [num_tokens] int64
-    positions: Tensor  # [num_tokens] int64
-    last_token_rows: Tensor  # [num_sampling] int64, rows of tokens whose logits are needed
-    groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """Inputs of a step's forward and sampler.
-
-    The tensors are views of buffers, which are overwritten when the step after the next one is
-    prepared.
-
-    Attributes:
-        sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a row that
-            samples behind drafts occurs several times.
-        unknown: `(places, rows)`, int64 on the device: places in ``input_ids`` of tokens that the
-            previous step samples, and their rows in ``last_tokens``; None: all are known.
-    """
-
-    model: ModelInput
-    sampling: SamplingInput
-    prompt_rows: tuple[PromptRows, ...]
-    sampling_rows: Tensor
-    unknown: tuple[Tensor, Tensor] | None
-
-    @property
-    def has_prompts(self) -> bool:
-        """Return whether some computed tokens sample no next token, as in prompts."""
-        return len(self.model.input_ids) > len(self.model.last_token_rows)
-
-
-@dataclass(slots=True)
-class _Decodes:
-    """A decode step whose buffers the next step with the same requests can reuse.
-
-    Attributes:
-        num_placed: number of row assignments when the step was made.
-        rows: rows of the step's requests: `[num_requests]`.
-        num_changes: `BlockTable.num_changes` of each group.
-        step: the latest step in these buffers.
-        constrained: see `StepPlan`.
-    """
-
-    num_placed: int
-    rows: Ints
-    num_changes: list[int]
-    step: PreparedStep
-    constrained: tuple[str, ...]
-
-
-class _Buffer:
-    """One host tensor, and the same memory as an array."""
-
-    def __init__(self, size: int, dtype: torch.dtype, pin_memory: bool) -> None:
-        self.tensor = torch.zeros(size, dtype=dtype, pin_memory=pin_memory)  # [size]
-        self.array = self.tensor.numpy()
-
-
-class _Buffers:
-    """Host buffers of one step."""
-
-    def __init__(
-        self,
-        max_rows: int,
-        max_num_tokens: int,
-        max_blocks: int,
-        groups: int,
-        state_groups: Collection[int],
-        pin: bool,
-    ) -> None:
-        tables = max_rows * max_blocks
-        self.input_ids = _Buffer(max_num_tokens, torch.int64, pin)
-        self.positions = _Buffer(max_num_tokens, torch.int64, pin)
-        self.slot_mappings = [_Buffer(max_num_tokens, torch.int64, pin) for _ in range(groups)]
-        self.block_tables = [_Buffer(tables, torch.int32, pin) for _ in range(groups)]
-        self.query_start_loc = _Buffer(max_rows + 1, torch.int32, pin)
-        self.seq_lens = _Buffer(max_rows, torch.int32, pin)
-        self.last_token_rows = _Buffer(max_num_tokens, torch.int64, pin)
-        self.sampling_rows = _Buffer(max_num_tokens, torch.int64, pin)
-        self.unknown = _Buffer(2 * max_rows, torch.int64, pin)
-        self.decodes: _Decodes | None = None  # set if the latest step is a decode step
-        max_segments = max_num_tokens if state_groups else 0
-        self.segment_start_loc = _Buffer(max_segments + 1, torch.int32, pin)
-        self.request_start_loc = _Buffer(max_rows + 1, torch.int32, pin)
-        self.state_slots = {
-            group: (
-                _Buffer(max_segments, torch.int32, pin),
-                _Buffer(max_segments, torch.int32, pin),
-            )
-            for group in state_groups
-        }  # slots to read and to write
-
-
-@dataclass(frozen=True, slots=True)
-class _Segments:
-    """Runs of tokens of one request within one block: each `[num_segments]`.
-
-    Attributes:
-        num_requests: number of requests in the step.
-        rows: row of the input batch.
-        starts: position of the first token.
-        blocks: logical block that contains the run.
-        lens: number of tokens.
-    """
-
-    num_requests: int
-    rows: Ints
-    starts: Ints
-    blocks: Ints
-    lens: tuple[int, ...]
-
-
-class _Columns:
-    """A step's plan as columns: each `[num_requests]`, unless stated otherwise.
-
-    Attributes:
-        sampling: `[num_sampling]`, index of the request of each sampled token; ascending.
-        sampled_at: `[num_sampling]`, position of each sampled token.
-        num_behind: `[num_sampling]`, drafts computed from that position on; None: no drafts.
-        draft_token_ids: see `SamplingInput`.
-        constrained: see `StepPlan`.
-    """
-
-    def __init__(self, plan: StepPlan, max_decode_rows: int) -> None:
-        # One flat list, as numpy takes twice as long to convert a list of tuples.
-        columns = np.array(plan.shares, dtype=np.int64).reshape(-1, SHARE).T.copy()
-        self.rows, self.starts, self.query_lens, self.num_known = columns
-        # [num_tokens]; unknown tokens are < 0
-        self.token_ids = np.array(plan.token_ids, dtype=np.int64)
-        self.ends = self.starts + self.query_lens
-        self.sampling: Ints = (self.ends >= self.num_known).nonzero()[0]
-        self.sampled_at: Ints = self.num_known[self.sampling]
-        self.constrained = plan.constrained
-        self.num_behind: Ints | None = None
-        self.draft_token_ids: tuple[int, ...] = ()
-        if len(self.token_ids) > len(self.rows):
-            num_drafts = self.ends[self.sampling] - self.sampled_at
-            if num_drafts.any():
-                self._sample_behind(num_drafts)
-                if len(self.token_ids) == len(self.sampling) <= max_decode_rows:
-                    self._spread()
-
-    def _sample_behind(self, num_drafts: Ints) -> None:
-        """Sample a token behind each draft as well.
-
-        Args:
-            num_drafts: number of drafts of each sampling request.
-        """
-        num_samples = num_drafts + 1
-        ends = num_samples.cumsum()
-        after_first = np.arange(ends[-1]) - (ends - num_samples).repeat(num_samples)
-        self.sampling = self.sampling.repeat(num_samples)
-        self.sampled_at = self.sampled_at.repeat(num_samples) + after_first
-        self.num_behind = num_behind = num_drafts.repeat(num_samples) - after_first
-        places = self.query_lens.cumsum()[self.sampling] - num_behind
-        drafts = np.append(self.token_ids, UNKNOWN_TOKEN)[places]
-        self.draft_token_ids = tuple(np.where(num_behind, drafts, UNKNOWN_TOKEN).tolist())
-
-    def _spread(self) -> None:
-        """Turn the step into a decode step: each draft becomes a request with the same blocks.
-
-        Every layer writes the KV of all tokens before it reads any. So graphs and kernels of decode
-        steps also work with drafts.
-        """
-        self.rows = self.rows.repeat(self.query_lens)
-        self.starts, self.ends = self.sampled_at - 1, self.sampled_at
-        self.sampling = np.arange(len(self.rows))
-        self.query_lens = np.ones_like(self.sampling)
-        self.num_behind = np.zeros_like(self.sampling)
-
-    @property
-    def is_decode(self) -> bool:
-        """Return whether every request computes its last known token and no other one."""
-        return len(self.token_ids) == len(self.rows) == len(self.sampling)
+from engine.worker.inputs.drafter_columns import drafting_step
+from engine.worker.inputs.prepared_step import ModelInput, PreparedStep
+from engine.worker.inputs.request_rows import RequestRows
+from engine.worker.inputs.state_segments import cut_segments, state_metadata
+from engine.worker.inputs.step_buffers import KeptDecodes, StepBuffers
+from engine.worker.inputs.step_columns import Ints, StepColumns
 
 
 class InputBatch:
@@ -263,7 +75,7 @@ class InputBatch:
             else graph_inputs.last_tokens
         )
         self._spare, self._buffers = (
-            _Buffers(
+            StepBuffers(
                 self._max_decode_rows,
                 max_num_tokens,
                 max_blocks,
@@ -289,26 +101,17 @@ class InputBatch:
             for block_table, window in zip(self._block_tables, sliding_windows, strict=True)
             if window is not None
         ]
-        self._parameters = np.zeros(max_num_requests, dtype=PARAMETERS)
-        # The parameters in the sampling kernel's layout, by row; only for staged steps.
-        self._kernel_parameters = kernel_parameters(self._parameters)
-        self._random_words = WordTable(max_num_requests)
-        self._rows: dict[int, NewRow] = {}
-        self._request_ids = [""] * max_num_requests  # by row
-        self._num_placed = 0  # row assignments since the start
-        self._undrafted: frozenset[int] = frozenset()  # rows without drafts
-        # All known tokens of rows whose sampling looks back at them, by row.
-        self._known: dict[int, list[int]] = {}
+        self._rows = RequestRows(max_num_requests, is_staged=graph_inputs is not None)
 
     def fill(self, plan: StepPlan) -> PreparedStep:
         """Write a step into the buffers; return views of them on the device."""
         self._read(plan)
-        return self._fill_again(plan) or self._fill(_Columns(plan, self._max_decode_rows))
+        return self._fill_again(plan) or self._fill(StepColumns(plan, self._max_decode_rows))
 
     def fill_or_stage(self, plan: StepPlan) -> PreparedStep | StagedStep:
         """Stage a step for a replay if possible; otherwise, do as `fill`."""
         self._read(plan)
-        columns, inputs = _Columns(plan, self._max_decode_rows), self._graph_inputs
+        columns, inputs = StepColumns(plan, self._max_decode_rows), self._graph_inputs
         if inputs is None or not columns.is_decode or inputs.size_for(len(columns.rows)) is None:
             return self._fill(columns)
         return inputs.stage(
@@ -316,90 +119,13 @@ class InputBatch:
             columns.token_ids,
             columns.starts,
             self._block_tables,
-            self._kernel_parameters,
-            self._sampling_input(columns),
+            self._rows.kernel_parameters,
+            self._rows.sampling_input(columns),
         )
 
     def drafting_step(self, plan: StepPlan) -> DraftingStep:
         """Copy the plan that was just filled in, for the drafter."""
-        undrafted = self._undrafted
-        if undrafted and not plan.new_rows and undrafted.issuperset(plan.shares[::SHARE]):
-            return FOR_NOBODY
-        columns = [tuple(plan.shares[first::SHARE]) for first in range(SHARE)]
-        rows, starts, num_tokens, num_known = columns
-        request_ids = tuple([self._request_ids[row] for row in rows])
-        if (
-            not plan.num_drafts
-            and not plan.new_rows
-            and len(plan.token_ids) == len(rows)
-            and tuple([start + 1 for start in starts]) == num_known
-        ):
-            return DraftingStep(
-                num_drafts=0,
-                new_rows=frozenset(),
-                request_ids=request_ids,
-                rows=rows,
-                starts=starts,
-                num_tokens=num_tokens,
-                num_known=num_known,
-                token_ids=plan.token_ids,
-                behind=(),
-                parameters=self._parameters[:0],
-                block_tables=(),
-                num_held=(),
-                undrafted=undrafted,
-                is_silent=True,
-            )
-        num_held = tuple(map(self._block_tables[0].num_held, rows))
-        width = max(num_held) // self._block_size
-        return DraftingStep(
-            num_drafts=plan.num_drafts,
-            new_rows=frozenset(new.row for new in plan.new_rows),
-            request_ids=request_ids,
-            rows=rows,
-            starts=starts,
-            num_tokens=num_tokens,
-            num_known=num_known,
-            token_ids=plan.token_ids,
-            behind=plan.behind or (UNKNOWN_TOKEN,) * len(rows),
-            parameters=self._parameters.take(rows),
-            block_tables=tuple(table.copy_rows(rows, width) for table in self._block_tables),
-            num_held=num_held,
-            undrafted=undrafted,
-        )
-
-    def _sampling_input(self, columns: _Columns) -> SamplingInput:
-        sampling = columns.sampling
-        rows = columns.rows[sampling]
-        # `take` copies structs as bytes; indexing with an array copies field by field.
-        parameters = self._parameters.take(rows)
-        places = columns.sampled_at - parameters["num_prompt_tokens"]
-        as_list, by_row = rows.tolist(), self._request_ids
-        request_ids = tuple([by_row[row] for row in as_list])
-        changes_logits = parameters["changes_logits"]
-        if columns.constrained:
-            constrained = frozenset(columns.constrained)
-            changes_logits = changes_logits | [one in constrained for one in request_ids]
-        return SamplingInput(
-            request_ids,
-            parameters,
-            self._random_words.words_at(rows, parameters["seed"], places),
-            {
-                index: self._snapshot(as_list[index], int(columns.sampled_at[index]))
-                for index in changes_logits.nonzero()[0].tolist()
-            },
-            columns.draft_token_ids,
-        )
-
-    def _snapshot(self, row: int, num_tokens: int) -> RequestSnapshot:
-        """Return what the token behind the first ``num_tokens`` of a row depends on."""
-        request, known = self._rows[row], self._known.get(row, [])
-        return RequestSnapshot(
-            request.sampling_params,
-            known if len(known) == num_tokens else known[:num_tokens],
-            request.num_prompt_tokens if known else 0,  # other rows need the mask only
-            request.stop_token_ids,
-        )
+        return drafting_step(plan, self._rows, self._block_tables, self._block_size)
 
     def _fill_again(self, plan: StepPlan) -> PreparedStep | None:
         """Reuse the buffers of a decode step with the same requests, writing only what changes.
@@ -409,7 +135,11 @@ class InputBatch:
         """
         buffers, token_ids = self._spare, plan.token_ids
         kept = buffers.decodes
-        if kept is None or kept.num_placed != self._num_placed or len(token_ids) != len(kept.rows):
+        if (
+            kept is None
+            or kept.num_placed != self._rows.num_placed
+            or len(token_ids) != len(kept.rows)
+        ):
             return None
         shares = np.array(plan.shares, dtype=np.int64).reshape(-1, SHARE)
         if len(shares) != len(token_ids) or min(token_ids) < 0:
@@ -435,7 +165,7 @@ class InputBatch:
                     for index in range(len(self._block_tables))
                 ),
             ),
-            self._sample_again(kept, num_known),
+            self._rows.sample_again(kept.step.sampling, kept.rows, num_known),
             kept.step.prompt_rows,
             kept.step.sampling_rows,
             None,
@@ -443,7 +173,7 @@ class InputBatch:
         return kept.step
 
     def _attend_again(
-        self, kept: _Decodes, group: int, positions: Ints, seq_lens: tuple[int, ...]
+        self, kept: KeptDecodes, group: int, positions: Ints, seq_lens: tuple[int, ...]
     ) -> AttentionMetadata:
         buffers, block_table = self._buffers, self._block_tables[group]
         before, num = kept.step.model.groups[group], len(positions)
@@ -467,23 +197,7 @@ class InputBatch:
             seq_lens_host=seq_lens,
         )
 
-    def _sample_again(self, kept: _Decodes, sampled_at: Ints) -> SamplingInput:
-        before = kept.step.sampling
-        if before.is_greedy:  # a greedy input depends on no position
-            return before
-        parameters = before.parameters
-        places = sampled_at - parameters["num_prompt_tokens"]
-        return SamplingInput(
-            before.request_ids,
-            parameters,
-            self._random_words.words_at(kept.rows, parameters["seed"], places),
-            {
-                index: self._snapshot(int(kept.rows[index]), int(sampled_at[index]))
-                for index in before.adjusted
-            },
-        )
-
-    def _fill(self, columns: _Columns) -> PreparedStep:
+    def _fill(self, columns: StepColumns) -> PreparedStep:
         self._spare, self._buffers = self._buffers, self._spare
         buffers = self._buffers
         num_requests, num_tokens = len(columns.rows), len(columns.token_ids)
@@ -505,7 +219,7 @@ class InputBatch:
         if columns.num_behind is not None:
             last_token_rows -= columns.num_behind
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
-        asks = self._parameters["num_prompt_logprobs"][rows] >= 0
+        asks = self._rows.parameters["num_prompt_logprobs"][rows] >= 0
         model_input = ModelInput(
             input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),
             positions=self._to_device(buffers.positions.tensor[:num_tokens]),
@@ -514,9 +228,9 @@ class InputBatch:
         )
         step = PreparedStep(
             model_input,
-            self._sampling_input(columns),
+            self._rows.sampling_input(columns),
             tuple(
-                self._prompt_rows(columns, index, int(query_start_loc[index]))
+                self._rows.prompt_rows(columns, index, int(query_start_loc[index]))
                 for index in asks.nonzero()[0].tolist()
             ),
             self._to_device(buffers.sampling_rows.tensor[: len(sampling)]),
@@ -525,13 +239,13 @@ class InputBatch:
         self._keep(columns, step)
         return step
 
-    def _keep(self, columns: _Columns, step: PreparedStep) -> None:
+    def _keep(self, columns: StepColumns, step: PreparedStep) -> None:
         """Keep a step for `_fill_again`, if a later step in these buffers can reuse it."""
         is_simple = not (self._on_gpu or self._state_groups or step.prompt_rows)
         if is_simple and columns.is_decode and columns.num_behind is None:
             num_changes = [block_table.num_changes for block_table in self._block_tables]
-            self._buffers.decodes = _Decodes(
-                self._num_placed, columns.rows, num_changes, step, columns.constrained
+            self._buffers.decodes = KeptDecodes(
+                self._rows.num_placed, columns.rows, num_changes, step, columns.constrained
             )
         else:
             self._buffers.decodes = None
@@ -547,7 +261,7 @@ class InputBatch:
         return on_device[0], on_device[1]
 
     def _groups(
-        self, columns: _Columns, token_rows: Ints, positions: Ints
+        self, columns: StepColumns, token_rows: Ints, positions: Ints
     ) -> tuple[AttentionMetadata | StateMetadata, ...]:
         """Make the metadata of each group; groups differ only in their blocks."""
         buffers, rows, ends = self._buffers, columns.rows, columns.ends
@@ -556,13 +270,17 @@ class InputBatch:
         query_lens_host, seq_lens_host = tuple(columns.query_lens.tolist()), tuple(ends.tolist())
         query_start_loc = self._to_device(buffers.query_start_loc.tensor[: num_requests + 1])
         seq_lens = self._to_device(buffers.seq_lens.tensor[:num_requests])
-        segments = self._segments(columns) if self._state_groups else None
+        segments = None
+        if self._state_groups:
+            segments = cut_segments(columns, buffers, self._block_size)
         groups: list[AttentionMetadata | StateMetadata] = []
         for index, (block_table, slot_mapping, gathered) in enumerate(
             zip(self._block_tables, buffers.slot_mappings, buffers.block_tables, strict=True)
         ):
             if segments is not None and index in self._state_groups:
-                groups.append(self._states(segments, block_table, index))
+                groups.append(
+                    state_metadata(segments, block_table, buffers, index, self._to_device)
+                )
                 continue
             block_table.slots(token_rows, positions, out=slot_mapping.array[:num_tokens])
             num_blocks = block_table.num_blocks(max_seq_len)
@@ -581,94 +299,21 @@ class InputBatch:
             groups.append(metadata)
         return tuple(groups)
 
-    def _segments(self, columns: _Columns) -> _Segments:
-        """Cut the tokens of each request at block boundaries."""
-        assert columns.num_behind is None, "a state behind drafts cannot be taken back"
-        buffers, block_size = self._buffers, self._block_size
-        first_blocks = columns.starts // block_size
-        counts = (columns.ends - 1) // block_size - first_blocks + 1
-        request_start_loc = buffers.request_start_loc.array[: len(counts) + 1]
-        request_start_loc[1:] = counts.cumsum()
-        num_segments = int(request_start_loc[-1])
-        after_first = np.arange(num_segments) - request_start_loc[:-1].repeat(counts)
-        blocks = first_blocks.repeat(counts) + after_first
-        starts = np.maximum(blocks * block_size, columns.starts.repeat(counts))
-        lens = np.minimum((blocks + 1) * block_size, columns.ends.repeat(counts)) - starts
-        buffers.segment_start_loc.array[1 : num_segments + 1] = lens.cumsum()
-        return _Segments(
-            len(counts), columns.rows.repeat(counts), starts, blocks, tuple(lens.tolist())
-        )
-
-    def _states(self, segments: _Segments, block_table: BlockTable, group: int) -> StateMetadata:
-        buffers, num_segments = self._buffers, len(segments.lens)
-        reads, writes = buffers.state_slots[group]
-        before = np.maximum(segments.starts - 1, 0) // self._block_size
-        read_slots = block_table.blocks(segments.rows, before)
-        reads.array[:num_segments] = np.where(segments.starts > 0, read_slots, -1)
-        writes.array[:num_segments] = block_table.blocks(segments.rows, segments.blocks)
-        return StateMetadata(
-            num_segments=num_segments,
-            num_tokens=sum(segments.lens),
-            segment_start_loc=self._to_device(buffers.segment_start_loc.tensor[: num_segments + 1]),
-            read_slots=self._to_device(reads.tensor[:num_segments]),
-            write_slots=self._to_device(writes.tensor[:num_segments]),
-            request_start_loc=self._to_device(
-                buffers.request_start_loc.tensor[: segments.num_requests + 1]
-            ),
-            segment_lens=segments.lens,
-        )
-
-    def _prompt_rows(self, columns: _Columns, index: int, first_row: int) -> PromptRows:
-        """Return the prompt tokens that need logprobs in this step; none after the first output."""
-        request = self._rows[int(columns.rows[index])]
-        first = int(columns.starts[index]) + 1
-        end = min(first + int(columns.query_lens[index]), request.num_prompt_tokens)
-        known = self._known[request.row]
-        token_ids = known[first:end] if len(known) == request.num_prompt_tokens else []
-        num_top = request.sampling_params.prompt_logprobs
-        return PromptRows(request.request_id, first_row, first, tuple(token_ids), num_top or 0)
-
     def _read(self, plan: StepPlan) -> None:
         """Write a plan's changes into the rows."""
         for new in plan.new_rows:
-            self._place(new)
+            self._rows.place(new)
+            for block_table in self._block_tables:
+                block_table.clear(new.row)
         for added in plan.new_blocks:
             for block_table in self._block_tables:
                 block_table.extend(added.row, added.block_ids)
-        if self._sliding_tables or self._known:
-            self._note_computed(plan)
-
-    def _note_computed(self, plan: StepPlan) -> None:
-        """Add computed tokens to the known ones, and drop blocks that slid out."""
-        shares, offset = plan.shares, 0
-        for index in range(0, len(shares), SHARE):
-            row, start, num_tokens, num_known = shares[index : index + SHARE]
-            for block_table in self._sliding_tables:
-                block_table.slide(row, start)
-            known = self._known.get(row)
-            if known is not None:
-                known[start : start + num_tokens] = plan.token_ids[offset : offset + num_tokens]
-                del known[max(num_known, start + num_tokens) :]  # drafts of the previous step
-            offset += num_tokens
-
-    def _place(self, new: NewRow) -> None:
-        """Assign a row to a new request."""
-        row = new.row
-        self._num_placed += 1
-        self._rows[row], self._request_ids[row] = new, new.request_id
-        if (row in self._undrafted) is new.is_drafted_for:
-            self._undrafted ^= {row}
-        self._known.pop(row, None)
-        if new.token_ids:
-            self._known[row] = new.token_ids.copy()
-        self._parameters[row] = parameters_row(new)
-        if self._graph_inputs is not None:
-            written = kernel_parameters(self._parameters[row : row + 1])
-            for name, values in written.items():
-                self._kernel_parameters[name][row : row + 1] = values
-        self._random_words.clear(row)
-        for block_table in self._block_tables:
-            block_table.clear(row)
+        if self._sliding_tables:
+            for row, start in zip(plan.shares[::SHARE], plan.shares[1::SHARE], strict=True):
+                for block_table in self._sliding_tables:
+                    block_table.slide(row, start)
+        if self._rows.has_known:
+            self._rows.note_computed(plan)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True) if self._on_gpu else tensor

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.kv_layers import LayerKV, PagedKV
-from baton.kv_manifest import KVGroup, KVKind, KVManifest, KVOrder, array_offsets
+from baton.kv.layers import LayerKV, PagedKV
+from baton.kv.manifest import KVGroup, KVKind, KVManifest, KVOrder, array_offsets
 from baton_kernels.huge_pages import huge_pages
 from engine.core.kv_cache_groups import KVCacheGroup, group_layers, smallest_block_size
 from models.base import LayerCache

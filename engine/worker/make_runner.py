@@ -10,11 +10,13 @@ from torch import Tensor
 from baton.engine_config import EngineConfig
 from baton_kernels.attention import ATTENTION_BACKENDS
 from baton_kernels.attention.base import AttentionBackend
+from engine.sampling.step_sampler import StepSampler
 from engine.worker.chunks.chunk_graphs import MAX_NUM_REQUESTS, ChunkGraphs, chunk_sizes
 from engine.worker.chunks.chunk_inputs import ChunkInputs
 from engine.worker.cuda_graphs import GraphContext, Replays, StepGraphs, captured_sizes
 from engine.worker.device_choice import BackendNames
 from engine.worker.drafting.base import Drafting
+from engine.worker.forward import Forward
 from engine.worker.graph_inputs import GraphInputs
 from engine.worker.input_batch import InputBatch
 from engine.worker.kv_cache import KVCacheSpec
@@ -77,7 +79,7 @@ def make_model_runner(
     if samples_on_device is None:
         samples_on_device = device.type == "cuda" and find_spec("triton") is not None
     return ModelRunner(
-        context,
+        Forward(context, chunk_graphs),
         InputBatch(
             max_num_requests=config.max_num_requests,
             max_num_tokens=config.max_num_batched_tokens,
@@ -90,12 +92,10 @@ def make_model_runner(
             graph_inputs=graph_inputs,
         ),
         decode_graphs,
-        chunk_graphs,
-        samples_on_device=samples_on_device,
+        StepSampler(samples_on_device, rejects),
         ranks=ranks,
         tells_tokens=tells_tokens,
         drafting=drafting,
-        rejects=rejects,
     )
 
 

@@ -4,77 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
-from baton_kernels.state_metadata import StateMetadata
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
-from engine.sampling.device_sampling import sample_on_device, upload_parameters
-from engine.sampling.gumbel import NO_TOKEN
-from engine.sampling.logprobs import compute_logprobs, compute_prompt_logprobs
-from engine.sampling.rejection import sample_with_rejection
-from engine.sampling.sampler import rows_without_numbers, sample
+from engine.sampling.logprobs import compute_prompt_logprobs
 from engine.sampling.sampling_input import SamplingInput
-from engine.worker.chunks.chunk_graphs import ChunkGraphs
-from engine.worker.cuda_graphs import GraphContext, Replays, StepGraphs
+from engine.sampling.step_sampler import Proposed, StepSampler
+from engine.worker.cuda_graphs import Replays, StepGraphs
 from engine.worker.drafting.base import Drafting
 from engine.worker.drafting.drafting_step import DraftingStep
+from engine.worker.forward import Forward
 from engine.worker.graph_inputs import StagedStep
-from engine.worker.input_batch import InputBatch, ModelInput, PreparedStep
-from models.base import ForwardContext, GroupStep
+from engine.worker.input_batch import InputBatch
+from engine.worker.inputs.prepared_step import PreparedStep
+from engine.worker.launched_step import LaunchedStep
 from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()
 AnyPreparedStep = PreparedStep | StagedStep
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """A step that was launched on the device.
-
-    Attributes:
-        output: the result, except tokens that are still to come.
-        token_ids: `[num_sampling]` int64 on the host, valid after ``done``; None: see ``output``.
-        done: event when the device has computed the step; None: it has.
-        started_at: when the step was launched, by the monotonic clock.
-        ended_at: when the step ended, likewise; None: unknown before `wait`.
-    """
-
-    sampling: SamplingInput
-    output: ModelRunnerOutput
-    token_ids: Tensor | None
-    done: torch.Event | None
-    started_at: float
-    ended_at: float | None = None
-
-    def wait(self) -> ModelRunnerOutput:
-        """Wait until KV and tokens are here; return the result."""
-        if self.done is not None:
-            self.done.synchronize()
-        output, sampled = self.output, self.output.sampled_token_ids
-        without_numbers = output.without_numbers
-        if self.token_ids is not None:
-            drawn = self.token_ids.tolist()
-            if NO_TOKEN in drawn:
-                wrong = {row for row, token_id in enumerate(drawn) if token_id == NO_TOKEN}
-                without_numbers = frozenset(self.sampling.request_ids[row] for row in wrong)
-                drawn = self.token_ids.clamp(min=0).tolist()  # later code needs a valid token
-            sampled = self.sampling.accept(drawn)
-        return ModelRunnerOutput(
-            sampled,
-            output.logprobs,
-            output.prompt_logprobs,
-            output.draft_token_ids,
-            without_numbers,
-            drafting_s=output.drafting_s,
-            started_at=self.started_at,
-            ended_at=self.ended_at or time.monotonic(),
-        )
 
 
 class ModelRunner:
@@ -85,21 +36,17 @@ class ModelRunner:
     once the step before that has been waited for. Steps are launched in order, and find the tokens
     of the previous step on the device.
 
-    Tokens whose choice depends on more than the logits (penalties, grammars), and tokens with
-    logprobs, are chosen on the host: launching a step with such tokens waits for the step.
+    Launching a step waits for the step if the sampler draws its tokens on the host.
 
     Args:
-        context: the model, its cache, and one attention backend per KV cache group that attends.
+        forward: runs the model, eagerly or by captured graphs of steps with prompts.
         input_batch: persistent input buffers on the model's device.
         decode_graphs: captured graphs of decode steps, if any.
-        chunk_graphs: captured graphs of steps with prompts, if any.
-        samples_on_device: whether the sampling kernel runs on the device.
+        sampler: draws tokens.
         ranks: the ranks that share the model; the leader samples for all.
         tells_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
             step may be launched before the planner knows these tokens.
         drafting: makes drafts behind each step, once its tokens are known; None: no drafts here.
-        rejects: whether drafts are accepted by rejection sampling; otherwise, a draft is accepted
-            if it equals the sampled token.
 
     Attributes:
         decode_graphs, chunk_graphs: as given; empty until captured.
@@ -107,24 +54,21 @@ class ModelRunner:
 
     def __init__(
         self,
-        context: GraphContext,
+        forward: Forward,
         input_batch: InputBatch,
         decode_graphs: Replays[StepGraphs],
-        chunk_graphs: Replays[ChunkGraphs],
+        sampler: StepSampler,
         *,
-        samples_on_device: bool = False,
         ranks: Ranks = ALONE,
         tells_tokens: bool = False,
         drafting: Drafting | None = None,
-        rejects: bool = False,
     ) -> None:
-        self._context = context
-        self._drafting, self._rejects = drafting, rejects
+        self._forward, self._context = forward, forward.context
+        self._drafting, self._sampler = drafting, sampler
         self._drafting_steps: deque[DraftingStep] = deque()  # prepared, not launched yet
-        self._model = context.model
+        self._model = forward.context.model
         self._input_batch = input_batch
-        self.decode_graphs, self.chunk_graphs = decode_graphs, chunk_graphs
-        self._samples_on_device = samples_on_device
+        self.decode_graphs, self.chunk_graphs = decode_graphs, forward.chunk_graphs
         self._ranks = ranks
         self._tells_tokens = tells_tokens and ranks.everyone.size > 1
         self._untold: Tensor | None = None  # rows of tokens to receive from the leader
@@ -162,7 +106,7 @@ class ModelRunner:
             assert graphs is not None
             assert hooks.after_layer is None, "the step was prepared for a replay"
             hidden, token_ids = graphs.replay(prepared)
-            if not self._needs_host(prepared.sampling):
+            if not self._sampler.needs_host(prepared.sampling):
                 launched = self._launched(prepared.sampling, token_ids, {}, started_at)
                 return self._drafted(launched, hidden, hooks)
             # Compute all logits again here, which is rare: keeping them would cost memory in every
@@ -184,7 +128,7 @@ class ModelRunner:
             self._hear_tokens()
             places, rows = prepared.unknown
             inputs.input_ids.index_copy_(0, places, last_tokens.index_select(0, rows))
-        hidden_states = self._forward(inputs, hooks.after_layer)  # [num_tokens, hidden_size]
+        hidden_states = self._forward.run(inputs, hooks.after_layer)  # [num_tokens, hidden_size]
         sampling = prepared.sampling
         if not self._ranks.leads and sampling.request_ids and self._tells_tokens:
             self._hear_tokens()
@@ -201,9 +145,8 @@ class ModelRunner:
         logits = self._model.compute_logits(last)
         if not self._ranks.leads:
             return self._launched(sampling, None, prompt_logprobs, started_at)
-        if self._samples_on_device and not self._needs_host(sampling):
-            tensors = upload_parameters(sampling.parameters, sampling.keys, self._device)
-            token_ids = sample_on_device(logits, tensors)
+        if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
+            token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
             launched = self._launched(sampling, token_ids, prompt_logprobs, started_at)
             token_ids = token_ids.clamp(min=0)  # the next step embeds the tokens
         else:
@@ -216,9 +159,6 @@ class ModelRunner:
                     self._ranks.everyone.send(token_ids, rank)
         last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
         return self._drafted(launched, hidden_states, hooks)
-
-    def _needs_host(self, sampling: SamplingInput) -> bool:
-        return sampling.needs_host or (self._rejects and bool(sampling.draft_token_ids))
 
     def _drafted(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
         """Make drafts behind a launched step, waiting for the step; do nothing without a drafter.
@@ -243,19 +183,6 @@ class ModelRunner:
         ended_at = time.monotonic()
         output = replace(output, draft_token_ids=drafts, drafting_s=ended_at - started_at)
         return LaunchedStep(launched.sampling, output, None, None, launched.started_at, ended_at)
-
-    def _forward(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:
-        context, chunks = self._context, self.chunk_graphs.graphs
-        if chunks is not None and chunks.takes(inputs):
-            return chunks.replay(inputs, after_layer)
-        forward_context = ForwardContext(
-            positions=inputs.positions,
-            groups=plan_groups(inputs.groups, context.backends),
-            layer_groups=context.layer_groups,
-            layer_caches=context.layer_caches,
-            after_layer=after_layer,
-        )
-        return self._model.forward(inputs.input_ids, forward_context)
 
     def _hear_tokens(self) -> None:
         """Receive the leader's last sampled tokens, unless already received."""
@@ -295,39 +222,14 @@ class ModelRunner:
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
         """Sample on the host; return the finished step, and its tokens on the device."""
-        if self._rejects and sampling.draft_token_ids:
-            proposed = None
-            if self._drafting is not None:
-                proposed = self._drafting.chooser.pop_distributions(self._drafting_steps[0])
-            token_ids = sample_with_rejection(
-                logits.float(), sampling, hooks.allowed_bits, proposed
-            )
-        else:
-            token_ids = sample(logits, sampling, hooks.allowed_bits)
-        wrong = rows_without_numbers(logits, token_ids)
-        for row in wrong:  # later code needs a valid token
-            token_ids[row] = 0
-        output = ModelRunnerOutput(
-            sampling.accept(token_ids),
-            compute_logprobs(logits, sampling, token_ids),
-            prompt_logprobs,
-            without_numbers=frozenset(sampling.request_ids[row] for row in wrong),
+        output, token_ids = self._sampler.draw_on_host(
+            logits, sampling, hooks, prompt_logprobs, self._proposed
         )
         launched = LaunchedStep(sampling, output, None, None, started_at, time.monotonic())
         return launched, torch.tensor(token_ids, dtype=torch.int64, device=self._device)
 
-
-def plan_groups(
-    groups: Sequence[AttentionMetadata | StateMetadata],
-    backends: Sequence[AttentionBackend | None],
-) -> tuple[GroupStep, ...]:
-    """Let each backend plan its group's step; return the groups with their backends."""
-    steps: list[GroupStep] = []
-    for metadata, backend in zip(groups, backends, strict=True):
-        if isinstance(metadata, StateMetadata):
-            steps.append((metadata, None))
-        else:
-            assert backend is not None
-            backend.plan(metadata)
-            steps.append((metadata, backend))
-    return tuple(steps)
+    def _proposed(self) -> Proposed | None:
+        """Return, by row, the distributions that this step's drafts were drawn from."""
+        if self._drafting is None:
+            return None
+        return self._drafting.chooser.pop_distributions(self._drafting_steps[0])

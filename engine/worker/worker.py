@@ -41,7 +41,7 @@ from engine.worker.host.host_memory import read_host_memory
 from engine.worker.host.lent_cores import LentCores, lent_cores
 from engine.worker.host.memory_check import check_memory
 from engine.worker.host.pages_ahead import PagesAhead
-from engine.worker.input_batch import PreparedStep
+from engine.worker.inputs.prepared_step import PreparedStep
 from engine.worker.kv_cache import (
     KVCacheSpec,
     KVMemory,
@@ -51,8 +51,9 @@ from engine.worker.kv_cache import (
     dtype_name,
     kv_cache_spec,
 )
+from engine.worker.launched_step import LaunchedStep
 from engine.worker.memory_profile import measure_kv_cache_bytes
-from engine.worker.model_runner import AnyPreparedStep, LaunchedStep, ModelRunner
+from engine.worker.model_runner import AnyPreparedStep, ModelRunner
 from engine.worker.warm_up import check_numbers, warm_up
 from models import load_model
 from models.base import CausalLM

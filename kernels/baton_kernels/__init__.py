@@ -27,58 +27,49 @@ from baton_kernels.state_metadata import StateMetadata
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension."""
-    normed: Tensor = ops_for(x).rms_norm(x, weight, eps)
-    return normed
+    return ops_for(x).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """``(rms_norm(sum), sum)`` of ``residual + x * factor``."""
-    both: tuple[Tensor, Tensor] = ops_for(x).add_rms_norm(x, residual, weight, eps, factor)
-    return both
+    return ops_for(x).add_rms_norm(x, residual, weight, eps, factor)
 
 
 def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
     """``residual + x * factor``."""
-    total: Tensor = ops_for(x).scaled_add(x, residual, factor)
-    return total
+    return ops_for(x).scaled_add(x, residual, factor)
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
     """Rows of ``x``, each followed by that of ``y``."""
-    joined: Tensor = ops_for(x).join(x, y)
-    return joined
+    return ops_for(x).join(x, y)
 
 
 def largest(x: Tensor) -> Tensor:
     """Where in each row its largest number is, of equal ones the first."""
-    places: Tensor = ops_for(x).largest(x)
-    return places
+    return ops_for(x).largest(x)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of the two halves of the last dimension."""
-    gated: Tensor = ops_for(gate_up).silu_mul(gate_up)
-    return gated
+    return ops_for(gate_up).silu_mul(gate_up)
 
 
 def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` of the two halves of the last dimension."""
-    gated: Tensor = ops_for(gate_up).gated_mul(gate_up, activation)
-    return gated
+    return ops_for(gate_up).gated_mul(gate_up, activation)
 
 
 def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
     """``activation(gate) * x``."""
-    gated: Tensor = ops_for(x).gate_mul(gate, x, activation)
-    return gated
+    return ops_for(x).gate_mul(gate, x, activation)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """``cap * tanh(x / cap)``."""
-    capped: Tensor = ops_for(x).soft_cap(x, cap)
-    return capped
+    return ops_for(x).soft_cap(x, cap)
 
 
 def norm_rotary_store(
@@ -96,7 +87,7 @@ def norm_rotary_store(
     value_scale: float = 1.0,
 ) -> Tensor:
     """Head norms, rotation and storing of keys and values; the rotated query."""
-    query: Tensor = ops_for(qkv).norm_rotary_store(
+    return ops_for(qkv).norm_rotary_store(
         *(qkv, num_heads, cos, sin, kv_cache, slot_mapping),
         query_weight=query_weight,
         key_weight=key_weight,
@@ -104,7 +95,6 @@ def norm_rotary_store(
         key_scale=key_scale,
         value_scale=value_scale,
     )
-    return query
 
 
 def gated_rms_norm(
@@ -117,10 +107,9 @@ def gated_rms_norm(
     norm_before_gate: bool,
 ) -> Tensor:
     """Root-mean-square norm of groups, times ``silu(gate)``."""
-    normed: Tensor = ops_for(x).gated_rms_norm(
+    return ops_for(x).gated_rms_norm(
         x, gate, weight, eps, group_size=group_size, norm_before_gate=norm_before_gate
     )
-    return normed
 
 
 def causal_conv(
@@ -135,13 +124,12 @@ def causal_conv(
     out_gate: Tensor | None = None,
 ) -> Tensor:
     """Convolution of each channel with its newest inputs."""
-    out: Tensor = ops_for(x).causal_conv(
+    return ops_for(x).causal_conv(
         *(x, weight, bias, states, metadata),
         has_silu=has_silu,
         in_gate=in_gate,
         out_gate=out_gate,
     )
-    return out
 
 
 def selective_scan(
@@ -156,8 +144,7 @@ def selective_scan(
     metadata: StateMetadata,
 ) -> Tensor:
     """Mamba 2's state space."""
-    out: Tensor = ops_for(x).selective_scan(x, dt, b, c, a_log, dt_bias, d, states, metadata)
-    return out
+    return ops_for(x).selective_scan(x, dt, b, c, a_log, dt_bias, d, states, metadata)
 
 
 def gated_delta_rule(
@@ -172,10 +159,9 @@ def gated_delta_rule(
     metadata: StateMetadata,
 ) -> Tensor:
     """Gated DeltaNet's recurrence."""
-    out: Tensor = ops_for(value).gated_delta_rule(
+    return ops_for(value).gated_delta_rule(
         query, key, value, a, b, a_log, dt_bias, states, metadata
     )
-    return out
 
 
 def norm_rotary_store_latent(
@@ -223,44 +209,37 @@ def pack_integers(weight: PackedWeight, first_row: int, integers: GroupedInteger
 
 def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Read rows of a weight that is kept in float32 or bfloat16."""
-    rows: Tensor = ops_for(ids).unpack_rows(weight, ids, dtype)
-    return rows
+    return ops_for(ids).unpack_rows(weight, ids, dtype)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """``x @ weight.T + bias`` with a packed weight, which is always on the CPU."""
-    out: Tensor = ops_for(x).packed_linear(x, weight)
-    return out
+    return ops_for(x).packed_linear(x, weight)
 
 
 def packed_gated_linear(x: Tensor, weight: PackedWeight, activation: str = "silu") -> Tensor:
     """``gated_mul(packed_linear(x, weight), activation)``."""
-    out: Tensor = ops_for(x).packed_gated_linear(x, weight, activation)
-    return out
+    return ops_for(x).packed_gated_linear(x, weight, activation)
 
 
 def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
     """``packed_linear`` in float32, whatever ``x`` is."""
-    out: Tensor = ops_for(x).packed_scores(x, weight)
-    return out
+    return ops_for(x).packed_scores(x, weight)
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` with a weight of 4 or 8 bits a number, as GPUs keep it."""
-    out: Tensor = ops_for(x).quantized_linear(x, weight, bias)
-    return out
+    return ops_for(x).quantized_linear(x, weight, bias)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor) -> Tensor:
     """``x @ weight.T + bias``; on a GPU a token's bits are the same in any company."""
-    out: Tensor = ops_for(x).invariant_linear(x, weight, bias, arrived)
-    return out
+    return ops_for(x).invariant_linear(x, weight, bias, arrived)
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose each token's experts, and how much each counts."""
-    chosen: tuple[Tensor, Tensor] = ops_for(logits).route(logits, routing, bias)
-    return chosen
+    return ops_for(logits).route(logits, routing, bias)
 
 
 def experts(
@@ -280,11 +259,10 @@ def experts(
 
     ``invariant``: on a GPU, too, a token's bits are the same in any company.
     """
-    out: Tensor = ops_for(x).experts(
+    return ops_for(x).experts(
         *(x, ids, weights, gate_up, down, base, base_gate),
         biases=biases, activation=activation, invariant=invariant,
     )  # fmt: skip
-    return out
 
 
 def packed_experts(
@@ -299,10 +277,9 @@ def packed_experts(
     activation: str = "silu",
 ) -> Tensor:
     """`experts` with packed weights, which are always on the CPU."""
-    out: Tensor = ops_for(x).packed_experts(
+    return ops_for(x).packed_experts(
         x, ids, weights, gate_up, down, base, base_gate, activation=activation
     )
-    return out
 
 
 __all__ = [

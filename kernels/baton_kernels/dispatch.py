@@ -16,6 +16,7 @@ from torch import Tensor
 from baton.kernel_library.switch import are_kernels_off
 from baton_kernels import reference
 from baton_kernels.native.ops import NativeOps, load_native_ops
+from baton_kernels.ops import Ops
 
 
 class _Switch:
@@ -37,10 +38,10 @@ def native_ops() -> NativeOps | None:
     return _loaded_native_ops() if _Switch.enabled else None
 
 
-def ops_for(tensor: Tensor) -> Any:
+def ops_for(tensor: Tensor) -> Ops:
     """Return the ops, as attributes, for tensors on the device of this one."""
-    if tensor.is_cpu:
-        return native_ops() or reference
+    if tensor.is_cpu and (native := native_ops()) is not None:
+        return native
     if tensor.is_cuda:
         return _triton_ops()
     return reference
@@ -72,9 +73,9 @@ _TRITON = {
 
 
 @functools.cache
-def _triton_ops() -> SimpleNamespace:
+def _triton_ops() -> Ops:
     """Load the ops in Triton, each from the reference where its module cannot be imported."""
-    ops = SimpleNamespace(
+    ops: Any = SimpleNamespace(
         packed_linear=reference.packed_linear,
         packed_gated_linear=reference.packed_gated_linear,
         grouped_packed_linear=reference.grouped_packed_linear,
@@ -92,4 +93,5 @@ def _triton_ops() -> SimpleNamespace:
         except ImportError:
             owner = reference
         setattr(ops, name, getattr(owner, name))
-    return ops
+    found: Ops = ops
+    return found

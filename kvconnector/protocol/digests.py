@@ -24,7 +24,7 @@ from typing import Protocol
 import msgspec
 
 from baton.api.errors import TransferError
-from baton.kv_manifest import KVManifest
+from baton.kv.manifest import KVManifest
 from kvconnector.base import NO_TRANSFER, KVReservation, TransferKey
 from kvconnector.blocks import LayerRange
 from kvconnector.protocol.actions import (

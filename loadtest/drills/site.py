@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.api.errors import ConfigError
+from baton.deployment.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 from baton.kernel_library.state import BUILDING
-from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.processes.held_folder import HeldFolder
 from loadtest.drills.faults import Fault, FaultEvent

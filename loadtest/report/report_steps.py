@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from loadtest.plan import Search
 from loadtest.report.distribution import Distribution
 from loadtest.report.report import result_to_json
-from loadtest.search import Search, SearchResult
+from loadtest.search import SearchResult
 from loadtest.steps import Step
 
 Document = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from baton.kv_layers import LayerKV
+from baton.kv.layers import LayerKV
 from models.base import ForwardContext
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from baton.api.errors import ConfigError, ModelLoadError
-from baton.kv_layers import LayerKV, StateKV
+from baton.kv.layers import LayerKV, StateKV
 from models.base import CausalLM, ForwardContext
 from models.drafters.loading import DrafterSource
 from models.loading.loader import load_model

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from baton.api.errors import ConfigError
-from baton.kv_manifest import shard
+from baton.kv.manifest import shard
 
 Span = tuple[int, int]  # the first of an axis, and the one behind the last
 # Small groups of integers in a checkpoint's weights, and blocks of inputs that kernels round

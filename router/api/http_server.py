@@ -406,7 +406,7 @@ class HttpServer:
         """Answer whether a request could be served now."""
         if self._is_stopping:
             raise ApiError(503, "the router is stopping")
-        if self._intake.is_starting:
+        if self._intake.reader.is_starting:
             raise ApiError(503, "the processes that read requests are starting")
         if not self._pool.fleet:
             why = self._pool.why_no_pair() if self._access.is_open else "no nodes are ready"

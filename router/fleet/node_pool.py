@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton.api.errors import NotFoundError
 from baton.api.printable import printable
-from baton.block_hash import HASH_ALGORITHMS, cache_namespace
 from baton.checkpoint.model_identity import Identity, identity_of
+from baton.kv.block_hash import HASH_ALGORITHMS, cache_namespace
 from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.link.words import (
     AdminReply,
@@ -343,11 +343,6 @@ class NodePool:
         node.num_missed_beats = 0
         if isinstance(event, StepDeltas):
             node.deliver_step(event)
-        elif isinstance(event, tuple):
-            for delta in event:
-                node.deliver(delta)
-            if node.registration.role is NodeRole.DECODE:
-                node.load.note_step()
         elif isinstance(event, NodeBeat):
             self._take_beat(node, event)
         elif isinstance(event, KVCacheEvents):

@@ -4,8 +4,8 @@
     salt, a client's own word -> HMAC-SHA256(secret, ("client", salt, word)) -> a narrower salt
 
 Nodes, and the router where it hashes blocks too, put the salt at the root of a prompt's block
-hashes (`baton/block_hash.py`), so the same prompt has other hashes with another salt. Without the
-secret nobody can compute a salt. Salts go to nodes, never to clients or logs.
+hashes (`baton/kv/block_hash.py`), so the same prompt has other hashes with another salt. Nobody can
+compute a salt without the secret. Salts go to nodes, never to clients or logs.
 """
 
 from __future__ import annotations

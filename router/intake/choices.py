@@ -16,7 +16,8 @@ from baton.api.errors import InvalidRequestError
 from baton.api.prompt import choice_request_id, choice_seed, draw_seed
 from baton.api.sampling_params import SamplingParams
 from router.calls.call import Call, Terms
-from router.intake.intake import Intake, Prompt
+from router.intake.intake import Intake
+from router.intake.prompt_reader import Prompt
 
 MAX_OUTPUTS = 1024
 

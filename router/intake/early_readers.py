@@ -41,7 +41,7 @@ def fork_readers(options: TextOptions, folder: Path) -> EarlyReaders:
     if tokenizer is None or not may_fork():
         return EarlyReaders(tokenizer)
     texts = grammars = None
-    with contextlib.suppress(OSError):  # out of a resource: `Intake.start` reports it
+    with contextlib.suppress(OSError):  # out of a resource: `PromptReader.start` reports it
         texts = fork_texts(tokenizer)
         grammars = fork_trials(folder)
     return EarlyReaders(tokenizer, texts, grammars)

@@ -5,55 +5,44 @@ Takes and returns plain values: gRPC and HTTP are thin layers over the same code
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
 
-from baton.access.identity import ANYBODY, Principal
-from baton.api.errors import BatonError, InvalidRequestError, PromptTooLongError
-from baton.api.outputs import FinishReason, TextDelta
+from baton.access.identity import Principal
+from baton.api.errors import BatonError, InvalidRequestError
+from baton.api.outputs import TextDelta
 from baton.api.prompt import (
     check_priority,
     check_prompt,
     check_prompt_logprobs,
     check_sampling_params,
-    check_token_ids,
     draw_seed,
 )
 from baton.api.sampling_params import SamplingParams
-from baton.api.structured_output import StructuredOutput
-from baton.text.detokenizer import Detokenizer
-from baton.text.grammar_trials import GrammarTrials
-from baton.text.stop_strings import OutputText
 from baton.text.tokenizer import Tokenizer
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.gate.rate_limits import Rate
-from router.intake.answers.divided_text import DividedDelta, DividedText
+from router.intake.answers.call_text import CallText
 from router.intake.cache_salts import CacheSalts
-from router.intake.changing_lines import without_changing_lines
 from router.intake.early_readers import EarlyReaders
-from router.intake.grammar_checks import GrammarChecks
 from router.intake.long_answers import LongAnswers
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.base import OutputParser
 from router.intake.parsers.choice import OutputParsers
 from router.intake.prompt_log import PromptLog
-from router.intake.texts import ChatPrompt, Texts
+from router.intake.prompt_reader import Prompt, PromptReader
+from router.intake.texts import ChatPrompt
 from router.intake.usage import OwnPrompts, told
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
 MAX_CACHE_WORD_CHARS = 256
-_DECODED_AT_ONCE = 1024  # tokens per piece: some milliseconds, with any vocabulary
-
-
-Prompt = str | Sequence[int] | ChatPrompt
 
 
 class Intake:
@@ -75,8 +64,8 @@ class Intake:
 
     Attributes:
         tokenizer, cache_salts, parsers, sampling_defaults: see above.
+        reader: tokenizes prompts in worker processes.
         long_answers: builds response parts that contain many logprobs.
-        is_starting: whether the worker processes were started and are not ready yet.
     """
 
     def __init__(
@@ -100,22 +89,20 @@ class Intake:
         self._metrics = metrics or RouterMetrics()
         self.cache_salts = cache_salts or CacheSalts()
         self.long_answers = LongAnswers()
-        self.is_starting = False
         self.parsers = parsers or OutputParsers(tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
-        self._trusts_templates = trusts_templates
-        self._cuts_changing_lines = cuts_changing_lines
         self._prompt_log = PromptLog(tokenizer) if logs_prompts else None
         self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
-        self._texts: Texts | None = None
-        self._grammar_checks: GrammarChecks | None = None
-        if tokenizer is not None:
-            early = readers or EarlyReaders(tokenizer)
-            self._texts = Texts(tokenizer, dispatcher.pool.max_model_len, early.texts)
-            trials = GrammarTrials(tokenizer.folder, early=early.grammars)
-            self._grammar_checks = GrammarChecks(trials)
+        self.reader = PromptReader(
+            tokenizer,
+            lambda: self.max_model_len,
+            vocab_size=vocab_size,
+            readers=readers,
+            trusts_templates=trusts_templates,
+            cuts_changing_lines=cuts_changing_lines,
+        )
 
     @property
     def num_open(self) -> int:
@@ -135,35 +122,10 @@ class Intake:
         """Raise OverloadedError if the caller's limits allow no request now."""
         self._dispatcher.admission.check_key(principal)
 
-    def start(self) -> None:
-        """Start the workers for texts and grammars; `prepare` waits for them.
-
-        Raises:
-            NodeUnavailableError: a process cannot be started.
-        """
-        self.is_starting = True
-        for part in (self._texts, self._grammar_checks):
-            if part is not None:
-                part.start()
-
-    async def prepare(self) -> None:
-        """Wait until the workers can read texts and grammars, and have each read a short one.
-
-        Raises:
-            NodeUnavailableError: the processes cannot be started.
-        """
-        if self._texts is not None:
-            await self._texts.prepare()
-        if self._grammar_checks is not None:
-            await self._grammar_checks.prepare()
-        self.is_starting = False
-
     def close(self) -> None:
         """End the processes that read texts and grammars, and the thread of long answers."""
         self.long_answers.close()
-        for part in (self._texts, self._grammar_checks):
-            if part is not None:
-                part.close()
+        self.reader.close()
 
     async def accept(
         self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str = ""
@@ -190,19 +152,19 @@ class Intake:
         check_priority(terms.priority, most_urgent)
         token_ids: list[int] | None = None
         if params.thinking is not None and not params.thinking.close_token_ids:
-            token_ids = await self.tokenize(prompt, principal)
+            token_ids = await self.reader.tokenize(prompt, principal)
             thinking = self.parsers.asked_thinking(token_ids, params.thinking)
             params = dataclasses.replace(params, thinking=thinking)
         check_sampling_params(params, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
         if params.structured_output is not None:
-            await self._check_structured_output(params.structured_output, principal)
+            await self.reader.check_structured_output(params.structured_output, principal)
         if params.seed is None:
             # Drawn here, so that both nodes, and retries, sample equally.
             params = params.with_seed(draw_seed())
         if token_ids is None:
-            token_ids = await self.tokenize(prompt, principal)
+            token_ids = await self.reader.tokenize(prompt, principal)
         check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=self.max_model_len)
         check_prompt_logprobs(params, len(token_ids))
         timeout_s = terms.timeout_s
@@ -222,10 +184,9 @@ class Intake:
         """Run a call; ending the iteration early cancels it. Raises what the dispatcher does.
 
         Args:
-            parser: divides the output. Deltas are then `DividedDelta`, and stop strings count in
-                the answer only. None: stop strings count in the whole text.
+            parser: divides the output; see `CallText`.
         """
-        text = self._output_text(call, parser)
+        text = CallText(self.tokenizer, call, parser, lambda: self._dispatcher.receipt(call))
         num_own = self._own_prompts.num_tokens(call)
         log = self._prompt_log
         output_log = None if log is None else log.log_prompt(call)
@@ -233,7 +194,7 @@ class Intake:
             with self._metrics.running() as record:
                 async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
                     async for item in outputs:
-                        delta = self._text_delta(call, item, text)
+                        delta = text.add(item)
                         if delta.output_index == 0:
                             self._own_prompts.note(call)
                         if output_log is not None:
@@ -254,51 +215,6 @@ class Intake:
                 error.receipt = told(error.receipt, num_own)
             raise
 
-    async def tokenize(
-        self,
-        prompt: Prompt,
-        principal: Principal = ANYBODY,
-        *,
-        add_special_tokens: bool = True,
-    ) -> list[int]:
-        """Return a prompt's token ids; they are not checked against the model.
-
-        Args:
-            principal: whose prompt it is.
-            add_special_tokens: whether a text gets the checkpoint's special tokens.
-
-        Raises what `Texts.encode` does.
-        """
-        max_model_len = self.max_model_len
-        if not isinstance(prompt, str | ChatPrompt):
-            limit = max_model_len - 1
-            if len(prompt) > limit:
-                raise PromptTooLongError("prompt", len(prompt), limit)
-            return list(prompt)
-        if self.tokenizer is None or self._texts is None:
-            raise InvalidRequestError(
-                "prompt", "this checkpoint has no tokenizer.json: give token ids"
-            )
-        caller = principal.tenant
-        if isinstance(prompt, str):
-            return await self._texts.encode(
-                prompt,
-                max_model_len=max_model_len,
-                caller=caller,
-                add_special_tokens=add_special_tokens,
-            )
-        if not prompt.messages:
-            raise InvalidRequestError("chat", "must have at least 1 message, got 0")
-        if prompt.template is not None and not self._trusts_templates:
-            raise InvalidRequestError(
-                "chat_template",
-                "is the operator's choice here, not a request's (--trust-request-chat-template)",
-            )
-        if self._cuts_changing_lines:
-            messages = without_changing_lines(list(prompt.messages))
-            prompt = dataclasses.replace(prompt, messages=messages)
-        return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
-
     async def tokenize_only(
         self, prompt: Prompt, principal: Principal, *, add_special_tokens: bool = True
     ) -> list[int]:
@@ -308,82 +224,11 @@ class Intake:
         """
         admission = self._dispatcher.admission
         admission.charge(principal)
-        token_ids = await self.tokenize(prompt, principal, add_special_tokens=add_special_tokens)
+        token_ids = await self.reader.tokenize(
+            prompt, principal, add_special_tokens=add_special_tokens
+        )
         admission.charge_tokens(principal, len(token_ids) - 1)
         return token_ids
-
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a prompt's token ids; other tasks run in between.
-
-        Raises InvalidRequestError for unknown ids, too many ids, or a checkpoint without tokenizer.
-        """
-        if self.tokenizer is None:
-            raise InvalidRequestError("tokens", "this checkpoint has no tokenizer.json")
-        if len(token_ids) > self.max_model_len:
-            raise InvalidRequestError(
-                "tokens", f"must have at most {self.max_model_len}, got {len(token_ids)}"
-            )
-        check_token_ids("tokens", token_ids, self._vocab_size)
-        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
-        texts = []
-        for start in range(0, len(token_ids), _DECODED_AT_ONCE):
-            texts.append(detokenizer.push(token_ids[start : start + _DECODED_AT_ONCE]))
-            await asyncio.sleep(0)
-        return "".join([*texts, detokenizer.push((), last=True)])
-
-    def _output_text(
-        self, call: Call, parser: OutputParser | None
-    ) -> OutputText | DividedText | None:
-        params, options = call.sampling_params, call.terms.text_options
-        if self.tokenizer is None:
-            return None
-        if parser is None:
-            return OutputText(self.tokenizer, params, options)
-        return DividedText(self.tokenizer, params, options, parser)
-
-    def _text_delta(
-        self, call: Call, output: TextDelta, text: OutputText | DividedText | None
-    ) -> TextDelta:
-        """Return an output with its text added; a stop string ends the output."""
-        finish_reason, receipt = output.finish_reason, output.receipt
-        token_ids = output.token_ids
-        piece = ""
-        if text is not None:
-            piece = text.push(
-                token_ids,
-                last=finish_reason is not None,
-                ended_by_token=finish_reason is FinishReason.STOP,
-            )
-        if text is not None and text.stopped:
-            finish_reason = FinishReason.STOP
-            token_ids = token_ids[: text.num_tokens - output.output_index]
-            receipt = dataclasses.replace(
-                receipt or self._dispatcher.receipt(call),
-                num_output_tokens=text.num_tokens,
-            )
-        made: type[TextDelta] = TextDelta
-        parts: dict[str, Any] = {}
-        if isinstance(text, DividedText):
-            made, parts = DividedDelta, {"parts": tuple(text.parts)}
-        return made(
-            output.request_id,
-            output.output_index,
-            token_ids,
-            piece,
-            finish_reason,
-            receipt,
-            output.logprobs[: len(token_ids)],
-            prompt_logprobs=output.prompt_logprobs,
-            stop_string=text.stop_string if text is not None else None,
-            **parts,
-        )
-
-    async def _check_structured_output(
-        self, structured_output: StructuredOutput, principal: Principal
-    ) -> None:
-        if self._grammar_checks is None:
-            raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
-        await self._grammar_checks.check(structured_output, caller=principal.tenant)
 
 
 def check_name(field: str, name: str, limit: int) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from baton.checkpoint.gguf.folder import folder_of_gguf
 from baton.checkpoint.packaged_model import SMOLLM2
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from examples.demo import fetch_model
 from tests.clients.environments import installed_version, interpreter

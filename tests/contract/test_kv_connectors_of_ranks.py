@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.kv_layers import LatentKV, LayerKV, PagedKV, StateArray, StateKV
+from baton.kv.layers import LatentKV, LayerKV, PagedKV, StateArray, StateKV
 from engine.worker.kv_cache import KVCacheSpec, KVMemory, kv_cache_spec
 from kvconnector.base import KVReservation
 from kvconnector.block_digests import BlockDigests

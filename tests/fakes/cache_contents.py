@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from baton.block_hash import BlockHash, BlockHasher, cache_namespace, extra_keys_of
+from baton.kv.block_hash import BlockHash, BlockHasher, cache_namespace, extra_keys_of
 from engine.engine import Engine
 
 

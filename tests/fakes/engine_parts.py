@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Sequence
 
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import BlockHasher
+from baton.kv.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.outputs import (
     ModelRunnerOutput,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.kv_manifest import KVArray, KVGroup, KVKind, KVManifest
+from baton.kv.manifest import KVArray, KVGroup, KVKind, KVManifest
 
 
 @dataclass(frozen=True)

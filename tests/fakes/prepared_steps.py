@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton_kernels.attention.base import AttentionMetadata
-from engine.worker.input_batch import PreparedStep
+from engine.worker.inputs.prepared_step import PreparedStep
 
 
 def attention_groups(prepared: PreparedStep) -> list[AttentionMetadata]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.local_deployment import LocalDeployment
+from baton.deployment.local_deployment import LocalDeployment
 
 
 def ranks_of(deployment: LocalDeployment, name: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from baton.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash
 from decode_node.options import DecodeOptions
 from prefill_node.options import PushMode
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import shorten
 from baton.engine_config import EngineConfig
+from baton.kv.block_hash import shorten
 from baton.link.words import (
     BEAT_INTERVAL_S,
     DrainCommand,

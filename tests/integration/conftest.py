@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from sim_node.node import Simulation
 from tests.fakes.dead_engines import let_die

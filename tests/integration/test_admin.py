@@ -27,7 +27,7 @@ from baton.api.errors import RequestCancelledError
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.serving.rpc import bearer, open_sync_channel
 from tests.fakes.waiting import wait_until

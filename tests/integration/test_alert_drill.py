@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from baton import Client, SamplingParams
 from baton.api.errors import BatonError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.fakes.prometheus import NEEDS_PROMETHEUS, Prometheus, scraping, wait_for_targets
 from tests.fakes.waiting import wait_until

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from baton import AsyncClient, SamplingParams
 from baton.cli.app import app
-from baton.local_deployment import LocalDeployment
+from baton.deployment.local_deployment import LocalDeployment
 from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]

@@ -16,7 +16,7 @@ import pytest
 
 from baton import Client, SamplingParams
 from baton.api.errors import InvalidRequestError, NodeUnavailableError
-from baton.local_deployment import LocalDeployment
+from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
 from baton.v1 import inference_pb2, inference_pb2_grpc
 

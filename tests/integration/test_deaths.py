@@ -18,7 +18,7 @@ import pytest
 
 from baton import Client, SamplingParams
 from baton.api.errors import BatonError, ConfigError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from tests.fakes.waiting import wait_until

@@ -13,11 +13,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton import AsyncClient, Completion, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton import SamplingParams
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM
+from tests.fakes.deployments import complete_each
 from tests.fakes.foreign_model import make_foreign_model
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
@@ -43,7 +44,7 @@ def test_a_decode_node_without_prefill_nodes_equals_one_process(tmp_path: Path) 
         running.wait_ready(READY_TIMEOUT_S)
         params = [GREEDY if index % 2 else SAMPLED for index in range(len(prompts))]
         with foreign_node(config.listen, tmp_path) as foreign:
-            split = asyncio.run(complete_all(config.listen, prompts, params))
+            split = asyncio.run(complete_each(config.listen, prompts, params))
             assert (foreign().health, foreign().num_requests) == ("not serving", 0)
             assert "weights differs: it has " in foreign().health_why
     for prompt, one, completion in zip(prompts, params, split, strict=True):
@@ -85,11 +86,3 @@ def foreign_node(router: str, folder: Path) -> Iterator[Callable[[], admin_pb2.N
                 yield describe
             finally:
                 process.kill()
-
-
-async def complete_all(
-    address: str, prompts: list[list[int]], params: list[SamplingParams]
-) -> list[Completion]:
-    async with AsyncClient(address) as client:
-        calls = [client.generate(p, one) for p, one in zip(prompts, params, strict=True)]
-        return await asyncio.gather(*calls)

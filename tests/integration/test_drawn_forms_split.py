@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.fakes.asked_chats import Said
 from tests.fuzz.drawn_forms import FORMS, Asked, DrawnForms

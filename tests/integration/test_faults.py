@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 from tests.integration.test_storm import assert_nothing_is_held, storm

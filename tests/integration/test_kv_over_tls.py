@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from baton import Client, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from engine import LLM
+from tests.fakes.deployments import complete_all
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 from tests.integration.test_recovery import (
@@ -28,7 +29,6 @@ from tests.integration.test_recovery import (
     nodes,
     send,
 )
-from tests.integration.test_split_equals_one_process import complete_all
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(300)]  # NIXL is not needed
 
@@ -58,7 +58,7 @@ def deployment(request: pytest.FixtureRequest) -> Iterator[LocalDeployment]:
 
 @pytest.mark.parametrize("deployment", [[], ["--kv-digests"]], indirect=True)
 def test_split_over_tls_equals_one_process(deployment: LocalDeployment, llm: LLM) -> None:
-    split = complete_all(deployment.config.listen, PROMPTS, [GREEDY] * len(PROMPTS))
+    split = complete_all(deployment, PROMPTS, GREEDY)
     alone = llm.generate(PROMPTS, GREEDY)
     assert [c.token_ids for c in split] == [c.token_ids for c in alone]
     for prompt, completion in zip(PROMPTS, split, strict=True):
@@ -133,7 +133,7 @@ def test_with_certificates_of_a_ca_both_ends_verify_them(tmp_path: Path, llm: LL
 
 
 def test_idle_nodes_rest(deployment: LocalDeployment) -> None:
-    complete_all(deployment.config.listen, PROMPTS[:4], [GREEDY] * 4)
+    complete_all(deployment, PROMPTS[:4], GREEDY)
     time.sleep(3.0)  # whatever was warm is cold
     used = {child.name: cpu_s(child.process.pid) for child in deployment.children}
     time.sleep(5.0)

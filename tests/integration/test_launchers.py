@@ -16,7 +16,7 @@ import pytest
 
 from baton import Client, SamplingParams
 from baton.api.errors import ConfigError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(300)]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from baton import AsyncClient, Completion, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.deployments import complete_all, split_deployment
+from tests.integration.conftest import DEMO_MODEL
 
 pytestmark = [
     pytest.mark.nixl,
@@ -27,19 +27,11 @@ PROMPTS = [[2 + (7 * k + i) % 900 for i in range(50 + 60 * k)] for k in range(6)
 @pytest.mark.parametrize("lend_cores", [True, False])
 def test_a_request_alone_is_computed_on_the_cores_of_both_nodes(lend_cores: bool) -> None:
     alone = LLM(str(DEMO_MODEL), dtype="float32", num_threads=1).generate(PROMPTS, PARAMS)
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        router_args=["--no-local-prefill"],  # or one node might do it all
-        node_args=["--dtype", "float32"],
-        lend_cores=lend_cores,
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with split_deployment(DEMO_MODEL, lend_cores=lend_cores) as running:
         places = {name: placed_threads(running, name) for name in ("p0", "d0")}
-        one_by_one = [complete(config.listen, prompt) for prompt in PROMPTS]
+        one_by_one = [complete(running.config.listen, prompt) for prompt in PROMPTS]
         new = {name: placed_threads(running, name) for name in ("p0", "d0")}
-        together = complete_all(config.listen)
+        together = complete_all(running, PROMPTS, PARAMS)
         cores = {name: frozenset(running.child(name).cores or ()) for name in ("p0", "d0")}
     for found in (one_by_one, together):
         assert [one.token_ids for one in found] == [one.token_ids for one in alone]
@@ -61,13 +53,5 @@ def complete(address: str, prompt: list[int]) -> Completion:
     async def run() -> Completion:
         async with AsyncClient(address) as client:
             return await client.generate(prompt, PARAMS)
-
-    return asyncio.run(run())
-
-
-def complete_all(address: str) -> list[Completion]:
-    async def run() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            return await asyncio.gather(*(client.generate(prompt, PARAMS) for prompt in PROMPTS))
 
     return asyncio.run(run())

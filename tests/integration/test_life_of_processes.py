@@ -19,7 +19,7 @@ import pytest
 
 from baton import AsyncClient, Client, SamplingParams
 from baton.api.errors import NodeUnavailableError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 

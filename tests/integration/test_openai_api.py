@@ -23,7 +23,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from baton import SamplingParams
-from baton.local_deployment import LocalDeployment
+from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
 from tests.fakes.event_source import EventSourceReader
 from tests.fakes.tool_model import SAYS_A_CALL, SCHEMA, WEATHER

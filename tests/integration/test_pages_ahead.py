@@ -6,8 +6,8 @@ import psutil
 import pytest
 import torch
 
-from baton.kv_layers import PagedKV
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.kv.layers import PagedKV
 from baton.processes.free_address import free_address
 from engine.worker.host.pages_ahead import PagesAhead
 from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton import Client, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.fakes.prometheus import NEEDS_PROMETHEUS, Prometheus, scraping, wait_for_targets
 from tests.fakes.waiting import wait_until

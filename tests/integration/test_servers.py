@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from baton.local_deployment import LocalDeployment
+from baton.deployment.local_deployment import LocalDeployment
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]

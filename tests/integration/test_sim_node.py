@@ -82,7 +82,7 @@ async def complete(client: AsyncClient, case: Case) -> Completion:
     return completion
 
 
-async def complete_all(address: str, cases: list[Case], *, over_s: float) -> list[Completion]:
+async def complete_over_time(address: str, cases: list[Case], *, over_s: float) -> list[Completion]:
     """All cases, begun evenly over a while; raises what went wrong with the first that failed."""
 
     async def later(client: AsyncClient, index: int) -> Completion:
@@ -110,7 +110,7 @@ def join(
 def test_500_requests_get_their_tokens_and_prefixes_are_found_again(router: str) -> None:
     async def scene() -> None:
         async with join(router, num_prefill=8, num_decode=8) as cluster:
-            done = await complete_all(router, make_cases(500, seed=1), over_s=3.0)
+            done = await complete_over_time(router, make_cases(500, seed=1), over_s=3.0)
             receipts = [completion.receipt for completion in done if completion.receipt]
             assert len(receipts) == 500
             for receipt in receipts:
@@ -141,7 +141,7 @@ def test_no_request_is_lost_when_nodes_are_killed_and_stand_still(router: str) -
     async def scene() -> None:
         async with join(router, num_prefill=8, num_decode=8) as cluster:
             hurting = asyncio.create_task(hurt(cluster))
-            done = await complete_all(router, make_cases(500, seed=2), over_s=5.0)
+            done = await complete_over_time(router, make_cases(500, seed=2), over_s=5.0)
             await hurting
             attempts = [
                 completion.receipt.num_attempts for completion in done if completion.receipt
@@ -160,7 +160,7 @@ def test_faults_that_come_by_themselves_lose_no_request(router: str) -> None:
     # (So many die of so many that none of it looks like the doing of one request: ADR 0027.)
     async def scene() -> None:
         async with join(router, num_prefill=8, num_decode=8, faults=faults):
-            done = await complete_all(router, make_cases(200, seed=3), over_s=5.0)
+            done = await complete_over_time(router, make_cases(200, seed=3), over_s=5.0)
             assert max(c.receipt.num_attempts for c in done if c.receipt) > 1
 
     asyncio.run(scene())

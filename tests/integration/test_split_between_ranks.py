@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -12,11 +11,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton import AsyncClient, Client, Completion, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton import Client, SamplingParams
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM
+from tests.fakes.deployments import complete_all
 from tests.fakes.rank_processes import ranks_of
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
@@ -54,16 +54,6 @@ def expected() -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in llm.generate(PROMPTS, PARAMS)]
 
 
-def complete_all(address: str) -> list[Completion]:
-    """All prompts at once."""
-
-    async def run() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            return await asyncio.gather(*(client.generate(prompt, PARAMS) for prompt in PROMPTS))
-
-    return asyncio.run(run())
-
-
 @pytest.mark.parametrize(
     ("prefill", "decode", "more"),
     [
@@ -92,7 +82,7 @@ def test_unlike_shapes_give_the_tokens_of_one_process(
     before = set(Path("/dev/shm").iterdir())
     with LocalDeployment(config) as running:
         running.wait_ready(READY_TIMEOUT_S)
-        completions = complete_all(config.listen)
+        completions = complete_all(running, PROMPTS, PARAMS)
         processes = [pid for name in ("p0", "d0") for pid in ranks_of(running, name)]
     assert [tuple(completion.token_ids) for completion in completions] == expected
     for prompt, completion in zip(PROMPTS, completions, strict=True):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from baton import AsyncClient, Completion, SamplingParams
-from baton.local_deployment import LocalDeployment
+from baton import Completion, SamplingParams
+from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
+from tests.fakes.deployments import complete_all
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(400)]
 
@@ -43,24 +43,9 @@ def prompts(request: pytest.FixtureRequest, llm: LLM) -> list[list[int]]:
     return [token_ids[37 * index : 37 * index + length] for index, length in enumerate(lengths)]
 
 
-def complete_all(
-    address: str, prompts: list[list[int]], params: list[SamplingParams]
-) -> list[Completion]:
-    """All prompts at once, each on a stream of its own."""
-
-    async def run() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            calls = [
-                client.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)
-            ]
-            return await asyncio.gather(*calls)
-
-    return asyncio.run(run())
-
-
 @pytest.fixture(scope="module")
 def split(deployment: LocalDeployment, prompts: list[list[int]]) -> list[Completion]:
-    return complete_all(deployment.config.listen, prompts, [GREEDY] * len(prompts))
+    return complete_all(deployment, prompts, GREEDY)
 
 
 def test_split_equals_one_process_greedily(
@@ -120,7 +105,7 @@ def test_prompts_went_through_the_decode_node(
 def test_prompts_that_the_decode_node_knows_give_the_same_and_only_the_rest_travels(
     split: list[Completion], deployment: LocalDeployment, prompts: list[list[int]]
 ) -> None:
-    again = complete_all(deployment.config.listen, prompts, [GREEDY] * len(prompts))
+    again = complete_all(deployment, prompts, GREEDY)
     assert [c.token_ids for c in again] == [c.token_ids for c in split]
     for prompt, completion in zip(prompts, again, strict=True):
         assert completion.receipt is not None
@@ -151,7 +136,7 @@ def test_split_equals_one_process_with_seeds(
         )
         for index in range(len(chosen))
     ]
-    split = complete_all(deployment.config.listen, chosen, params)
+    split = complete_all(deployment, chosen, params)
     alone = llm.generate(chosen, params)
     assert [c.token_ids for c in split] == [c.token_ids for c in alone]
     assert len({c.token_ids for c in alone}) > len(alone) // 2
@@ -177,7 +162,7 @@ def test_split_equals_one_process_with_penalties_and_logprobs(
         )
         for index, prompt in enumerate(chosen)
     ]
-    split = complete_all(deployment.config.listen, chosen, params)
+    split = complete_all(deployment, chosen, params)
     alone = llm.generate(chosen, params)
     assert [c.token_ids for c in split] == [c.token_ids for c in alone]
     plain = llm.generate(chosen, SamplingParams(max_tokens=20, temperature=0))
@@ -199,7 +184,7 @@ def test_prompt_logprobs_are_those_of_one_process_and_need_no_cold_cache(
         SamplingParams(max_tokens=1 + index % 3, temperature=0, prompt_logprobs=index % 4)
         for index in range(len(chosen))
     ]
-    found = complete_all(deployment.config.listen, chosen, params)
+    found = complete_all(deployment, chosen, params)
     alone = llm.generate(chosen, params)
     for prompt, param, one, other in zip(chosen, params, found, alone, strict=True):
         assert one.token_ids == other.token_ids
@@ -222,7 +207,7 @@ def test_a_stop_string_ends_the_output_at_the_same_token(
         SamplingParams(max_tokens=20, temperature=0, stop=(c.text[len(c.text) // 2 :][:3] or "x",))
         for c in whole
     ]
-    split = complete_all(deployment.config.listen, chosen, params)
+    split = complete_all(deployment, chosen, params)
     alone = llm.generate(chosen, params)
     for one, other, param in zip(split, alone, params, strict=True):
         assert (one.text, one.token_ids) == (other.text, other.token_ids)
@@ -236,10 +221,6 @@ def test_a_stop_string_ends_the_output_at_the_same_token(
 def test_text_and_token_ids_give_the_same(deployment: LocalDeployment, llm: LLM) -> None:
     assert llm.tokenizer is not None
     text = "def read_config(path):"
-    as_text, as_ids = complete_all(
-        deployment.config.listen,
-        [text, llm.tokenizer.encode(text)],  # type: ignore[list-item]  # a text is a prompt, too
-        [GREEDY] * 2,
-    )
+    as_text, as_ids = complete_all(deployment, [text, llm.tokenizer.encode(text)], GREEDY)
     assert as_text.token_ids == as_ids.token_ids
     assert as_text.text == llm.generate(text, GREEDY)[0].text

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from baton import AsyncClient, Completion, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton import SamplingParams
+from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.integration.conftest import READY_TIMEOUT_S
+from tests.fakes.deployments import complete_all, split_deployment
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
@@ -37,28 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def deployment(folder: Path) -> Iterator[LocalDeployment]:
     """Blocks and chunks small enough to matter, and memory short enough to preempt or wait."""
-    config = LocalDeploymentConfig(
-        model=str(folder),
-        listen=free_address(),
-        router_args=["--no-local-prefill"],  # what is tested is the split
-        node_args=[
-            "--dtype", "float32", "--block-size", "4", "--long-prefill-token-threshold", "32",
-            "--num-blocks", "450",
-        ],
-    )  # fmt: skip
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with split_deployment(
+        folder, "--block-size", "4", "--long-prefill-token-threshold", "32", "--num-blocks", "450"
+    ) as running:
         yield running
-
-
-def complete_all(address: str, prompts: list[list[int]]) -> list[Completion]:
-    """All prompts at once."""
-
-    async def run() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            return await asyncio.gather(*(client.generate(prompt, GREEDY) for prompt in prompts))
-
-    return asyncio.run(run())
 
 
 def test_split_equals_one_process_and_sends_only_what_the_window_needs(
@@ -70,7 +50,7 @@ def test_split_equals_one_process_and_sends_only_what_the_window_needs(
     alone = LLM(str(folder), dtype="float32", block_size=4, num_threads=1).generate(prompts, GREEDY)
     num_whole = 0
     for _ in range(2):  # the second time both nodes know prompts
-        split = complete_all(deployment.config.listen, prompts)
+        split = complete_all(deployment, prompts, GREEDY)
         assert [c.token_ids for c in split] == [c.token_ids for c in alone]
         for prompt, completion in zip(prompts, split, strict=True):
             assert completion.receipt is not None

@@ -10,13 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton import AsyncClient, Completion, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton import SamplingParams
+from baton.deployment.local_deployment import LocalDeployment
 from loadtest.drills.audit import Auditor
-from tests.integration.conftest import READY_TIMEOUT_S
+from tests.fakes.deployments import complete_all, split_deployment
 from tests.numerics.family_checkpoints import (
-    Example,
     TinyCheckpoint,
     make_tiny_checkpoint,
     richest_variants,
@@ -26,6 +24,7 @@ from tests.numerics.family_hybrids import HYBRIDS
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 40
+PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 BLOCK_SIZE = 4
 # As long as a chunk, and so that some chunks end within a block.
 BLOCK_SIZES_OF_HYBRIDS = (16, 12)
@@ -55,30 +54,16 @@ def checkpoint(case: tuple[TinyCheckpoint, int]) -> TinyCheckpoint:
 @pytest.fixture(scope="module")
 def deployment(case: tuple[TinyCheckpoint, int]) -> Iterator[LocalDeployment]:
     """Blocks and chunks so small that every prompt is several of both."""
-    config = LocalDeploymentConfig(
-        model=str(case[0].folder),
-        listen=free_address(),
-        router_args=["--no-local-prefill"],  # what is tested is the split
-        node_args=[
-            "--dtype", "float32", "--block-size", str(case[1]),
-            "--long-prefill-token-threshold", "16", "--kv-cache-memory", "16M",
-        ],
-    )  # fmt: skip
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with split_deployment(
+        case[0].folder,
+        "--block-size",
+        str(case[1]),
+        "--long-prefill-token-threshold",
+        "16",
+        "--kv-cache-memory",
+        "16M",
+    ) as running:
         yield running
-
-
-def complete_all(address: str, examples: list[Example]) -> list[Completion]:
-    """All at once."""
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-
-    async def run() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            calls = [client.generate(example.prompt, params) for example in examples]
-            return await asyncio.gather(*calls)
-
-    return asyncio.run(run())
 
 
 def test_split_gives_the_tokens_of_transformers_and_computes_no_prompt_twice(
@@ -90,7 +75,8 @@ def test_split_gives_the_tokens_of_transformers_and_computes_no_prompt_twice(
     later = [example.later(index) for index, example in enumerate(checkpoint.examples, 20)]
     num_pushed = num_cached = 0
     for batch in (examples, examples, later):
-        for example, completion in zip(batch, complete_all(address, batch), strict=True):
+        completions = complete_all(deployment, [example.prompt for example in batch], PARAMS)
+        for example, completion in zip(batch, completions, strict=True):
             assert list(completion.token_ids) == example.output[:NUM_TOKENS]
             assert completion.receipt is not None
             decode = completion.receipt.decode

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from baton import AsyncClient, Completion, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton import SamplingParams
 from engine import LLM
-from tests.integration.conftest import READY_TIMEOUT_S
+from tests.fakes.deployments import complete_all, split_deployment
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
-
-
-def complete_all(address: str, prompts: list[list[int]]) -> list[Completion]:
-    """All prompts at once."""
-
-    async def run() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            return await asyncio.gather(*(client.generate(prompt, GREEDY) for prompt in prompts))
-
-    return asyncio.run(run())
 
 
 @pytest.mark.parametrize("prefill_args", [[], ["--pipeline-parallel-size", "2"]])
@@ -38,17 +25,11 @@ def test_split_equals_one_process_and_moves_a_byte_for_each_number(
     token_ids = llm.tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))
     prompts = [token_ids[37 * k : 37 * k + 1 + 60 * k] for k in range(12)]
     alone = llm.generate(prompts, GREEDY)
-    config = LocalDeploymentConfig(
-        model=str(demo_model),
-        listen=free_address(),
-        router_args=["--no-local-prefill"],  # what is tested is the split
-        node_args=["--dtype", "float32", "--kv-cache-dtype", "fp8", "--kv-digests"],
-        prefill_args=prefill_args,
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
-        split = complete_all(config.listen, prompts)
-        again = complete_all(config.listen, prompts)  # both nodes know the prompts
+    with split_deployment(
+        demo_model, "--kv-cache-dtype", "fp8", "--kv-digests", prefill_args=prefill_args
+    ) as running:
+        split = complete_all(running, prompts, GREEDY)
+        again = complete_all(running, prompts, GREEDY)  # both nodes know the prompts
     assert [c.token_ids for c in split] == [c.token_ids for c in alone]
     assert [c.token_ids for c in again] == [c.token_ids for c in alone]
     model = llm.engine.model_config

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 
 import gguf
 import pytest
 
-from baton import AsyncClient, Completion, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton import SamplingParams
 from engine import LLM
+from tests.fakes.deployments import complete_all, split_deployment
 from tests.fakes.gguf_files import write_model
-from tests.integration.conftest import READY_TIMEOUT_S
 from tests.numerics.tiny_models import make_hugging_face_model
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
@@ -22,27 +19,10 @@ pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=2)
 
 
-def complete_all(address: str, prompts: list[list[int]]) -> list[Completion]:
-    """All prompts at once."""
-
-    async def run() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            return await asyncio.gather(*(client.generate(prompt, PARAMS) for prompt in prompts))
-
-    return asyncio.run(run())
-
-
 def check(model: str, weights: str, prompts: list[list[int]]) -> None:
     alone = LLM(model, dtype="float32", weights=weights, num_threads=1).generate(prompts, PARAMS)
-    config = LocalDeploymentConfig(
-        model=model,
-        listen=free_address(),
-        router_args=["--no-local-prefill"],  # what is tested is the split
-        node_args=["--dtype", "float32", "--weights", weights],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
-        split = complete_all(config.listen, prompts)
+    with split_deployment(model, "--weights", weights) as running:
+        split = complete_all(running, prompts, PARAMS)
     assert [one.token_ids for one in split] == [one.token_ids for one in alone]
     for mine, theirs in zip(split, alone, strict=True):
         assert mine.receipt is not None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from baton import AsyncClient, Completion, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton import SamplingParams
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
+from tests.fakes.deployments import complete_all
 from tests.integration.conftest import READY_TIMEOUT_S
 from tests.numerics.family_checkpoints import LATENTS, make_tiny_checkpoint
 
@@ -17,16 +17,6 @@ pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 BLOCK_SIZE, FLOAT32_BYTES = 4, 4
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-
-
-def complete_all(address: str, prompts: list[list[int]]) -> list[Completion]:
-    """All prompts at once."""
-
-    async def run() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            return await asyncio.gather(*(client.generate(prompt, PARAMS) for prompt in prompts))
-
-    return asyncio.run(run())
 
 
 def test_as_many_bytes_travel_as_latents_have(tmp_path: Path) -> None:
@@ -40,7 +30,7 @@ def test_as_many_bytes_travel_as_latents_have(tmp_path: Path) -> None:
     examples = [example.later(7 * index) for index, example in enumerate(checkpoint.examples)]
     with LocalDeployment(config) as running:
         running.wait_ready(READY_TIMEOUT_S)
-        completions = complete_all(config.listen, [example.prompt for example in examples])
+        completions = complete_all(running, [example.prompt for example in examples], PARAMS)
     width = LATENTS["kv_lora_rank"] + LATENTS["qk_rope_head_dim"]
     token_bytes = width * checkpoint.theirs.config.num_hidden_layers * FLOAT32_BYTES
     for example, completion in zip(examples, completions, strict=True):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from baton import Client, SamplingParams, StructuredOutput
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.fakes.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S

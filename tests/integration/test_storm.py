@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from baton import AsyncClient, BatonError, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S

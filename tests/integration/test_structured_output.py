@@ -16,7 +16,7 @@ import pytest
 
 from baton import AsyncClient, Client, Completion, FinishReason, SamplingParams, StructuredOutput
 from baton.api.errors import InvalidRequestError
-from baton.local_deployment import LocalDeployment
+from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
 from router.intake.answers.call_forms import Function
 from router.intake.parsers import TOOL_CALL_PARSERS

@@ -14,7 +14,7 @@ import pytest
 from baton import Client, Completion, SamplingParams
 from baton.access.api_keys import entry_text
 from baton.api.errors import InvalidRequestError, OverloadedError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 

@@ -19,7 +19,7 @@ import pytest
 
 from baton import Client, Completion, SamplingParams, StructuredOutput, Thinking
 from baton.api.outputs import TextDelta
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from engine import LLM
 from tests.fakes.thinking_model import write_thinking_model

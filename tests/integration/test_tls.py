@@ -24,7 +24,7 @@ import pytest
 from baton import AsyncClient, Client, SamplingParams
 from baton.access.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
 from baton.access.tls import TlsOptions, client_context, read_material
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from baton.wire import types as wire_types

@@ -15,7 +15,7 @@ import pytest
 
 from baton import Client, SamplingParams
 from baton.api.outputs import Receipt
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.fakes.otlp_collector import OtlpCollector, TakenSpan, Trace
 from tests.fakes.waiting import wait_until

@@ -17,7 +17,7 @@ from baton.api.errors import BatonError
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.fakes.foreign_model import make_foreign_model
 from tests.fakes.waiting import wait_until

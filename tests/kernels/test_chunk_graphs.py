@@ -24,7 +24,7 @@ from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
 from engine.worker.chunks import chunk_graphs
 from engine.worker.chunks.chunk_graphs import ChunkGraphs, chunk_sizes, reason_against_chunks
 from engine.worker.graph_capture import DeviceCapture
-from engine.worker.input_batch import ModelInput
+from engine.worker.inputs.prepared_step import ModelInput
 from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
 from engine.worker.make_runner import make_model_runner
 from engine.worker.model_runner import NO_HOOKS

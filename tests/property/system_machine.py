@@ -18,8 +18,8 @@ import engine.worker.worker
 from baton.api.errors import DeadlineExceededError, OverloadedError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import BlockHash
 from baton.engine_config import PREEMPTION
+from baton.kv.block_hash import BlockHash
 from decode_node.options import DecodeOptions
 from kvconnector.peer_process import PeerProcess
 from models import load_model

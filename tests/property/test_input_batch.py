@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from baton.api.sampling_params import SamplingParams
 from engine.core.outputs import ScheduledRequest
 from engine.core.step_plan import NewBlocks, StepPlan, StepPlanner
-from engine.worker.input_batch import InputBatch, PreparedStep
+from engine.worker.input_batch import InputBatch
+from engine.worker.inputs.prepared_step import PreparedStep
 from tests.fakes.engine_parts import FakeRunner, extended, make_request, make_scheduler
 from tests.fakes.prepared_steps import attention_groups
 from tests.fakes.sampling import random_words, sampling_input

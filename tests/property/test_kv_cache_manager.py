@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from baton.block_hash import BlockHasher
+from baton.kv.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from tests.fakes.engine_parts import make_request

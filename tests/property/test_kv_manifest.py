@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.api.errors import TransferError
-from baton.kv_manifest import (
+from baton.kv.manifest import (
     HandOffRule,
     KVArray,
     KVGroup,
@@ -24,12 +24,21 @@ from baton.kv_manifest import (
     RankCopy,
     array_offsets,
     difference,
-    rank_copies,
     shard,
     unit_copies,
 )
 
 RANKS = st.integers(1, 9)
+
+
+def rank_copies(
+    group: KVGroup, num_writers: int, num_readers: int, layers: tuple[int, int] | None = None
+) -> tuple[RankCopy, ...]:
+    """Return copies between ranks that each have all layers of one group."""
+    writers, readers = (
+        KVManifest(groups=(group,), num_ranks=num_ranks) for num_ranks in (num_writers, num_readers)
+    )
+    return unit_copies(writers, readers, 0, layers)
 
 
 def group(

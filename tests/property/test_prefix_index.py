@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.block_hash import BlockHash, BlockHasher
+from baton.kv.block_hash import BlockHash, BlockHasher
 from baton.link.words import KVCacheEvents
 from engine.core.block_pool import BlockPool
 from node_runtime.kv_event_feed import KVEventFeed

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.access.identity import Principal
-from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, extra_keys_of, shorten
+from baton.kv.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, extra_keys_of, shorten
 from engine.core.request import Request
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes

@@ -82,7 +82,7 @@ def test_a_start_that_came_before_its_command_is_cancelled_when_the_rest_is_comp
     cluster = make_cluster(20, options=SHORT)
     cluster.place("a", 1, prompt_of(1, 12), GREEDY)
     cluster.settle()
-    early = cluster.d._inbox
+    early = cluster.d._inbox._commands
     cluster.place("b", 1, prompt_of(1, 13), GREEDY)
     command = early.pop()
     for _ in range(3):

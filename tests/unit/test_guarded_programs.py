@@ -24,7 +24,6 @@ from baton.api.errors import ConfigError, PermissionDeniedError
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import config_digest
 from baton.client.client import AsyncClient
-from baton.link.round_watch import Rounds
 from baton.link.words import (
     AbortAll,
     NodeBeat,
@@ -33,11 +32,12 @@ from baton.link.words import (
     NodeRole,
     RouterCommand,
 )
-from baton.node_program import run_node_program
 from baton.processes.free_address import free_address
 from baton.serving.rpc import bearer, open_channel
 from baton.telemetry.ledger import Ledger
+from baton.telemetry.round_watch import Rounds
 from baton.v1 import admin_pb2, admin_pb2_grpc
+from node_runtime.node_program import run_node_program
 from router.config import RouterConfig
 from router.program import serve
 from sim_node.cluster import SimCluster

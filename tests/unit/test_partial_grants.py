@@ -6,7 +6,7 @@ import pytest
 
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash
 from decode_node import reservations
 from decode_node.options import DecodeOptions
 from engine.core.request import Request

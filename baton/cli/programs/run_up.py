@@ -13,8 +13,8 @@ from rich.table import Table
 from baton.access.tls_options import TlsOptions
 from baton.api.errors import ConfigError
 from baton.api.printable import printable
+from baton.deployment.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 from baton.kernel_library.state import ADVICE, BUILDING, SLOWER
-from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 
 _CHECK_S = 0.5  # between checks that all processes run
 _STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}

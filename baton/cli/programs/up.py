@@ -17,7 +17,7 @@ from prefill_node.options import PrefillOptions
 from router.config import RouterConfig
 
 if TYPE_CHECKING:
-    from baton.local_deployment import LocalDeploymentConfig
+    from baton.deployment.local_deployment import LocalDeploymentConfig
 
 _FOR_ROUTER = (
     "policy", "served_model_name", "served_model_aliases", "request_defaults", "chat_template",
@@ -105,7 +105,7 @@ def up(options: UpOptions, context: typer.Context) -> None:
 
 def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentConfig:
     """Return the deployment's configuration; raises CommandError for a bad file."""
-    from baton.local_deployment import LocalDeploymentConfig
+    from baton.deployment.local_deployment import LocalDeploymentConfig
 
     path = file_of(context)
     file_args = ["--config", str(path)] if path is not None else []

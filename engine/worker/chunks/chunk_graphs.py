@@ -25,7 +25,7 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from engine.worker.chunks.chunk_inputs import ChunkInputs
 from engine.worker.cuda_graphs import GraphContext, reason_against_replays
 from engine.worker.device_choice import BackendNames
-from engine.worker.input_batch import ModelInput
+from engine.worker.inputs.prepared_step import ModelInput
 from models.base import ForwardContext
 from models.parallel.group import Ranks
 

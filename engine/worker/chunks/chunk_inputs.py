@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
-from engine.worker.input_batch import ModelInput
+from engine.worker.inputs.prepared_step import ModelInput
 
 _NO_SLOT = -1
 

@@ -10,7 +10,7 @@ import torch
 from baton.api.errors import ConfigError
 from baton.engine_config import DRAFTERS as METHODS
 from baton.engine_config import EngineConfig
-from baton.kv_layers import LayerKV
+from baton.kv.layers import LayerKV
 from engine.worker.device_choice import BackendNames, choose_packer
 from engine.worker.drafting.base import DraftChooser, Drafting
 from engine.worker.drafting.heads import HeadsDrafting

@@ -14,7 +14,7 @@ import torch
 
 from baton.api.errors import ConfigError
 from baton.engine_config import NUMA, EngineConfig, parse_cpu_list
-from baton.kv_manifest import shard
+from baton.kv.manifest import shard
 
 
 def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:

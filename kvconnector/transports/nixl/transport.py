@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.api.errors import TransferError
-from baton.kv_manifest import RankCopy
+from baton.kv.manifest import RankCopy
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange, check_block_ids, check_layers
 from kvconnector.layout import KVLayout, KVMemory

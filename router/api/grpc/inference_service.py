@@ -23,7 +23,8 @@ from baton.wire import types as wire_types
 from router.api.grpc.journal import Journal
 from router.calls.call import Call, Terms
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
-from router.intake.intake import MAX_REQUEST_ID_CHARS, Intake, Prompt
+from router.intake.intake import MAX_REQUEST_ID_CHARS, Intake
+from router.intake.prompt_reader import Prompt
 from router.intake.texts import ChatPrompt, check_num_messages
 
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt

@@ -244,7 +244,7 @@ async def open_chat(
     intake.check_key(request[PRINCIPAL])  # before any expensive work
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)
-    prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
+    prompt = await intake.reader.tokenize(chat_prompt(body), request[PRINCIPAL])
     named = request[DEFAULTS]
     params = sampling_params(
         body,

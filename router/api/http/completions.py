@@ -134,7 +134,7 @@ async def completions(
     prompts = []
     for prompt in given:
         prompts.append(
-            await intake.tokenize(
+            await intake.reader.tokenize(
                 prompt,
                 request[PRINCIPAL],
                 add_special_tokens=body.add_special_tokens is not False,
@@ -202,7 +202,7 @@ async def _echoes(
     for token_ids, prompt in zip(prompts, given, strict=True):
         text = prompt if isinstance(prompt, str) else ""
         if not isinstance(prompt, str) and intake.tokenizer is not None:
-            text = await intake.decode(token_ids, skip_special_tokens=skips_special)
+            text = await intake.reader.decode(token_ids, skip_special_tokens=skips_special)
         num_chars += len(text) * n
         if num_chars > MAX_ECHOED_CHARS:
             raise InvalidRequestError(

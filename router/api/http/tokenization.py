@@ -12,7 +12,8 @@ from router.api.http.conversation import chat_prompt
 from router.api.http.exchange import PRINCIPAL, HttpOptions, read_body
 from router.api.http.logprobs import TokenTexts
 from router.api.http.schema import ChatRequest, Message, Tool
-from router.intake.intake import Intake, Prompt
+from router.intake.intake import Intake
+from router.intake.prompt_reader import Prompt
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -74,7 +75,7 @@ async def detokenize(request: web.Request, intake: Intake, options: HttpOptions)
     """Answer a request to detokenize; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, DetokenizeRequest, options)
     intake.check_key(request[PRINCIPAL])
-    return Detokenized(await intake.decode(body.tokens))
+    return Detokenized(await intake.reader.decode(body.tokens))
 
 
 def _prompt(body: TokenizeRequest) -> Prompt:

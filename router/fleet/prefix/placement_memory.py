@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from baton.block_hash import ShortHash
+from baton.kv.block_hash import ShortHash
 
 
 class PlacementMemory:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.block_hash import ShortHash
+from baton.kv.block_hash import ShortHash
 from baton.link.words import KVCacheEvents
 from router.fleet.prefix.placement_memory import PlacementMemory
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
@@ -75,8 +75,6 @@ class PrefixIndex:
 
     Attributes:
         num_blocks: (node, block) entries, including those of removed nodes that are not swept yet.
-        num_left_out_total: entries that found no room, since the start.
-        num_gaps_total: gaps in nodes' events, since the start.
     """
 
     def __init__(
@@ -89,8 +87,6 @@ class PrefixIndex:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_blocks = 0
-        self.num_left_out_total = 0
-        self.num_gaps_total = 0
         self._max_blocks = max_blocks
         self._sweep_blocks = sweep_blocks
         self._held: dict[ShortHash, int] = {}
@@ -147,7 +143,6 @@ class PrefixIndex:
         elif holder.last_sequence is None:
             return False
         elif events.sequence != holder.last_sequence + 1:
-            self.num_gaps_total += 1
             self.remove(engine_id)
             self._enter(engine_id, holder.kind)
             return True
@@ -265,7 +260,6 @@ class PrefixIndex:
                 continue
             if len(blocks) >= room:
                 holder.num_left_out += 1
-                self.num_left_out_total += 1
                 continue
             blocks.add(block_hash)
             others = held.get(block_hash)

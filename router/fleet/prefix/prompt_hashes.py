@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton.block_hash import BlockHash, BlockHasher, ShortHash, extra_keys_of, shorten
+from baton.kv.block_hash import BlockHash, BlockHasher, ShortHash, extra_keys_of, shorten
 
 
 class HashKind(NamedTuple):

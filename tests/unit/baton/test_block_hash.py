@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from baton.api.errors import ConfigError
-from baton.block_hash import (
+from baton.kv.block_hash import (
     CACHE_KEYS,
     DEFAULT_HASH_ALGORITHM,
     HASH_ALGORITHMS,

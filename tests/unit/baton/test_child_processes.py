@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.api.errors import ConfigError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.child_processes import fleet_environment
 from baton.processes.free_address import free_address
 from baton.processes.worker_processes import WorkerProcesses, WorkLimits
@@ -38,10 +38,13 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_deployment_runs_no_file_of_the_current_folder(trap: Path) -> None:
+    model = trap.parent / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")  # enough to start programs, which then refuse it
     config = LocalDeploymentConfig(
-        model="./no/such/model", listen=free_address(), num_prefill=1, num_decode=0
+        model=str(model), listen=free_address(), num_prefill=1, num_decode=0
     )
-    with LocalDeployment(config) as deployment, pytest.raises(ConfigError, match="no/such/model"):
+    with LocalDeployment(config) as deployment, pytest.raises(ConfigError, match="ended: "):
         deployment.wait_ready(60)
     assert not trap.exists()
 

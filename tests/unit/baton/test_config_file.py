@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from baton.cli.app import app
 from baton.cli.programs import run_up
-from baton.local_deployment import LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeploymentConfig
 from tools.options_page import PAGE, page
 
 FLEET = """\
@@ -91,7 +91,11 @@ def test_no_secret_is_shown_and_what_must_be_given_is_said() -> None:
     [
         ("modle = 1", "modle: no program has such an option"),
         ("[decode]\npush = 'chunks'", "[decode] push: `baton decode` has no such option"),
-        ("[rooter]", "[rooter]: must be one of up, router, prefill, decode, sim-node"),
+        (
+            "[rooter]",
+            "[rooter]: must be one of up, router, prefill, decode, sim-node, "
+            "loadtest run, loadtest compare",
+        ),
         ("block_size = '3'", "block_size: expected `int`, got `str`"),
         ("[decode]\nblock_size = 1.5", "[decode] block_size: expected `int`, got `float`"),
         ("[decode]\nblock_size = -1", "[decode] block_size: must be 0 or more, got -1"),
@@ -186,3 +190,11 @@ def test_up_reads_the_tables_of_all_that_it_starts_before_it_starts_them(tmp_pat
     code, _, errors = baton("up", "--config", path)
     problem = f"{path}: [decode] push: `baton decode` has no such option"
     assert (code, errors) == (2, f"error: {problem}\n")
+
+
+def test_a_load_test_reads_only_its_own_table(tmp_path: Path) -> None:
+    path = tmp_path / "baton.toml"
+    path.write_text('model = "of the fleet"\n["loadtest run"]\nrate = 3.5\n', encoding="utf-8")
+    rows = shown("loadtest run", "--config", path)
+    assert rows["rate"] == ["3.5", f"{path}: [loadtest run] rate"]
+    assert rows["model"] == ['""', "default"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.processes.last_words import num_oom_kills, why_ended
+from baton.deployment.last_words import num_oom_kills, why_ended
 
 INFO = "2026-11-28T10:00:00.000Z INFO engine.worker: KV cache of 64 MiB"
 TRACEBACK = """Traceback (most recent call last):

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from baton.api.errors import ModelLoadError
-from baton.node_program import NodeProgram, _make_or_stop
+from node_runtime.node_program import NodeProgram, _make_or_stop
 
 
 def test_the_thread_that_loads_a_model_has_ended_when_the_node_begins() -> None:

@@ -116,7 +116,7 @@ def test_every_option_of_every_program_has_a_name_of_its_own_and_says_what_it_do
         assert all(one.declaration.help.rstrip().endswith((".", "...", ")")) for one in options)
         names |= {one.name for one in options}
     assert names >= OF_ONE_PROCESS
-    assert {"admin_token", "node_token"} == {
+    assert {"admin_token", "api_key", "node_token"} == {
         one.name
         for program in PROGRAMS.names()
         for one in options_of(PROGRAMS.load(program))
@@ -128,7 +128,7 @@ def test_a_node_takes_what_its_role_uses() -> None:
     prefill, decode = (
         {one.name: one for one in options_of(PROGRAMS.load(role))} for role in ("prefill", "decode")
     )
-    assert prefill.keys() - decode.keys() == {"push", "layer_groups"}
+    assert prefill.keys() - decode.keys() == {"push"}
     assert decode.keys() - prefill.keys() == {
         "preemption", "adaptive_speculation", "max_receiving_requests", "max_receiving_tokens",
         "local_prefill_threshold",

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.local_deployment import NODE_MODULES
+from baton.deployment.local_deployment import NODE_MODULES
 from baton.processes.child_processes import THREAD_VARIABLES
 from baton.processes.program_template import ForkedProgram, ProgramTemplate, TemplateError
 

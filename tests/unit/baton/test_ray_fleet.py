@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from baton.api.errors import ConfigError
 from baton.cli.app import app
 from baton.cli.programs import run_up
-from baton.local_deployment import LocalDeploymentConfig, threads_of
+from baton.deployment.local_deployment import LocalDeploymentConfig, threads_of
 
 
 @pytest.mark.parametrize(

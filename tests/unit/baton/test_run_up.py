@@ -14,8 +14,8 @@ from rich.console import Console
 from baton.api.errors import ConfigError
 from baton.cli.programs import run_up
 from baton.cli.programs.run_up import MAX_RESTARTS, _Keeper, _say_ready
+from baton.deployment.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 from baton.kernel_library.state import KernelState
-from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 
 
 @dataclass

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.access.exposure import split_address
 from baton.api.errors import ConfigError
-from baton.local_deployment import divide_cores, num_ranks_of
+from baton.deployment.local_deployment import divide_cores, num_ranks_of
 from baton.options import parse_bytes
 
 

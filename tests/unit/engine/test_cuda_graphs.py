@@ -20,11 +20,12 @@ from engine.sampling.device_sampling import (
     kernel_parameters,
     upload_parameters,
 )
-from engine.worker import input_batch
 from engine.worker.cuda_graphs import captured_sizes, reason_against_graphs
 from engine.worker.device_choice import check_allocator
 from engine.worker.graph_inputs import GraphInputs, StagedStep
-from engine.worker.input_batch import InputBatch, PreparedStep
+from engine.worker.input_batch import InputBatch
+from engine.worker.inputs import request_rows
+from engine.worker.inputs.prepared_step import PreparedStep
 from tests.fakes.engine_parts import make_request
 from tests.fakes.prepared_steps import attention_groups
 from tests.fakes.sampling import sampling_input
@@ -311,7 +312,7 @@ def test_parameters_are_made_what_the_kernel_takes_once_for_a_request(
         made.append(len(parameters))
         return kernel_parameters(parameters)
 
-    for module in (device_sampling, input_batch):
+    for module in (device_sampling, request_rows):
         monkeypatch.setattr(module, "kernel_parameters", count, raising=False)
     inputs = make_inputs()
     batch = make_batch(inputs)

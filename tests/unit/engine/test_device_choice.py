@@ -26,7 +26,8 @@ from engine.worker.device_choice import (
     choose_packer,
     describe_weights,
 )
-from engine.worker.model_runner import LaunchedStep, ModelRunner
+from engine.worker.launched_step import LaunchedStep
+from engine.worker.model_runner import ModelRunner
 from models import load_model
 from models.config import ModelConfig
 from models.gpu.invariant import InvariantPacker

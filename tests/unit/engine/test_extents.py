@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash
 from engine.core.block_pool import BlockPool
 from engine.core.extents import WINDOW_FACTOR, choose_extents
 

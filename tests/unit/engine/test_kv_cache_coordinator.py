@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.block_hash import BlockHasher
+from baton.kv.block_hash import BlockHasher
 from engine.core.block_pool import BlockPool, BlocksRemoved, BlocksStored
 from engine.core.kv_cache_coordinator import KVCacheCoordinator
 from engine.core.kv_cache_manager import KVCacheManager

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.kv_layers import LatentKV, LayerKV, PagedKV, StateArray, StateKV
-from baton.kv_manifest import HandOffRule, KVKind, array_offsets
+from baton.kv.layers import LatentKV, LayerKV, PagedKV, StateArray, StateKV
+from baton.kv.manifest import HandOffRule, KVKind, array_offsets
 from engine.core.kv_cache_groups import MAX_GROUPS, KVCacheGroup, group_layers
 from engine.worker.kv_cache import (
     KVCacheSpec,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.block_hash import BlockHasher
+from baton.kv.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
 from tests.fakes.engine_parts import make_request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.block_hash import BlockHash, shorten
+from baton.kv.block_hash import BlockHash, shorten
 from baton.link.words import KVCacheEvents
 from engine.core.block_pool import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
 from node_runtime.kv_event_feed import FLUSH_INTERVAL_S, MAX_HASHES_PER_MESSAGE, KVEventFeed

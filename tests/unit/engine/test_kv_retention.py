@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from baton.block_hash import BlockHasher
+from baton.kv.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.kv_retention import Find, FullAttention, SlidingWindow
 from tests.fakes.engine_parts import ContentRunner, make_request, make_scheduler, step

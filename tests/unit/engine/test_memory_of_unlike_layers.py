@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.block_hash import BlockHasher
-from baton.kv_layers import LayerKV, PagedKV, StateArray, StateKV
-from baton.kv_manifest import KVKind
+from baton.kv.block_hash import BlockHasher
+from baton.kv.layers import LayerKV, PagedKV, StateArray, StateKV
+from baton.kv.manifest import KVKind
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.worker.kv_cache import KVCacheSpec, kv_cache_spec
 from tests.fakes.engine_parts import make_request

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import GIB, EngineConfig
-from baton.kv_layers import PagedKV
+from baton.kv.layers import PagedKV
 from engine import LLM
 from engine.core.step_plan import SHARE
 from engine.worker import memory_profile

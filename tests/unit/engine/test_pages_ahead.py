@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kv_layers import PagedKV
+from baton.kv.layers import PagedKV
 from engine.worker.host import pages_ahead
 from engine.worker.host.host_memory import HostMemory
 from engine.worker.host.pages_ahead import STEP_BYTES, PagesAhead

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.block_hash import BlockHash, BlockHasher
+from baton.kv.block_hash import BlockHash, BlockHasher
 from engine.core.block_pool import (
     BlockPool,
     BlocksCleared,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.api.errors import TransferError
-from baton.kv_manifest import KVManifest
+from baton.kv.manifest import KVManifest
 from baton.limits import MAX_PEER_INFO_BYTES
 from kvconnector.base import HANDOFF_VERSION, HandoffRecord, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo, RankMemory

@@ -17,7 +17,7 @@ from baton.api.errors import ConfigError
 from loadtest.load.generate import Lengths
 from loadtest.load.workload import planned_requests
 from loadtest.page.page import render_figures, render_page
-from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop
+from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop, Search
 from loadtest.report.confidence import bracket_interval, mean_interval
 from loadtest.report.report import plain
 from loadtest.report.report_steps import (
@@ -28,7 +28,7 @@ from loadtest.report.report_steps import (
     steps_to_json,
 )
 from loadtest.run import RunResult
-from loadtest.search import Search, find_highest, play_search
+from loadtest.search import find_highest, play_search
 from loadtest.slo import Slo
 from loadtest.steps import Step, Sweep, play_sweep
 from tests.fakes.load_targets import ScriptedTarget, even, run_virtually

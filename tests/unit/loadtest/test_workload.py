@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from baton.api.errors import ConfigError
-from baton.cli.programs.loadtest_options import fresh_seed
 from loadtest.load.generate import WORKLOADS, Lengths, gamma_arrivals, generate
 from loadtest.load.lengths import UniformLengths
 from loadtest.load.traces import prompt_token_ids, write_trace
 from loadtest.load.workload import PlannedRequest, planned_requests
+from loadtest.options import fresh_seed
 from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop, TraceReplay
 
 

@@ -11,7 +11,7 @@ import pytest
 from baton.access.access import Access
 from baton.access.tls import TlsOptions
 from baton.api.errors import ConfigError
-from baton.node_program import run_node_program
+from node_runtime.node_program import run_node_program
 from router.config import RouterConfig, check_exposure, requires_client_certs
 from router.program import serve
 from tests.fakes.certificates import Authority

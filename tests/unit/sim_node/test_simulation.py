@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from baton.api.outputs import FinishReason
-from baton.block_hash import BlockHasher, cache_namespace, shorten
+from baton.kv.block_hash import BlockHasher, cache_namespace, shorten
 from baton.link.words import AbortAll, SendKVSnapshot
 from sim_node.sim_model import output_tokens
 from tests.fakes.sim_parts import TIMING, VOCAB_SIZE, SimPair

@@ -25,7 +25,7 @@ def test_a_scale_scales_every_duration(name: str) -> None:
         return [
             timing.prefill_s(1000, 500_000),
             timing.decode_s(10, 10_000),
-            timing.transfer_s(1000) + timing.link_latency_s,
+            timing.kv_bytes_per_token / timing.link_bytes_per_s + timing.link_latency_s,
         ]
 
     timing = PRESETS[name]

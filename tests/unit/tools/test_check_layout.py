@@ -66,22 +66,6 @@ def test_each_finding_is_one_line(
     assert words in line
 
 
-def test_how_many_files_lie_beside_each_other(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    package = root / "models"
-    (package / "layers").mkdir(parents=True)
-    for path in (package / "__init__.py", package / "layers" / "__init__.py"):
-        path.write_text('"""A package."""')
-    for number in range(check_layout.MAX_FILES):
-        (package / f"m{number}.py").write_text('"""One."""')
-        (package / "layers" / f"l{number}.py").write_text('"""One."""')
-    assert findings(root, capsys) == []
-    (package / "more.py").write_text('"""One more."""')
-    (line,) = findings(root, capsys)
-    assert line == "models: 15 files beside each other, at most 14; divide it"
-
-
 @pytest.mark.parametrize(
     "source",
     [

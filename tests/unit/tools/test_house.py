@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import house
+from tools import check_layout, house
 
 ROOT = Path(__file__).parents[3]
 CODE = '"""Ground: says `a | b`.\n\nMore."""\n\n\ndef f(a, b, *, c):\n    """Do."""\n    return a\n'
@@ -81,6 +81,23 @@ def test_a_tenth_of_the_lines_may_change(root: Path) -> None:
     house.write(root)
     file.write_text('"""Big."""\n' + "x = 1\n" * 105)
     assert list(house.findings(root)) == []
+
+
+def test_many_files_beside_each_other_are_reported(root: Path) -> None:
+    for number in range(check_layout.MANY_FILES - 1):  # beside r.py
+        (root / "baton" / "cli" / f"r{number}.py").write_text('"""One."""\n')
+    assert list(house.crowded(root)) == []
+    (root / "baton" / "cli" / "more.py").write_text('"""One more."""\n')
+    assert list(house.crowded(root)) == ["baton/cli has 15 files beside each other, more than 14"]
+
+
+def test_files_that_the_day_imports_are_found(root: Path) -> None:
+    (root / "baton" / "cli" / "other.py").write_text('"""Other."""\n')
+    reader = root / "baton" / "cli" / "r.py"
+    imports = "import ast\nfrom baton.cli.other import x\nfrom pathlib import Path\n"
+    reader.write_text('"""Reads."""\n' + imports + "class Reader:\n    x = 1\n")
+    house._tree.cache_clear()
+    assert house.imported_by_day(root) == {root / "baton" / "cli" / "other.py"}
 
 
 def test_a_page_without_the_place_is_left_as_it_is(root: Path) -> None:

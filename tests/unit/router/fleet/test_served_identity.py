@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import pytest
 
 from baton.api.errors import NodeUnavailableError
-from baton.block_hash import DEFAULT_HASH_ALGORITHM
 from baton.checkpoint.model_identity import IDENTITY_KEYS, SIMULATED
+from baton.kv.block_hash import DEFAULT_HASH_ALGORITHM
 from baton.link.words import (
     DecodeCommand,
     DrainSeen,

@@ -18,7 +18,8 @@ from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.fleet.prefix.prompt_hashes import HashKind
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
-from router.intake.intake import Intake, Prompt
+from router.intake.intake import Intake
+from router.intake.prompt_reader import Prompt
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import asynchronous

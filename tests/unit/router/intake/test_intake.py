@@ -114,11 +114,11 @@ def test_the_first_chat_and_the_first_schema_start_no_process(
 
     @asynchronous
     async def run() -> None:
-        assert not intake.is_starting
-        intake.start()
-        assert intake.is_starting
-        await intake.prepare()
-        assert not intake.is_starting
+        assert not intake.reader.is_starting
+        intake.reader.start()
+        assert intake.reader.is_starting
+        await intake.reader.prepare()
+        assert not intake.reader.is_starting
         monkeypatch.setattr("baton.processes.worker_processes.subprocess.Popen", refuse)
         params = SamplingParams(max_tokens=1, structured_output=schema)
         call = await intake.accept(chat, params, TERMS)

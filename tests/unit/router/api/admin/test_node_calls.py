@@ -28,10 +28,10 @@ from baton.link.words import (
     RequestView,
     RouterBeat,
 )
-from baton.node_admin import NodeAdmin
 from baton.serving.rpc import RpcServer
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger
 from baton.v1 import admin_pb2, node_pb2, node_pb2_grpc
+from node_runtime.node_admin import NodeAdmin
 from router.api.admin.node_calls import NodeCalls
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node import Node

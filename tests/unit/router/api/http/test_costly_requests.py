@@ -14,7 +14,7 @@ from baton.link.words import PrefillCommand
 from router.api.http import completions, exchange
 from router.api.http.logprobs import TokenTexts
 from router.intake import long_answers
-from router.intake.intake import Intake
+from router.intake.prompt_reader import PromptReader
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
@@ -26,13 +26,13 @@ async def test_a_prompt_of_token_ids_is_decoded_once_for_all_outputs_and_only_to
     scene: HttpScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[Sequence[int]] = []
-    decode = Intake.decode
+    decode = PromptReader.decode
 
-    async def noting(self: Intake, token_ids: Sequence[int], **options: bool) -> str:
+    async def noting(self: PromptReader, token_ids: Sequence[int], **options: bool) -> str:
         decoded.append(token_ids)
         return await decode(self, token_ids, **options)
 
-    monkeypatch.setattr(Intake, "decode", noting)
+    monkeypatch.setattr(PromptReader, "decode", noting)
     for echo, num_decoded in ((False, 0), (True, 1)):
         begun = len(scene.prefill.of(PrefillCommand))
         reply = scene.post(n=4, prompt=[70, 71, 72], echo=echo)

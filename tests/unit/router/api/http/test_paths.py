@@ -11,7 +11,7 @@ from baton.api.outputs import FinishReason
 from baton.link.words import PrefillCommand
 from baton.version import __version__
 from router.api.http_server import NOT_SERVED
-from router.intake import intake, texts
+from router.intake import prompt_reader, texts
 from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http
 
 pytestmark = pytest.mark.medium
@@ -31,7 +31,7 @@ async def test_a_text_is_tokenized_and_put_together_again(
     scene: HttpScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These paths were not there; the shapes are vLLM's."""
-    monkeypatch.setattr(intake, "_DECODED_AT_ONCE", 7)
+    monkeypatch.setattr(prompt_reader, "_DECODED_AT_ONCE", 7)
     text = "def größer(): # 👩‍🚀"
     told = await answer(scene, "/tokenize", prompt=text, return_token_strs=True)
     token_ids = TOKENIZER.encode(text)

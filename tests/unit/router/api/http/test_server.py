@@ -318,7 +318,7 @@ async def test_ready_says_why_not_and_health_does_not_mind(scene: HttpScene) -> 
 
 @on_http()
 async def test_a_router_whose_workers_are_starting_is_not_ready(scene: HttpScene) -> None:
-    scene.intake.is_starting = True
+    scene.intake.reader.is_starting = True
     async with scene.session.get(scene.url + "/ready") as response:
         assert response.status == 503
         message = (await error_of(response))["message"]

@@ -112,7 +112,6 @@ def test_behind_a_gap_a_node_is_asked_once_and_believed_again_from_its_snapshot_
     scene = Scene("a")
     scene.snapshot("a", 1, 2)
     assert scene.say("a", stored=[3], lost=1)
-    assert scene.index.num_gaps_total == 1
     assert not scene.index.is_exact("a")
     assert scene.index.match([1]) == {}
     assert not scene.say("a", stored=[4])
@@ -259,7 +258,6 @@ def test_what_finds_no_room_is_counted_and_placements_help_out() -> None:
     scene.snapshot("a", *held[:2])
     scene.snapshot("b", *held)
     assert scene.index.num_blocks == 3
-    assert scene.index.num_left_out_total == 2
     assert scene.index.is_exact("a")
     assert not scene.index.is_exact("b")
     assert scene.index.match_tokens(prompt(1, 2, 3)) == {"a": 8, "b": 4}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, extra_keys_of, shorten
+from baton.kv.block_hash import HASH_ALGORITHMS, BlockHash, BlockHasher, extra_keys_of, shorten
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 
 TOKENS = list(range(100, 130))

@@ -359,16 +359,6 @@ def _head_copies(
                 )
 
 
-def rank_copies(
-    group: KVGroup, num_writers: int, num_readers: int, layers: tuple[int, int] | None = None
-) -> tuple[RankCopy, ...]:
-    """Return copies between ranks that each have all layers of one group."""
-    writers, readers = (
-        KVManifest(groups=(group,), num_ranks=num_ranks) for num_ranks in (num_writers, num_readers)
-    )
-    return unit_copies(writers, readers, 0, layers)
-
-
 def _append(copies: list[RankCopy], copy: RankCopy) -> None:
     """Add a copy, merged with an adjacent one."""
     last = copies[-1] if copies else None

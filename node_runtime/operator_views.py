@@ -1,6 +1,6 @@
-"""Takes an engine's ledger: all block holdings, of its requests and of other owners.
+"""Describes a node to operators: its open requests, and the ledger of who holds which blocks.
 
-Call this on the engine's thread, between two steps. Refuses to know: peers, transfers.
+Refuses to know: peers, transfers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Iterable
 
+from baton.link.words import DecodeCommand, PrefillCommand, RequestView
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
 from engine.core.request import Request
 from engine.engine import Engine
@@ -16,6 +17,8 @@ from engine.engine import Engine
 
 def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     """Return the ledger as of now; O(num_blocks).
+
+    Call this on the engine's thread, between two steps.
 
     Args:
         held: holdings of other owners than the engine's requests. A GRANT also stands for its
@@ -43,6 +46,26 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
         num_blocks=engine.num_blocks,
         num_free_blocks=engine.block_pool.num_free,
     )
+
+
+def view_request(request: Request, transfer_state: str, age_s: float) -> RequestView:
+    """Return an operator's view of a request that arrived ``age_s`` seconds ago."""
+    return RequestView(
+        request_id=request.request_id,
+        status=request.status.value,
+        transfer_state=transfer_state,
+        num_tokens=request.num_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_blocks=len(request.block_ids),
+        age_s=age_s,
+    )
+
+
+def ids_of(command: PrefillCommand | DecodeCommand) -> dict[str, str | None]:
+    """Return the ids that make log lines about a request searchable."""
+    trace = command.trace
+    trace_id = trace.trace_id.hex() if trace is not None else None
+    return {"request_id": command.request_id, "trace_id": trace_id}
 
 
 def _hold(request: Request, owner: BlockOwner) -> BlockHolding:

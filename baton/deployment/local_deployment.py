@@ -30,6 +30,7 @@ from baton.access.tls import read_tls
 from baton.access.tls_options import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.checkpoint.model_folder import find_here_or_on_hub
+from baton.deployment.last_words import num_oom_kills, why_ended
 from baton.kernel_library.state import KernelState, build_kernels, find_kernels
 from baton.processes.child_processes import (
     PARENT_PIPE_VARIABLE,
@@ -38,7 +39,6 @@ from baton.processes.child_processes import (
     fleet_environment,
 )
 from baton.processes.held_folder import HeldFolder
-from baton.processes.last_words import num_oom_kills, why_ended
 from baton.processes.program_template import ProgramTemplate, TemplateError
 from baton.processes.ray_processes import RayCluster
 from baton.serving.rpc import bearer, open_sync_channel

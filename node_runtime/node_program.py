@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -23,7 +24,6 @@ from baton.access.exposure import Exposure
 from baton.access.tls import NO_TLS, TlsFiles, TlsOptions, describe
 from baton.api.errors import EngineDeadError
 from baton.link.drain import Drain
-from baton.link.round_watch import Rounds, RoundWatch
 from baton.link.router_links import RouterLinks
 from baton.link.words import (
     BEAT_INTERVAL_S,
@@ -34,12 +34,13 @@ from baton.link.words import (
     RequestView,
     RouterCommand,
 )
-from baton.node_admin import NodeAdmin
 from baton.processes.process import END_AFTER_DEATH_S, end_dead, end_within, stop_event
 from baton.serving.call_gate import CallGate
 from baton.serving.rpc import FEW_STREAMS, RpcServer
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.logs import close_logging
+from baton.telemetry.round_watch import Rounds, RoundWatch
+from node_runtime.node_admin import NodeAdmin
 
 if TYPE_CHECKING:
     from baton.serving.metrics_page import MetricsPage
@@ -131,7 +132,7 @@ async def run_node_program(
     exposure.check("metrics_listen", metrics_listen)
     loop = asyncio.get_running_loop()
     stopping, leaving = stop_event(loop), asyncio.Event()
-    loop.add_signal_handler(signal.SIGHUP, _read_again, access)
+    loop.add_signal_handler(signal.SIGHUP, access.read_again)
     drain = Drain()
     links: list[RouterLinks] = []  # empty until the node is loaded
     death: list[Exception] = []
@@ -203,12 +204,6 @@ async def _compute_first_steps(node: NodeProgram) -> None:
 
 def _died_of(error: Exception) -> EngineDeadError:
     return EngineDeadError(f"the engine cannot continue: {error}")
-
-
-def _read_again(access: Access) -> None:
-    """Reload keys, and reopen the audit log in case it was moved; called on SIGHUP."""
-    access.reload()
-    access.audit.reopen()
 
 
 def _tls_files(tls: TlsOptions) -> TlsFiles | None:
@@ -334,6 +329,17 @@ def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
     end_dead(error)
 
 
+def _with_rounds(beat: NodeBeat, watch: RoundWatch) -> NodeBeat:
+    """Return the beat with the number of rounds and the stalled thread."""
+    return dataclasses.replace(
+        beat,
+        num_rounds=watch.num_rounds,
+        stalled_s=watch.stalled_s,
+        stalled_thread=watch.stalled_thread,
+        longest_round_s=watch.longest_round_s,
+    )
+
+
 async def _run_until(
     ends: Iterable[Coroutine[Any, Any, None]],
     links: RouterLinks,
@@ -342,10 +348,10 @@ async def _run_until(
     engine_timeout_s: float,
 ) -> None:
     async def beats() -> None:
-        watch = RoundWatch(node.rounds)
+        watch = RoundWatch(node.rounds, BEAT_INTERVAL_S)
         while True:
             watch.tick()
-            links.beat(watch.mark(node.beat()))
+            links.beat(_with_rounds(node.beat(), watch))
             await serving.set_reaching(bool(links.reached))
             await serving.set_stalled(watch.stalled_s >= STALLED_S)
             if engine_timeout_s and watch.stalled_s >= engine_timeout_s:

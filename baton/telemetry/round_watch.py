@@ -6,11 +6,8 @@ beats, not in seconds, so a pause of the whole process does not make its threads
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
-
-from baton.link.words import BEAT_INTERVAL_S, NodeBeat
 
 
 class Rounds(NamedTuple):
@@ -25,16 +22,18 @@ class RoundWatch:
 
     Args:
         rounds: returns the threads' rounds by name; safe from any thread.
+        beat_interval_s: seconds from one beat to the next.
 
     Attributes:
         stalled_s: how long the most stalled thread has been in its round.
         stalled_thread: its name; empty if none is stalled.
     """
 
-    def __init__(self, rounds: Callable[[], Mapping[str, Rounds]]) -> None:
+    def __init__(self, rounds: Callable[[], Mapping[str, Rounds]], beat_interval_s: float) -> None:
         self.stalled_s = 0.0
         self.stalled_thread = ""
         self._rounds = rounds
+        self._beat_interval_s = beat_interval_s
         self._last: Mapping[str, Rounds] = {}
         self._num_beats: dict[str, int] = {}  # beats since a thread's round began
         self._longest = 0
@@ -49,14 +48,14 @@ class RoundWatch:
                 self._longest = max(self._longest, self._num_beats.pop(name, 0))
         self._last = rounds
         self.stalled_thread = max(self._num_beats, key=self._num_beats.__getitem__, default="")
-        self.stalled_s = self._num_beats.get(self.stalled_thread, 0) * BEAT_INTERVAL_S
+        self.stalled_s = self._num_beats.get(self.stalled_thread, 0) * self._beat_interval_s
 
-    def mark(self, beat: NodeBeat) -> NodeBeat:
-        """Return the beat with the numbers of rounds and the stalled thread."""
-        return dataclasses.replace(
-            beat,
-            num_rounds=sum(rounds.num_ended for rounds in self._last.values()),
-            stalled_s=self.stalled_s,
-            stalled_thread=self.stalled_thread,
-            longest_round_s=self._longest * BEAT_INTERVAL_S,
-        )
+    @property
+    def num_rounds(self) -> int:
+        """Return how many rounds all threads together had ended at the last beat."""
+        return sum(rounds.num_ended for rounds in self._last.values())
+
+    @property
+    def longest_round_s(self) -> float:
+        """Return the duration of the longest round that has ended."""
+        return self._longest * self._beat_interval_s

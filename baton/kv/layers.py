@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from baton.kv_manifest import HandOffRule, KVArray, KVKind
+from baton.kv.manifest import HandOffRule, KVArray, KVKind
 
 
 @dataclass(frozen=True, slots=True)

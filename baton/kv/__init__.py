@@ -1,0 +1,1 @@
+"""Describes KV blocks: their hashes, the layers in them, and the manifest that nodes exchange."""

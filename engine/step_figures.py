@@ -1,0 +1,93 @@
+"""StepFigures: what an engine's steps computed and read, and how long they took."""
+
+from __future__ import annotations
+
+import time
+
+from baton.api.outputs import FinishReason
+from baton.kv.manifest import KVKind
+from engine.core.metrics import EngineMetrics
+from engine.core.outputs import SchedulerOutput
+from engine.core.scheduler import Scheduler
+from engine.executors.base import Executor
+from models.work import model_work
+
+
+class StepFigures:
+    """Count the steps of one engine.
+
+    Args:
+        scheduler: has the counters of requests.
+        executor: computes the steps; says what a token costs its model.
+
+    Attributes:
+        num_steps: steps that computed something and have ended.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self.num_steps = 0
+        self._scheduler, self._looks_up = scheduler, executor.config.prefix_cache
+        self._made_at = time.monotonic()
+        memory = executor.kv_memory
+        self._work = model_work(
+            executor.model_config,
+            dtype=executor.dtype,
+            weights=executor.config.weights,
+            kv_cache_dtype="fp8" if memory.dtype.startswith("fp8") else "auto",
+        )
+        scheduler.counters.attended_layers = tuple(
+            (group.window or None, len(group.layers))
+            for group in memory.manifest.groups
+            if group.kind is not KVKind.STATE
+        )
+
+    def note_step(self, scheduled: SchedulerOutput, computed_s: float) -> None:
+        """Count a step that has ended; call before its requests are updated."""
+        self.num_steps += 1
+        counters, num_tokens = self._scheduler.counters, scheduled.num_scheduled_tokens
+        counters.forward_s += computed_s
+        counters.note_step(num_tokens)
+        counters.note_work(scheduled)
+        counters.experts_read += self._work.expert_share(num_tokens)
+
+    def metrics(self) -> EngineMetrics:
+        """Return the metrics; safe from any thread, even during a step."""
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        pool = scheduler.kv_cache_manager.block_pool
+        running, waiting = scheduler.num_running, scheduler.num_waiting
+        looks_up, work = self._looks_up, self._work
+        return EngineMetrics(
+            steps_total=self.num_steps,
+            prompt_tokens_computed_total=counters.prompt_tokens_computed,
+            output_tokens_total=counters.output_tokens,
+            cached_prompt_tokens_total=counters.cached_prompt_tokens,
+            prefix_lookups_total=counters.prefix_lookups if looks_up else 0,
+            prefix_lookup_tokens_total=counters.prefix_lookup_tokens if looks_up else 0,
+            preemptions_total=scheduler.num_preemptions,
+            requests_finished_stop_total=counters.finished[FinishReason.STOP],
+            requests_finished_length_total=counters.finished[FinishReason.LENGTH],
+            requests_finished_abort_total=counters.finished[FinishReason.ABORT],
+            requests_running=running,
+            requests_waiting=waiting,
+            requests_parked=max(len(scheduler.requests) - running - waiting, 0),
+            blocks=pool.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_cached=pool.num_cached,
+            forward_seconds_total=counters.forward_s,
+            step_seconds_total=counters.step_s,
+            uptime_seconds=time.monotonic() - self._made_at,
+            blocks_evicted_total=pool.num_evicted,
+            received_prompt_tokens_total=counters.received_prompt_tokens,
+            step_tokens_total=counters.step_tokens,
+            steps_by_tokens=tuple(counters.steps_by_tokens),
+            model_flops_total=counters.step_tokens * work.token_flops
+            + counters.output_tokens * work.head_flops
+            + counters.attended * work.attended_flops,
+            weight_read_bytes_total=self.num_steps * work.weight_bytes
+            + counters.experts_read * work.expert_bytes,
+            kv_read_bytes_total=counters.kv_read * work.attended_bytes,
+            draft_steps_total=counters.draft_steps,
+            drafts_total=counters.drafts,
+            accepted_drafts_total=sum(counters.accepted_drafts_by_place),
+            accepted_drafts_by_place=tuple(counters.accepted_drafts_by_place),
+        )

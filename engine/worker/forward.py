@@ -1,0 +1,60 @@
+"""Forward: runs the model over a step's inputs, layer by layer or by a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from baton_kernels.state_metadata import StateMetadata
+from engine.worker.chunks.chunk_graphs import ChunkGraphs
+from engine.worker.cuda_graphs import GraphContext, Replays
+from engine.worker.inputs.prepared_step import ModelInput
+from models.base import ForwardContext, GroupStep
+
+
+class Forward:
+    """Run one model over its cache.
+
+    Args:
+        context: the model, its cache, and one attention backend per KV cache group that attends.
+        chunk_graphs: captured graphs of steps with prompts; empty until captured.
+    """
+
+    def __init__(self, context: GraphContext, chunk_graphs: Replays[ChunkGraphs]) -> None:
+        self.context, self.chunk_graphs = context, chunk_graphs
+
+    def run(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:
+        """Return the hidden states, `[num_tokens, hidden_size]`.
+
+        Args:
+            after_layer: called after each layer; None: nobody waits for layers.
+        """
+        context, chunks = self.context, self.chunk_graphs.graphs
+        if chunks is not None and chunks.takes(inputs):
+            return chunks.replay(inputs, after_layer)
+        forward_context = ForwardContext(
+            positions=inputs.positions,
+            groups=_plan_groups(inputs.groups, context.backends),
+            layer_groups=context.layer_groups,
+            layer_caches=context.layer_caches,
+            after_layer=after_layer,
+        )
+        return context.model.forward(inputs.input_ids, forward_context)
+
+
+def _plan_groups(
+    groups: Sequence[AttentionMetadata | StateMetadata],
+    backends: Sequence[AttentionBackend | None],
+) -> tuple[GroupStep, ...]:
+    """Let each backend plan its group's step; return the groups with their backends."""
+    steps: list[GroupStep] = []
+    for metadata, backend in zip(groups, backends, strict=True):
+        if isinstance(metadata, StateMetadata):
+            steps.append((metadata, None))
+        else:
+            assert backend is not None
+            backend.plan(metadata)
+            steps.append((metadata, backend))
+    return tuple(steps)

@@ -1,0 +1,48 @@
+"""PreparedStep: the tensors that a step's forward and sampler read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.state_metadata import StateMetadata
+from engine.sampling.logprobs import PromptRows
+from engine.sampling.sampling_input import SamplingInput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """Inputs of one forward."""
+
+    input_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    last_token_rows: Tensor  # [num_sampling] int64, rows of tokens whose logits are needed
+    groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """Inputs of a step's forward and sampler.
+
+    The tensors are views of buffers, which are overwritten when the step after the next one is
+    prepared.
+
+    Attributes:
+        sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a row that
+            samples behind drafts occurs several times.
+        unknown: `(places, rows)`, int64 on the device: places in ``input_ids`` of tokens that the
+            previous step samples, and their rows in ``last_tokens``; None: all are known.
+    """
+
+    model: ModelInput
+    sampling: SamplingInput
+    prompt_rows: tuple[PromptRows, ...]
+    sampling_rows: Tensor
+    unknown: tuple[Tensor, Tensor] | None
+
+    @property
+    def has_prompts(self) -> bool:
+        """Return whether some computed tokens sample no next token, as in prompts."""
+        return len(self.model.input_ids) > len(self.model.last_token_rows)

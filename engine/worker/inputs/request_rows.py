@@ -1,0 +1,140 @@
+"""RequestRows: what the sampler must know of the request in each row of an input batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.core.step_plan import SHARE, NewRow, StepPlan
+from engine.sampling.device_sampling import kernel_parameters
+from engine.sampling.logprobs import PromptRows
+from engine.sampling.philox import WordTable
+from engine.sampling.sampling_input import (
+    PARAMETERS,
+    RequestSnapshot,
+    SamplingInput,
+    parameters_row,
+)
+from engine.worker.inputs.step_columns import Ints, StepColumns
+
+
+class RequestRows:
+    """Sampling parameters, ids and known tokens of requests, by row.
+
+    A row belongs to one request until a plan assigns it to another.
+
+    Args:
+        num_rows: most requests in a step.
+        is_staged: whether steps may be staged for replays, which read `kernel_parameters`.
+
+    Attributes:
+        parameters: `[num_rows]` of `PARAMETERS`.
+        kernel_parameters: the parameters in the sampling kernel's layout; only for staged steps.
+        request_ids: ids by row; empty: the row was never used.
+        num_placed: row assignments since the start.
+        undrafted: rows without drafts.
+    """
+
+    def __init__(self, num_rows: int, *, is_staged: bool) -> None:
+        self.parameters = np.zeros(num_rows, dtype=PARAMETERS)
+        self.kernel_parameters = kernel_parameters(self.parameters)
+        self.request_ids = [""] * num_rows
+        self.num_placed = 0
+        self.undrafted: frozenset[int] = frozenset()
+        self._is_staged = is_staged
+        self._random_words = WordTable(num_rows)
+        self._rows: dict[int, NewRow] = {}
+        # All known tokens of rows whose sampling looks back at them, by row.
+        self._known: dict[int, list[int]] = {}
+
+    @property
+    def has_known(self) -> bool:
+        """Return whether the sampling of some row looks back at its tokens."""
+        return bool(self._known)
+
+    def place(self, new: NewRow) -> None:
+        """Assign a row to a new request."""
+        row = new.row
+        self.num_placed += 1
+        self._rows[row], self.request_ids[row] = new, new.request_id
+        if (row in self.undrafted) is new.is_drafted_for:
+            self.undrafted ^= {row}
+        self._known.pop(row, None)
+        if new.token_ids:
+            self._known[row] = new.token_ids.copy()
+        self.parameters[row] = parameters_row(new)
+        if self._is_staged:
+            written = kernel_parameters(self.parameters[row : row + 1])
+            for name, values in written.items():
+                self.kernel_parameters[name][row : row + 1] = values
+        self._random_words.clear(row)
+
+    def note_computed(self, plan: StepPlan) -> None:
+        """Add computed tokens to the known ones."""
+        shares, offset = plan.shares, 0
+        for index in range(0, len(shares), SHARE):
+            row, start, num_tokens, num_known = shares[index : index + SHARE]
+            known = self._known.get(row)
+            if known is not None:
+                known[start : start + num_tokens] = plan.token_ids[offset : offset + num_tokens]
+                del known[max(num_known, start + num_tokens) :]  # drafts of the previous step
+            offset += num_tokens
+
+    def sampling_input(self, columns: StepColumns) -> SamplingInput:
+        """Return what the sampler needs for the step's sampled tokens."""
+        sampling = columns.sampling
+        rows = columns.rows[sampling]
+        # `take` copies structs as bytes; indexing with an array copies field by field.
+        parameters = self.parameters.take(rows)
+        places = columns.sampled_at - parameters["num_prompt_tokens"]
+        as_list, by_row = rows.tolist(), self.request_ids
+        request_ids = tuple([by_row[row] for row in as_list])
+        changes_logits = parameters["changes_logits"]
+        if columns.constrained:
+            constrained = frozenset(columns.constrained)
+            changes_logits = changes_logits | [one in constrained for one in request_ids]
+        return SamplingInput(
+            request_ids,
+            parameters,
+            self._random_words.words_at(rows, parameters["seed"], places),
+            {
+                index: self._snapshot(as_list[index], int(columns.sampled_at[index]))
+                for index in changes_logits.nonzero()[0].tolist()
+            },
+            columns.draft_token_ids,
+        )
+
+    def sample_again(self, before: SamplingInput, rows: Ints, sampled_at: Ints) -> SamplingInput:
+        """Return the sampler's input of a step with the same requests as the one before."""
+        if before.is_greedy:  # a greedy input depends on no position
+            return before
+        parameters = before.parameters
+        places = sampled_at - parameters["num_prompt_tokens"]
+        return SamplingInput(
+            before.request_ids,
+            parameters,
+            self._random_words.words_at(rows, parameters["seed"], places),
+            {
+                index: self._snapshot(int(rows[index]), int(sampled_at[index]))
+                for index in before.adjusted
+            },
+        )
+
+    def _snapshot(self, row: int, num_tokens: int) -> RequestSnapshot:
+        """Return what the token behind the first ``num_tokens`` of a row depends on."""
+        request, known = self._rows[row], self._known.get(row, [])
+        return RequestSnapshot(
+            request.sampling_params,
+            known if len(known) == num_tokens else known[:num_tokens],
+            request.num_prompt_tokens if known else 0,  # other rows need the mask only
+            request.stop_token_ids,
+        )
+
+    def prompt_rows(self, columns: StepColumns, index: int, first_row: int) -> PromptRows:
+        """Return the prompt tokens that need logprobs in this step; none after the first output."""
+        request = self._rows[int(columns.rows[index])]
+        first = int(columns.starts[index]) + 1
+        end = min(first + int(columns.query_lens[index]), request.num_prompt_tokens)
+        known = self._known[request.row]
+        token_ids = known[first:end] if len(known) == request.num_prompt_tokens else []
+        num_top = request.sampling_params.prompt_logprobs
+        return PromptRows(request.request_id, first_row, first, tuple(token_ids), num_top or 0)

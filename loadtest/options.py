@@ -1,0 +1,230 @@
+"""Options of `baton loadtest run` and `baton loadtest compare`, and the plans made from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.api.errors import ConfigError
+from baton.engine_config import parse_cpu_list
+from baton.options import check_limits, group, option, same_option
+from loadtest.drills.faults import NOTATION as FAULT_NOTATION
+from loadtest.exit_codes import EXIT_LAGGED
+from loadtest.load.lengths import NOTATION, parse_lengths
+from loadtest.load.shapes import NOTATION as DEPLOYMENT_NOTATION
+from loadtest.plan import (
+    MAX_RATE_PER_S,
+    MAX_USERS,
+    ClosedLoop,
+    Load,
+    LoadPlan,
+    OpenLoop,
+    Search,
+    TraceReplay,
+)
+from loadtest.slo import Slo
+from loadtest.targets.base import TargetOptions
+
+_MAX_FRESH_SEED = 2**31
+
+
+def fresh_seed() -> int:
+    """Return a random seed, most probably unused so far."""
+    return secrets.randbelow(_MAX_FRESH_SEED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Options that both commands have; raises ConfigError naming the field."""
+
+    node_args: str = option("", help="More options of every node, as one string.")
+    router_args: str = option("", help="More options of the router, as one string.")
+    rate: float | None = option(
+        None,
+        above=0,
+        most=MAX_RATE_PER_S,
+        help="Open loop: requests per second, whatever the answers do.",
+    )
+    arrivals: str = same_option(OpenLoop, "arrivals")
+    burstiness: float = same_option(OpenLoop, "burstiness")
+    input_tokens: str = option("512", help=f"Prompts: {NOTATION}.")
+    output_tokens: str = option("128", help=f"Outputs: {NOTATION}.")
+    prefix_groups: int = same_option(LoadPlan, "prefix_groups")
+    prefix_tokens: int = same_option(LoadPlan, "prefix_tokens")
+    seed: int | None = option(
+        None,
+        least=0,
+        help="The same seed makes the same requests, which a server may have cached. Without a "
+        "seed, each run has fresh prompts, and its report tells their seed.",
+    )
+    warmup_s: float = same_option(LoadPlan, "warmup_s")
+    duration_s: float | None = same_option(LoadPlan, "duration_s")
+    vocab_size: int = same_option(LoadPlan, "vocab_size")
+    timeout_s: float = same_option(LoadPlan, "timeout_s")
+    drain_timeout_s: float = same_option(LoadPlan, "drain_timeout_s")
+    slo: str = option(
+        "", help="Limits of a good request, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10."
+    )
+    max_lag_ms: float = option(
+        10.0,
+        above=0,
+        help=f"Exit code {EXIT_LAGGED} if the generator's own lag (p99) is above.",
+    )
+    find_max_goodput: bool = option(
+        False,
+        help="Search the highest rate that holds --slo for --attainment of the requests, "
+        "beginning with --rate; each try has its warm-up and duration.",
+    )
+    search: Search = group(Search)
+    json: str = option("", help="Write the result to this file.")
+    html: str = option(
+        "", help="Write the result to this file as one page with plots (extra: report)."
+    )
+    png: str = option("", help="Write the page's plots to this folder (extra: report).")
+    log_level: str = option("warning", help="debug, info, warning or error.")
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+    def plan(self, load: Load, **more: Any) -> LoadPlan:
+        """Return the plan of this load; raises ConfigError.
+
+        Args:
+            more: further fields of the plan.
+        """
+        names = {one.name for one in dataclasses.fields(LoadPlan)}
+        fields: dict[str, Any] = {
+            one.name: getattr(self, one.name)
+            for one in dataclasses.fields(self)
+            if one.name in names
+        }
+        fields |= {
+            "load": load,
+            "input_lengths": parse_lengths("input_tokens", self.input_tokens),
+            "output_lengths": parse_lengths("output_tokens", self.output_tokens),
+            "seed": fresh_seed() if self.seed is None else self.seed,
+            "max_lag_s": self.max_lag_ms / 1e3,
+            "slo": Slo.parse(self.slo),
+        }
+        return LoadPlan(**fields | more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(LoadOptions):
+    """Options of `baton loadtest run`; raises ConfigError naming the field."""
+
+    target: TargetOptions = group(TargetOptions)
+    up: str = option(
+        "",
+        help="Instead of --target: start a router and nodes of this model on this machine, as "
+        "baton up does, and stop them in the end.",
+    )
+    prefill: int = option(1, least=0, help="Up: prefill nodes.")
+    decode: int = option(1, least=1, help="Up: decode nodes.")
+    concurrency: int | None = option(
+        None, least=1, most=MAX_USERS, help="Closed loop: users who wait for their answers."
+    )
+    think_s: float = same_option(ClosedLoop, "think_s")
+    trace: str = option("", help="Replay: a file in the format of Mooncake's traces.")
+    slowdown: float = same_option(TraceReplay, "slowdown")
+    sweep: str = option(
+        "",
+        help="Several runs: rate=1,2,4 (open loop) or concurrency=1,8,64 (closed loop), each with "
+        "its warm-up and duration.",
+    )
+    fault: tuple[str, ...] = option((), help=f"What goes wrong in the run: {FAULT_NOTATION}.")
+    pid: tuple[str, ...] = option((), help="NAME=PID of a process for kill and stop, without --up.")
+    admin: str = option(
+        "",
+        help="host:port of Baton's router, to be asked for KV blocks that nobody owns and that "
+        "are held after the run; with --up: that router.",
+    )
+    admin_token: str = option("", is_secret=True, help="For --admin.")
+    cancel_rate: float = same_option(LoadPlan, "cancel_rate")
+    turns: str = option(
+        "1",
+        help=f"Requests of a conversation, each of which goes on from the one before: {NOTATION}.",
+    )
+    turn_pause_s: float = same_option(LoadPlan, "turn_pause_s")
+    dataset: str = option(
+        "",
+        help="Prompts and conversations of this file instead of random tokens: ShareGPT, or JSONL "
+        "with prompt, messages or turns.",
+    )
+    tokenizer: str = option(
+        "",
+        help="Folder with tokenizer.json: outputs are as long as the data set's answers, where it "
+        "has them; else as --output-tokens says.",
+    )
+    num_requests: int | None = same_option(LoadPlan, "num_requests")
+    save_requests: str = option("", help="Write a line of JSON per request to this file.")
+
+    def run_plan(self, swept: tuple[str, float] | None) -> LoadPlan:
+        """Return the run's plan; raises ConfigError.
+
+        Args:
+            swept: a sweep's variable and first value; None: no sweep.
+        """
+        return self.plan(
+            self._load(swept),
+            turns=parse_lengths("turns", self.turns),
+            dataset=path_of(self.dataset),
+            tokenizer=path_of(self.tokenizer),
+        )
+
+    def _load(self, swept: tuple[str, float] | None) -> Load:
+        given = (self.rate is not None, self.concurrency is not None, self.trace, swept)
+        if sum(map(bool, given)) != 1:
+            raise ConfigError("rate, concurrency, trace, sweep: exactly one of them must be given")
+        rate, concurrency = self.rate, self.concurrency
+        if swept is not None and swept[0] == "rate":
+            rate = swept[1]
+        elif swept is not None:
+            concurrency = int(swept[1])
+        if rate is not None:
+            return OpenLoop(rate_per_s=rate, arrivals=self.arrivals, burstiness=self.burstiness)
+        if concurrency is not None:
+            return ClosedLoop(concurrency=concurrency, think_s=self.think_s)
+        return TraceReplay(path=Path(self.trace), slowdown=self.slowdown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions(LoadOptions):
+    """Options of `baton loadtest compare`; raises ConfigError naming the field."""
+
+    up: str = option(help="Model folder, GGUF file, or hub id, of all deployments.")
+    rate: float = option(
+        above=0, most=MAX_RATE_PER_S, help="Requests per second, of each deployment."
+    )
+    duration_s: float = option(
+        above=0, help="Nothing is sent after, seconds, in each run; warm-up included."
+    )
+    slo: str = option(help="Limits of a good request, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10.")
+    deployments: str = option(
+        "colocated:2,1:1", help=f"What is compared, separated by commas: {DEPLOYMENT_NOTATION}."
+    )
+    cores: str = option(
+        "", help="Cores that each deployment's nodes divide, like 0-3; all if empty."
+    )
+    colocated_args: str = option("", help="More options of nodes that do both, as one string.")
+
+
+def usable_cores(text: str) -> tuple[int, ...]:
+    """Return cores like ``0-3,6``, or all if empty; raises ConfigError for unusable ones."""
+    allowed = frozenset(os.sched_getaffinity(0))
+    try:
+        cores = parse_cpu_list(text) if text else allowed
+    except ConfigError:
+        cores = frozenset()
+    if not cores or not cores <= allowed:
+        raise ConfigError(f"cores: must be like 0-3,6 and of {sorted(allowed)}, got {text!r:.100}")
+    return tuple(sorted(cores))
+
+
+def path_of(text: str) -> Path | None:
+    """Return the path that an option names; None if it is empty."""
+    return Path(text) if text else None

@@ -1,0 +1,152 @@
+"""Inbox and Outbox: the queues between a node's thread and its program, for nodes of both roles.
+
+router -> Inbox -> a method of the node          on the node's thread
+the node's deltas and reports -> Outbox -> router
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from baton.api.errors import TransferError
+from baton.api.outputs import RequestDelta
+from baton.link.words import (
+    AbortAll,
+    CancelCommand,
+    NodeEvent,
+    PeerReport,
+    PeerUpdate,
+    RequestError,
+    RouterCommand,
+    failed_delta,
+)
+from engine.core.outputs import SchedulerOutput, StepResult
+from engine.engine import Engine
+from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.peer_info import PeerInfo
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_INTERVAL_S = 0.1
+
+Job = TypeVar("Job")
+JobCommand = TypeVar("JobCommand", contravariant=True)
+
+
+class CommandHandler(Protocol[JobCommand]):
+    """The part of a node that handles commands, on the node's thread."""
+
+    def start_job(self, command: JobCommand, received_at: float) -> None:
+        """Start a prefill or decode command; a job of the same request ends."""
+
+    def cancel_job(self, request_id: str, epoch: int) -> None:
+        """End this attempt of a request, if it is open."""
+
+    def abort_jobs(self, abort: AbortAll) -> None:
+        """End all requests that the abort concerns."""
+
+    def connect_peer(self, peer: PeerInfo) -> None:
+        """Connect to a node of the other role; raises TransferError."""
+
+    def remove_peer(self, engine_id: str) -> None:
+        """Forget a node of the other role that has gone."""
+
+
+class Inbox(Generic[Job]):
+    """Commands for one node, and the time of its next look for expired requests.
+
+    Args:
+        job: the class of commands that this node's role executes.
+        clock: returns seconds, never going back.
+    """
+
+    def __init__(self, job: type[Job], clock: Callable[[], float]) -> None:
+        self._job = job
+        self._clock = clock
+        self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (arrival, ...)
+        self._expire_at = 0.0
+
+    def put(self, command: RouterCommand | AbortAll) -> None:
+        """Leave a command for the next step; safe from any thread."""
+        self._commands.append((self._clock(), command))
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    def hand_over(self, node: CommandHandler[Job], outbox: Outbox) -> None:
+        """Give all commands to the node, in order of arrival."""
+        while self._commands:
+            received_at, command = self._commands.popleft()
+            if isinstance(command, self._job):
+                node.start_job(command, received_at)
+                continue
+            match command:
+                case CancelCommand():
+                    node.cancel_job(command.request_id, command.epoch)
+                case PeerUpdate(removed=True):
+                    node.remove_peer(command.engine_id)
+                case PeerUpdate():
+                    try:
+                        info = PeerInfo.decode(command.peer_info, engine_id=command.engine_id)
+                        node.connect_peer(info)
+                    except TransferError as error:
+                        outbox.emit(PeerReport(command.engine_id, False, problem=str(error)))
+                case AbortAll():
+                    node.abort_jobs(command)
+                case _:
+                    logger.warning("this node takes no %s", type(command).__name__)
+
+    def is_expiry_due(self, now: float) -> bool:
+        """Return whether to look for expired requests now; then not again for a while."""
+        if now < self._expire_at:
+            return False
+        self._expire_at = now + EXPIRY_INTERVAL_S
+        return True
+
+
+class Outbox:
+    """Deltas that wait for the end of a step, and reports that do not wait.
+
+    Args:
+        emit: takes events for the router; called on the node's thread.
+    """
+
+    def __init__(self, emit: Callable[[NodeEvent], None]) -> None:
+        self.emit = emit
+        self._deltas: list[RequestDelta] = []
+
+    def put(self, delta: RequestDelta) -> None:
+        """Queue a delta for the router."""
+        self._deltas.append(delta)
+
+    def fail(self, request_id: str, epoch: int, code: str, message: str) -> None:
+        """Queue the failure of a request for the router."""
+        self._deltas.append(failed_delta(request_id, epoch, RequestError(code, message)))
+
+    def report_peer(self, event: TransferEvent) -> None:
+        """Tell the router at once that a peer has connected or failed."""
+        if event.kind is TransferEventKind.PEER_CONNECTED:
+            rate = event.bandwidth_bytes_per_s
+            self.emit(PeerReport(event.engine_id, True, event.transport, "", rate))
+        else:
+            self.emit(PeerReport(event.engine_id, False, problem=event.reason))
+
+    def flush(self) -> None:
+        """Send the queued deltas as one event."""
+        if self._deltas:
+            self.emit(tuple(self._deltas))
+            self._deltas.clear()
+
+
+def is_busy(engine: Engine, scheduled: SchedulerOutput, result: StepResult) -> bool:
+    """Return whether to step again at once.
+
+    This is not `has_work`: asking again at once does not help requests that wait for blocks, unless
+    a step has ended.
+    """
+    has_ended = bool(result.scheduled.scheduled)
+    busy = scheduled.scheduled or has_ended or engine.step_in_flight
+    return bool(busy or engine.awaits_masks)  # threads that compute masks wake no node

@@ -1,0 +1,98 @@
+"""Assembles a node of either role: its engine, its end of the KV connector, and their threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.link.words import NodeEvent, NodeRole
+from baton.telemetry.spans import SpanSink
+from baton.telemetry.tracing import Tracing
+from baton.text.grammar_trials import EarlyGrammars
+from engine.engine import Engine
+from kvconnector.block_digests import BlockDigests, digests_are_wanted
+from kvconnector.transports.base import KVTransport
+from kvconnector.transports.fault_file import faults_of
+from kvconnector.transports.faults import FaultSpec
+from node_runtime.node_engine import load_engine
+from node_runtime.node_transport import open_transport
+from node_runtime.options import NodeOptions
+from node_runtime.threads import ConnectorEnd, Node, NodeThreads
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """The parts from which a role makes its node.
+
+    Attributes:
+        digests: checks arriving blocks; None: blocks are not checked.
+        wake: wakes the engine's thread; safe from any thread.
+        emit: takes events for the router.
+        on_death: called when the connector cannot continue.
+        spans: takes spans of traced requests; None: no tracing.
+    """
+
+    engine: Engine
+    transport: KVTransport
+    digests: BlockDigests | None
+    wake: Callable[[], None]
+    emit: Callable[[NodeEvent], None]
+    on_death: Callable[[Exception], None]
+    spans: SpanSink | None
+
+
+def make_threads(
+    role: NodeRole,
+    options: NodeOptions,
+    make_node: Callable[[NodeParts], tuple[Node, ConnectorEnd]],
+    emit: Callable[[NodeEvent], None],
+    on_death: Callable[[Exception], None],
+    grammars: EarlyGrammars | None = None,
+) -> NodeThreads:
+    """Load a node and start its threads.
+
+    Args:
+        options: options of the program.
+        make_node: makes the role's loop, and its end of the KV connector, which it starts.
+        emit: takes events for the router; safe to call from any thread.
+        on_death: called when the engine or the connector cannot continue.
+        grammars: grammar parts made before any thread started; None: none.
+
+    Raises:
+        ConfigError: an option does not fit the model or the machine.
+    """
+    faults = faults_of(options.inject_faults, options.name)
+    kv_digests = digests_are_wanted(options.kv_digests, options.kv_connector)
+    loaded = load_engine(
+        options.model,
+        options.engine,
+        node_name=options.name,
+        kv_connector=options.kv_connector,
+        kv_digests=kv_digests,
+        revision=options.revision,
+        grammars=grammars,
+    )
+    tracing = Tracing(
+        options.trace,
+        service=f"baton-{role.value}",
+        resource={"service.instance.id": loaded.engine_id, "baton.node": options.name},
+    )
+
+    def join(wake: Callable[[], None]) -> tuple[Node, ConnectorEnd]:
+        transport, digests = open_transport(options, loaded, faults, kv_digests=kv_digests)
+        sink = tracing.sink
+        return make_node(NodeParts(loaded.engine, transport, digests, wake, emit, on_death, sink))
+
+    return NodeThreads(
+        options.name,
+        role,
+        loaded,
+        join,
+        emit,
+        on_death,
+        pushes=role is NodeRole.PREFILL,
+        on_close=tracing.close,
+        vllm_model=options.vllm_model,
+        hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
+        poison=faults.poison if isinstance(faults, FaultSpec) else "",
+    )

@@ -1,0 +1,168 @@
+"""PromptReader: turns clients' prompts into token ids, and token ids back into text.
+
+Long texts, conversations and grammars go to worker processes, which this class starts and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from baton.access.identity import ANYBODY, Principal
+from baton.api.errors import InvalidRequestError, PromptTooLongError
+from baton.api.prompt import check_token_ids
+from baton.api.structured_output import StructuredOutput
+from baton.text.detokenizer import Detokenizer
+from baton.text.grammar_trials import GrammarTrials
+from baton.text.tokenizer import Tokenizer
+from router.intake.changing_lines import without_changing_lines
+from router.intake.early_readers import EarlyReaders
+from router.intake.grammar_checks import GrammarChecks
+from router.intake.texts import ChatPrompt, Texts
+
+_DECODED_AT_ONCE = 1024  # tokens per piece: some milliseconds, with any vocabulary
+
+Prompt = str | Sequence[int] | ChatPrompt
+
+
+class PromptReader:
+    """Read prompts with one checkpoint's tokenizer.
+
+    Args:
+        tokenizer: None for a checkpoint without one, which serves token ids only.
+        max_model_len: returns the most tokens of a request now.
+        vocab_size: the model's.
+        readers: templates of the worker processes; new processes if not given.
+        trusts_templates: whether a request may bring a chat template.
+        cuts_changing_lines: whether lines that clients change in every prompt are removed.
+
+    Attributes:
+        is_starting: whether the worker processes were started and are not ready yet.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        max_model_len: Callable[[], int],
+        *,
+        vocab_size: int,
+        readers: EarlyReaders | None = None,
+        trusts_templates: bool = False,
+        cuts_changing_lines: bool = True,
+    ) -> None:
+        self.is_starting = False
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._trusts_templates = trusts_templates
+        self._cuts_changing_lines = cuts_changing_lines
+        self._texts: Texts | None = None
+        self._grammar_checks: GrammarChecks | None = None
+        if tokenizer is not None:
+            early = readers or EarlyReaders(tokenizer)
+            self._texts = Texts(tokenizer, max_model_len(), early.texts)
+            trials = GrammarTrials(tokenizer.folder, early=early.grammars)
+            self._grammar_checks = GrammarChecks(trials)
+
+    def start(self) -> None:
+        """Start the workers for texts and grammars; `prepare` waits for them.
+
+        Raises:
+            NodeUnavailableError: a process cannot be started.
+        """
+        self.is_starting = True
+        for part in (self._texts, self._grammar_checks):
+            if part is not None:
+                part.start()
+
+    async def prepare(self) -> None:
+        """Wait until the workers can read texts and grammars, and have each read a short one.
+
+        Raises:
+            NodeUnavailableError: the processes cannot be started.
+        """
+        if self._texts is not None:
+            await self._texts.prepare()
+        if self._grammar_checks is not None:
+            await self._grammar_checks.prepare()
+        self.is_starting = False
+
+    def close(self) -> None:
+        """End the processes that read texts and grammars."""
+        for part in (self._texts, self._grammar_checks):
+            if part is not None:
+                part.close()
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        principal: Principal = ANYBODY,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """Return a prompt's token ids; they are not checked against the model.
+
+        Args:
+            principal: the client whose prompt this is.
+            add_special_tokens: whether a text gets the checkpoint's special tokens.
+
+        Raises what `Texts.encode` does.
+        """
+        max_model_len = self._max_model_len()
+        if not isinstance(prompt, str | ChatPrompt):
+            limit = max_model_len - 1
+            if len(prompt) > limit:
+                raise PromptTooLongError("prompt", len(prompt), limit)
+            return list(prompt)
+        if self._texts is None:
+            raise InvalidRequestError(
+                "prompt", "this checkpoint has no tokenizer.json: give token ids"
+            )
+        caller = principal.tenant
+        if isinstance(prompt, str):
+            return await self._texts.encode(
+                prompt,
+                max_model_len=max_model_len,
+                caller=caller,
+                add_special_tokens=add_special_tokens,
+            )
+        if not prompt.messages:
+            raise InvalidRequestError("chat", "must have at least 1 message, got 0")
+        if prompt.template is not None and not self._trusts_templates:
+            raise InvalidRequestError(
+                "chat_template",
+                "is the operator's choice here, not a request's (--trust-request-chat-template)",
+            )
+        if self._cuts_changing_lines:
+            messages = without_changing_lines(list(prompt.messages))
+            prompt = dataclasses.replace(prompt, messages=messages)
+        return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a prompt's token ids; other tasks run in between.
+
+        Raises InvalidRequestError for unknown ids, too many ids, or a checkpoint without tokenizer.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequestError("tokens", "this checkpoint has no tokenizer.json")
+        max_model_len = self._max_model_len()
+        if len(token_ids) > max_model_len:
+            raise InvalidRequestError(
+                "tokens", f"must have at most {max_model_len}, got {len(token_ids)}"
+            )
+        check_token_ids("tokens", token_ids, self._vocab_size)
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
+        texts = []
+        for start in range(0, len(token_ids), _DECODED_AT_ONCE):
+            texts.append(detokenizer.push(token_ids[start : start + _DECODED_AT_ONCE]))
+            await asyncio.sleep(0)
+        return "".join([*texts, detokenizer.push((), last=True)])
+
+    async def check_structured_output(
+        self, structured_output: StructuredOutput, principal: Principal
+    ) -> None:
+        """Raise InvalidRequestError for a grammar that cannot be compiled within its limits."""
+        if self._grammar_checks is None:
+            raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
+        await self._grammar_checks.check(structured_output, caller=principal.tenant)

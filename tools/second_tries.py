@@ -1,0 +1,67 @@
+"""Records tests that failed once and were tried again, and shows which do so most often.
+
+    python -m tools.second_tries note    append what pytest's last run failed to the record
+    python -m tools.second_tries show    print each recorded test and how often it failed
+
+The record is `build/second_tries.jsonl`, or the file that BATON_SECOND_TRIES names. Each failed run
+is one line of JSON. `make test` and its kin note failures before they try them once more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+LAST_FAILED = Path(".pytest_cache") / "v" / "cache" / "lastfailed"
+
+
+def record_of(root: Path) -> Path:
+    """Return the file of the record."""
+    return Path(os.environ.get("BATON_SECOND_TRIES") or root / "build" / "second_tries.jsonl")
+
+
+def note(root: Path, record: Path, *, now: datetime, revision: str) -> int:
+    """Append the tests that pytest's last run failed; return their number."""
+    file = root / LAST_FAILED
+    failed = sorted(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else []
+    if failed:
+        line = {"date": now.isoformat(timespec="seconds"), "revision": revision, "tests": failed}
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with record.open("a", encoding="utf-8") as output:
+            output.write(json.dumps(line) + "\n")
+    return len(failed)
+
+
+def counts(record: Path) -> Counter[str]:
+    """Count how often each test failed, by its name."""
+    found: Counter[str] = Counter()
+    if record.exists():
+        for line in record.read_text(encoding="utf-8").splitlines():
+            found.update(json.loads(line)["tests"])
+    return found
+
+
+def main(root: Path, words: list[str]) -> int:
+    """Do what the command line says; return the exit code."""
+    record = record_of(root)
+    if words == ["note"]:
+        git = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+        revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        number = note(root, record, now=datetime.now(UTC), revision=revision)
+        print(f"{number} failed tests noted in {record}")
+    elif words == ["show"]:
+        for test, number in counts(record).most_common():
+            print(f"{number:4} {test}")
+    else:
+        print(__doc__)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parents[1], sys.argv[1:]))
