@@ -5,6 +5,8 @@ Refuses to know: tensors (this imports no torch), what a machine has.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,8 +16,7 @@ from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
 from baton.checkpoint.gguf.folder import read_folder
 from baton.engine_config import WEIGHTS
 from models.config import ModelConfig
-from models.mla_config import MLAConfig
-from models.moe_config import RELU2
+from models.recipe import Matrix, Part
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of the formats: bytes of a weight, and of what each group of inputs of an output has besides.
@@ -40,8 +41,6 @@ _KEPT_BYTES = {
     "MXFP4": 0.5625,
 }
 _EMBEDDING = "token_embd.weight"
-# A matrix: outputs, inputs.
-_Matrix = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +86,7 @@ def memory_needs(
         native_kernels: without them ``auto`` keeps all weights in ``dtype``.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
-    num_attending = sum(config.attends(index) for index in range(config.num_layers))
-    width = 2 * config.num_kv_heads * config.head_dim if config.mla is None else config.mla.width
-    kv_token_bytes = num_attending * width * value_bytes
+    kv_token_bytes = sum(layer.mixer.kv.token_values for layer in config.layers) * value_bytes
     weights = {
         name: _weight_bytes(config, _format(config, name, dtype, native_kernels), dtype)
         for name in WEIGHTS
@@ -150,19 +147,19 @@ def _weight_bytes(
         dtype: dtype of weights that are not packed.
         experts: their format; None: as other layers.
     """
-    head: _Matrix = (config.vocab_size, config.hidden_size)
+    head: Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
+    # Routers, and what makes keys and values of latents, keep their numbers in every format.
+    exact = dtype if format_ in _DTYPE_BYTES else _format(config, "auto", dtype)
     layers = sum(
-        _matrix_bytes(one, format_, dtype)
-        for layer in range(config.num_layers)
-        for one in layer_matrices(config, layer)
+        number * _matrix_bytes(one, kept, dtype)
+        for matrices, kept in (
+            (layer_matrices(config), format_),
+            (expert_matrices(config), experts or format_),
+            (exact_matrices(config), exact),
+        )
+        for one, number in matrices.items()
     )
-    layers += sum(
-        _matrix_bytes(one, experts or format_, dtype)
-        for layer in range(config.num_layers)
-        for one in expert_matrices(config, layer)
-    )
-    layers += _exact_bytes(config, format_, dtype)
     head_format = _HEADS_FORMATS.get(format_, format_)
     total = norms + layers + _matrix_bytes(head, head_format, dtype)
     if not config.tie_word_embeddings:
@@ -186,81 +183,26 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool 
     return _OF_DTYPES[config.dtype if dtype == "float32" else dtype]
 
 
-def layer_matrices(config: ModelConfig, layer: int) -> list[_Matrix]:
-    """Return the linear layers of one layer, but for experts and those that are never rounded."""
-    query, key = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
-    hidden, moe = config.hidden_size, config.moe
-    mixer = [(query + 2 * key, hidden), (hidden, query)]
-    if config.delta_net is not None:
-        net, gates = config.delta_net, query  # of attention
-        values = net.num_value_heads * net.value_dim
-        size = net.num_channels + values + 2 * net.num_value_heads
-        mixer = [(query + 2 * key + gates, hidden), (hidden, query)]
-        if not config.attends(layer):
-            mixer = [(size, hidden), (hidden, values)]
-    if config.mamba2 is not None and not config.attends(layer):
-        inner_size = config.mamba2.inner_size
-        size = inner_size + config.mamba2.num_channels + config.mamba2.num_heads
-        mixer = [(size, hidden), (hidden, inner_size)]
-    if config.mla is not None:
-        mixer = _latent_attention(config, config.mla)
-    if config.short_conv is not None and not config.attends(layer):
-        mixer = [(3 * hidden, hidden), (hidden, hidden)]
-    if config.nemotron is not None and config.nemotron.places[layer].feed_forward is None:
-        return mixer
-    is_gated = config.nemotron is None
-    if moe is None or layer in moe.dense_layers:
-        return [*mixer, *_mlp(hidden, config.intermediate_size, is_gated=is_gated)]
-    latent = (
-        [] if moe.latent_size is None else [(moe.latent_size, hidden), (hidden, moe.latent_size)]
-    )
-    return [*mixer, *latent, *_mlp(hidden, moe.shared_size, is_gated=is_gated)]
+def layer_matrices(config: ModelConfig) -> Counter[Matrix]:
+    """Count the layers' matrices, but for experts and those that are never rounded."""
+    return _count(config, lambda part: part.matrices(config.hidden_size))
 
 
-def expert_matrices(config: ModelConfig, layer: int) -> list[_Matrix]:
-    """Return the experts of one layer that not all tokens go through."""
-    moe = config.moe
-    if moe is None or layer in moe.dense_layers:
-        return []
-    width = config.hidden_size if moe.latent_size is None else moe.latent_size
-    is_gated = moe.activation != RELU2
-    return _mlp(width, moe.inner_size, is_gated=is_gated) * moe.num_experts
+def exact_matrices(config: ModelConfig) -> Counter[Matrix]:
+    """Count the layers' matrices that are never rounded."""
+    return _count(config, lambda part: part.exact_matrices(config.hidden_size))
 
 
-def _latent_attention(config: ModelConfig, mla: MLAConfig) -> list[_Matrix]:
-    """Return what `models/layers/latent_attention.py` has, but for what is never rounded."""
-    hidden, heads, rank = config.hidden_size, config.num_heads, mla.q_lora_rank
-    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-    queries = [(query, hidden)] if rank is None else [(rank, hidden), (query, rank)]
-    return [*queries, (mla.width, hidden), (hidden, heads * mla.v_head_dim)]
+def expert_matrices(config: ModelConfig) -> Counter[Matrix]:
+    """Count the matrices of experts that not all tokens go through."""
+    return _count(config, lambda part: part.expert_matrices(config.hidden_size))
 
 
-def _mlp(hidden_size: int, inner_size: int, *, is_gated: bool = True) -> list[_Matrix]:
-    if not inner_size:
-        return []
-    return [((1 + is_gated) * inner_size, hidden_size), (hidden_size, inner_size)]
+def _count(config: ModelConfig, matrices: Callable[[Part], list[Matrix]]) -> Counter[Matrix]:
+    return Counter(one for layer in config.layers for part in layer.parts for one in matrices(part))
 
 
-def _exact_bytes(config: ModelConfig, format_: str, dtype: str) -> int:
-    """Return the bytes of what keeps its numbers whatever ``--weights`` is.
-
-    These are routers, and what makes keys and values of latents.
-    """
-    moe, mla = config.moe, config.mla
-    exact = dtype if format_ in _DTYPE_BYTES else _format(config, "auto", dtype)
-    latents = 0
-    if mla is not None:
-        heads = config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        latents = config.num_layers * _matrix_bytes((heads, mla.kv_lora_rank), exact, dtype)
-    if moe is None:
-        return latents
-    router = (moe.num_experts + moe.has_shared_gate, config.hidden_size)
-    return latents + (config.num_layers - len(moe.dense_layers)) * _matrix_bytes(
-        router, exact, dtype
-    )
-
-
-def _matrix_bytes(matrix: _Matrix, format_: str, dtype: str) -> int:
+def _matrix_bytes(matrix: Matrix, format_: str, dtype: str) -> int:
     out_features, in_features = matrix
     weight, group_bytes, group = _FORMATS.get(format_, (_DTYPE_BYTES[dtype], 0.0, 1))
     num_groups = -(-in_features // group) if group else 1

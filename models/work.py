@@ -6,10 +6,13 @@ Refuses to know: tensors (this imports no torch), steps, devices.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from models.config import ModelConfig
 from models.memory_needs import expert_matrices, layer_matrices, memory_needs
+from models.recipe import Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +55,14 @@ def model_work(
         weights: format of its linear layers.
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
     """
-    layers = range(config.num_layers)
-    dense = sum(_size(one) for layer in layers for one in layer_matrices(config, layer))
-    experts = sum(_size(one) for layer in layers for one in expert_matrices(config, layer))
-    moe, mla = config.moe, config.mla
+    latents = Counter(
+        one for layer in config.layers for one in layer.mixer.exact_matrices(config.hidden_size)
+    )
+    dense = _size(layer_matrices(config)) + _size(latents)
+    experts, moe = _size(expert_matrices(config)), config.experts
     share = 0.0 if moe is None else moe.top_k / moe.num_experts
-    attended = 2 * config.num_heads * 2 * config.head_dim
-    if mla is not None:  # latents are never expanded: queries and outputs are turned instead
-        heads, rank = config.num_heads, mla.kv_lora_rank
-        attended = 2 * heads * (mla.width + rank)
-        dense += config.num_layers * heads * rank * (mla.qk_nope_head_dim + mla.v_head_dim)
     needs = memory_needs(config, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-    num_attending = sum(config.attends(layer) for layer in layers)
+    num_attending = sum(layer.mixer.kv.token_values > 0 for layer in config.layers)
     head = config.vocab_size * config.hidden_size
     weight_bytes = float(needs.weights[weights])
     expert_bytes = weight_bytes * experts / max(dense + experts + head, 1)
@@ -72,7 +71,7 @@ def model_work(
     return ModelWork(
         token_flops=2.0 * (dense + share * experts),
         head_flops=2.0 * head,
-        attended_flops=float(attended),
+        attended_flops=float(config.attention.attended_flops),
         attended_bytes=needs.kv_token_bytes / max(num_attending, 1),
         weight_bytes=weight_bytes - expert_bytes,
         expert_bytes=expert_bytes,
@@ -81,5 +80,6 @@ def model_work(
     )
 
 
-def _size(matrix: tuple[int, int]) -> int:
-    return matrix[0] * matrix[1]
+def _size(matrices: Mapping[Matrix, int]) -> int:
+    """Count the numbers of matrices, each with how often there is one."""
+    return sum(number * outputs * inputs for (outputs, inputs), number in matrices.items())

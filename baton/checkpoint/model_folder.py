@@ -6,17 +6,19 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton.api.bounded_files import read_object, size_of
 from baton.api.errors import ModelLoadError
+from baton.checkpoint.families import ARCHITECTURES
 from baton.checkpoint.gguf.folder import WEIGHTS, folder_of_gguf, weight_files
 from baton.checkpoint.gguf.parts import only_first_parts
 from baton.checkpoint.hub import HubName, fetch
 from baton.checkpoint.weights_samples import read_samples
+from baton.registry import Registry
 
 _GGUF = ".gguf"
 _SHOWN_FILES = 4
@@ -145,18 +147,8 @@ def _fetch_from_hub(model: str, name: HubName, *, weights: bool) -> Path:
     return fetched if fetched.is_dir() else folder_of_gguf(fetched)
 
 
-# Defaults of text fields that multimodal models' files may leave out.
-TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "Gemma3ForConditionalGeneration": {
-        "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 131_072,
-    },
-}
+# What a family's file says of an architecture; imported only for files that leave out a limit.
+_MODELS: Registry[Any] = Registry("model architecture", ARCHITECTURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +166,22 @@ def read_limits(folder: Path) -> ModelLimits:
     """
     whole = _read_config(folder)
     of_text = whole.get("text_config")
-    defaults: dict[str, object] = {}
-    for name in whole.get("architectures") or ():
-        defaults.update(TEXT_DEFAULTS.get(name, {}) if isinstance(name, str) else {})
     config = {**whole, **of_text} if isinstance(of_text, dict) else whole
-    config = {**defaults, **config}
     values = []
     for name in ("vocab_size", "max_position_embeddings"):
-        value = config.get(name)
+        value = config[name] if name in config else _default(whole.get("architectures"), name)
         if type(value) is not int or not 1 <= value <= _MAX_LIMIT:
             problem = f"must be a number from 1 to {_MAX_LIMIT}, got {value!r:.60}"
             raise ModelLoadError(f"model: {folder / 'config.json'}: {name} {problem}")
         values.append(value)
     return ModelLimits(*values)
+
+
+def _default(architectures: object, field: str) -> object:
+    """Return a family's default for a field; None where there is none."""
+    names = architectures if isinstance(architectures, list) else []
+    known = [name for name in names if isinstance(name, str) and name in ARCHITECTURES]
+    return next((_MODELS.load(name).defaults.get(field) for name in known), None)
 
 
 def config_digest(folder: Path) -> str:

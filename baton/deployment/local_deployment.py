@@ -52,7 +52,7 @@ NODE_MODULES = (
     "baton.cli.programs.nodes",
     "decode_node.program",
     "engine.executors.uniproc",
-    "models.architectures.decoder",
+    "models.decoder",
     "models.loading.loader",
     "node_runtime.early_grammars",
     "node_runtime.option_checks",

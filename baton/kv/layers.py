@@ -36,6 +36,11 @@ class PagedKV:
         return HandOffRule.AS_IT_FILLS
 
     @property
+    def token_values(self) -> int:
+        """Count the numbers that a layer keeps of each token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
     def retained_tokens(self) -> int | None:
         """Number of newest tokens whose blocks are kept, including the next one; None: all."""
         return self.sliding_window
@@ -72,6 +77,11 @@ class LatentKV:
     def handoff(self) -> HandOffRule:
         """See `PagedKV`."""
         return HandOffRule.AS_IT_FILLS
+
+    @property
+    def token_values(self) -> int:
+        """See `PagedKV`."""
+        return self.width
 
     @property
     def retained_tokens(self) -> int | None:
@@ -121,6 +131,11 @@ class StateKV:
     def handoff(self) -> HandOffRule:
         """See `PagedKV`."""
         return HandOffRule.AT_BOUNDARY
+
+    @property
+    def token_values(self) -> int:
+        """See `PagedKV`: none, as the size does not depend on the number of tokens."""
+        return 0
 
     @property
     def retained_tokens(self) -> int | None:

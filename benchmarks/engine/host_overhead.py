@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -174,12 +173,20 @@ class Layers:
         from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
         from engine.worker.make_runner import make_model_runner
         from models.config import ModelConfig
-        from models.registry import MODELS
+        from models.decoder import DecoderForCausalLM
 
-        shape: dict[str, Any] = {**SHAPE, "num_layers": num_layers}
-        config = replace(ModelConfig.from_folder(DEMO_MODEL), **shape, layer_types=None)
+        shape = {
+            "hidden_size": SHAPE["hidden_size"],
+            "intermediate_size": SHAPE["intermediate_size"],
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": SHAPE["num_heads"],
+            "num_key_value_heads": SHAPE["num_kv_heads"],
+            "head_dim": SHAPE["head_dim"],
+        }
+        values = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
+        config = ModelConfig.from_dict({**values, **shape, "layer_types": None})
         torch.set_default_dtype(torch.bfloat16)
-        model = MODELS.load(config.architecture)(config)
+        model = DecoderForCausalLM(config)
         torch.set_default_dtype(torch.float32)
         with torch.no_grad():
             for weight in model.model.embed_tokens.parameters():
@@ -226,7 +233,7 @@ class Layers:
     def time(self, scheduled: Any) -> dict[str, Figures]:
         """Microseconds of a layer, and of its launches."""
         from baton_kernels import dispatch
-        from models.architectures.decoder import Decoder
+        from models.decoder import Decoder
 
         ops = dispatch._triton_ops()
         launches: list[tuple[Any, str]] = [(ops, name) for name in dispatch._TRITON]

@@ -39,15 +39,15 @@ def make_checkpoint() -> None:
 
     from benchmarks.gpu.gpu_models import SHAPES
     from models.config import ModelConfig
+    from models.decoder import DecoderForCausalLM
     from models.loading.loader import checkpoint_shapes
-    from models.registry import MODELS
 
     torch.manual_seed(0)
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "config.json").write_text(json.dumps(SHAPES["0.6B"]), encoding="utf-8")
     config = ModelConfig.from_folder(FOLDER)
     with torch.device("meta"):
-        model = MODELS.load(config.architecture)(config)
+        model = DecoderForCausalLM(config)
     weights = {
         name: (torch.randn(shape) * 0.02).bfloat16()
         for name, shape in checkpoint_shapes(model).items()

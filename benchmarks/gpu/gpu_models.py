@@ -24,9 +24,9 @@ from engine.core.request import Request
 from engine.engine import Engine
 from models.base import CausalLM
 from models.config import ModelConfig
+from models.decoder import DecoderForCausalLM
 from models.loading.loader import WeightPacker, pack_loaded
 from models.parallel.group import ALONE, Ranks
-from models.registry import MODELS
 
 _COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -126,7 +126,7 @@ def _load(
         raise ValueError("ranks: a shape of this suite is one process's")
     config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)
     with torch.device("meta"):
-        model = MODELS.load(config.architecture)(config)
+        model = DecoderForCausalLM(config)
     torch.manual_seed(0)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

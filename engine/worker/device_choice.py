@@ -129,6 +129,7 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
     """Raise ConfigError if batch-invariant results are asked for and impossible."""
     if not config.batch_invariant:
         return
+    kinds = {layer.mixer.kv.kind for layer in model.layers}
     if device.type == "cpu":
         enable_native_kernels(config.native_kernels)
         problem = None if native_ops() else "on a CPU it needs native kernels"
@@ -141,9 +142,9 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
         problem = f"on GPUs tensor_parallel_size must be 1, got {config.tensor_parallel_size}"
     elif config.weights in _ROUNDED_WEIGHTS:
         problem = f"on a GPU weights cannot be {config.weights}; int8 they can"
-    elif model.mla is not None:
+    elif KVKind.LATENT in kinds:
         problem = "on a GPU not for models with latents (MLA)"
-    elif not all(map(model.attends, range(model.num_layers))):
+    elif KVKind.STATE in kinds:
         problem = "on a GPU not for models with states"
     else:
         problem = None
@@ -213,7 +214,7 @@ def choose_backends(
             spec.block_size,
             fp8=config.kv_cache_dtype == "fp8",
             latent=kind is KVKind.LATENT,
-            sinks=model.attention_sinks,
+            sinks=model.has_sinks,
             half=spec.dtype.itemsize == 2,
             invariant=config.batch_invariant,
         )

@@ -21,9 +21,9 @@ from baton_kernels import CodeLayout, Float8Rows, WeightFormat
 from baton_kernels.dispatch import native_ops
 from baton_kernels.huge_pages import WeightMemory
 from baton_kernels.native.ops import NativeOps
-from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.decode_tapes import DecodeTapes
 from models.cpu.kept_weights import Kept, machine_key, read_kept, write_kept
+from models.decoder import DecoderForCausalLM
 from models.layers.embedding import NarrowEmbedding, PackedEmbedding
 from models.layers.latent_attention import LatentProjection, PackedLatentProjection
 from models.layers.linear import ExactLinear, ExpertsLinear, GatedLinear, PackedLinear

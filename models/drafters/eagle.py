@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
-from models.architectures.decoder import DecoderOptions, LayerNorms
 from models.config import ModelConfig
 from models.drafters.loading import DrafterSource, check_width
 from models.drafters.state_decoder import StateDrafter, StateLayout
 from models.fields import MAX_PARTS, Fields
-from models.layers.attention import AttentionOptions
 from models.loading.loader import fill_model, on_meta_device
 from models.loading.stored_weights import StoredTensor
+from models.recipe import AttentionSpec, LayerNorms, LayerSpec, MlpSpec, Recipe
 
 _NESTED = ("transformer_layer_config", "eagle_config")
 # How our names begin -> the authors'; all that fit are put in place, in this order.
@@ -44,9 +44,9 @@ def load_eagle(source: DrafterSource) -> StateDrafter:
         names = _names(stored)
         config = _config(source, stored, names)
         layout = _layout(source, stored, names, config)
-        options = _options(stored, names, config)
+        config = replace(config, recipe=_recipe(stored, names, config))
         with on_meta_device():
-            drafter = StateDrafter(config, options, layout)
+            drafter = StateDrafter(config, layout)
         fill_model(drafter, source.where, stored, source.dtype, source.device, source.packer)
         picked = _picked(source, stored, layout.head_size) if layout.picks else None
     drafter.share(source.model, picked)
@@ -152,20 +152,29 @@ def _layer_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _options(
+def _recipe(
     stored: Mapping[str, StoredTensor], names: Mapping[str, str], config: ModelConfig
-) -> DecoderOptions:
+) -> Recipe:
+    """Return the recipe of config.json with the biases and norms that the tensors show."""
+
     def has(name: str) -> bool:
         return _layer_name(names, name) in stored
 
-    attention = AttentionOptions(
+    mixer, feed_forward = config.layers[0].parts
+    assert isinstance(mixer, AttentionSpec)
+    assert isinstance(feed_forward, MlpSpec)
+    mixer = replace(
+        mixer,
         qkv_bias=has("self_attn.q_proj.bias"),
         output_bias=has("self_attn.o_proj.bias"),
         qk_norm=has("self_attn.q_norm.weight"),
     )
     before = "input_layernorm" if has("input_layernorm.weight") else None
-    return DecoderOptions(
-        attention, mlp_bias=has("mlp.down_proj.bias"), norms=LayerNorms(before_mixer=before)
+    layer = LayerSpec(mixer, replace(feed_forward, bias=has("mlp.down_proj.bias")))
+    return Recipe(
+        layers=(layer,) * config.num_layers,
+        ropes=config.recipe.ropes,
+        norms=LayerNorms(before_mixer=before),
     )
 
 

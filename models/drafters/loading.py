@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError, reason_of
-from models.architectures.decoder import DecoderForCausalLM
+from models.decoder import DecoderForCausalLM
 from models.fields import Fields
 from models.loading.loader import WeightPacker
 from models.loading.stored_weights import StoredTensor, open_safetensors

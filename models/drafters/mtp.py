@@ -11,16 +11,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 
-from torch import nn
-
 from baton.api.errors import ModelLoadError
-from models.architectures.decoder import DecoderOptions
 from models.config import ModelConfig
 from models.drafters.loading import DrafterSource
 from models.drafters.state_decoder import StateDrafter, StateLayout
 from models.loading.fused_experts import split_fused_experts
 from models.loading.loader import fill_model, on_meta_device, open_weights
 from models.loading.stored_weights import StoredTensor
+from models.recipe import AttentionSpec, Recipe
 
 _QWEN = {
     "model.embedding_norm.": "mtp.pre_fc_norm_embedding.",
@@ -46,32 +44,29 @@ def load_mtp(source: DrafterSource) -> StateDrafter:
             raise ModelLoadError(
                 f"{source.where}: no MTP layer: neither mtp.fc nor {prefix}eh_proj is there"
             )
-        config = replace(target, num_layers=1, num_mtp_layers=0, layer_types=None)
+        config = replace(target, recipe=_recipe(target), num_mtp_layers=0)
         with on_meta_device():
-            drafter = StateDrafter(config, _options(source, target), layout)
-        if target.moe is not None:
+            drafter = StateDrafter(config, layout)
+        if (experts := target.experts) is not None:
             stored = split_fused_experts(
                 stored,
-                target.moe.num_experts,
+                experts.num_experts,
                 drafter.checkpoint_name,
-                by_turns=target.moe.stored_by_turns,
+                by_turns=experts.stored_by_turns,
             )
         fill_model(drafter, source.where, stored, source.dtype, source.device, source.packer)
     drafter.share(source.model, None)
     return drafter
 
 
-def _options(source: DrafterSource, target: ModelConfig) -> DecoderOptions:
-    """The model's own, for one layer behind its last."""
-    own = source.model.options
-    last = target.num_layers - 1
-
-    def feed_forward(config: ModelConfig, layer_index: int) -> nn.Module | None:
-        return own.make_feed_forward(config, last)
-
-    kv_layers = None if own.kv_layers is None else own.kv_layers[-1:]
-    ropes = own.ropes[:1] if own.ropes else None
-    return replace(own, feed_forward=feed_forward, kv_layers=kv_layers, ropes=ropes)
+def _recipe(target: ModelConfig) -> Recipe:
+    """Return the model's own recipe for one layer, its last, without a window."""
+    own, last = target.recipe, target.layers[-1]
+    mixer = last.mixer
+    if isinstance(mixer, AttentionSpec):
+        mixer = replace(mixer, window=None, rotation=0)
+    layers = (replace(last, mixer=mixer),)
+    return replace(own, layers=layers, ropes=own.ropes[:1], stored_prefix="model.")
 
 
 def _qwen_layout(stored: dict[str, StoredTensor], source: DrafterSource) -> StateLayout:

@@ -18,18 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
-from models.architectures.decoder import (
-    Decoder,
-    DecoderForCausalLM,
-    DecoderLayer,
-    DecoderOptions,
-    Elsewhere,
-)
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import Inputs, Layers, Results
-from models.layers.attention import Attention
-from models.layers.linear import JoinedLinear
+from models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, Elsewhere, make_norm
+from models.layers.attention import Attention, make_joined_projection
+from models.recipe import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +60,14 @@ class StateLayout:
 class WideLayer(DecoderLayer):
     """EAGLE-3's layer (arXiv 2503.01840): it attends over the embedding and the state together."""
 
-    def __init__(
-        self, config: ModelConfig, options: DecoderOptions, residual_is_normed: bool
-    ) -> None:
-        super().__init__(config, options, 0)
-        self.hidden_norm = options.make_norm(config)
+    def __init__(self, config: ModelConfig, residual_is_normed: bool) -> None:
+        super().__init__(config, 0)
+        self.hidden_norm = make_norm(config)
         self._residual_is_normed = residual_is_normed
-        attention = self.self_attn
+        attention, spec = self.self_attn, config.layers[0].mixer
         assert isinstance(attention, Attention)
-        names = ("q_proj", "k_proj", "v_proj")
-        parts = dict(zip(names, attention.qkv_proj.part_sizes, strict=True))
-        bias = options.attention.qkv_bias
-        attention.qkv_proj = JoinedLinear(2 * config.hidden_size, parts, bias=bias)
+        assert isinstance(spec, AttentionSpec)
+        attention.qkv_proj = make_joined_projection(spec, 2 * config.hidden_size)
 
     def join(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """What it attends over, ``[n, 2 * hidden_size]``, and what it adds to."""
@@ -99,13 +89,13 @@ class WideLayer(DecoderLayer):
 class StateDecoder(Decoder):
     """The layers, and what joins token and state before them."""
 
-    def __init__(self, config: ModelConfig, options: DecoderOptions, layout: StateLayout) -> None:
-        super().__init__(config, options)
+    def __init__(self, config: ModelConfig, layout: StateLayout) -> None:
+        super().__init__(config)
         self.layout = layout
         width = config.hidden_size
         self.is_wide = bool(layout.state_layers)
         if self.is_wide:
-            self.layers = nn.ModuleList([WideLayer(config, options, layout.residual_is_normed)])
+            self.layers = nn.ModuleList([WideLayer(config, layout.residual_is_normed)])
             num_inputs = len(layout.state_layers) * layout.state_size
         else:
             num_inputs = width + layout.state_size
@@ -114,12 +104,8 @@ class StateDecoder(Decoder):
             self.embed_tokens = Elsewhere()
         if not layout.final_norm:
             self.norm = Elsewhere()  # type: ignore[assignment]
-        self.embedding_norm = options.make_norm(config) if layout.embedding_norm else None
-        self.state_norm = (
-            options.make_norm(replace(config, hidden_size=layout.state_size))
-            if layout.state_norm
-            else None
-        )
+        self.embedding_norm = make_norm(config) if layout.embedding_norm else None
+        self.state_norm = make_norm(config, layout.state_size) if layout.state_norm else None
 
     def compute(self, embedded: Tensor, states: Tensor, context: ForwardContext) -> Tensor:
         """Compute tokens: ``[n, hidden_size]``.
@@ -178,20 +164,17 @@ class StateDrafter(DecoderForCausalLM):
 
     Args:
         config: configuration of the drafter's layers.
-        options: options of the drafter's layers.
         layout: the parts that the checkpoint has.
     """
 
     reads_states = True
 
-    def __init__(self, config: ModelConfig, options: DecoderOptions, layout: StateLayout) -> None:
+    def __init__(self, config: ModelConfig, layout: StateLayout) -> None:
         config = replace(config, tie_word_embeddings=False)
-        super().__init__(config, replace(options, sliding_windows=None, layer_ropes=None))
+        super().__init__(config)
         self.layout = layout
         self.state_layers = layout.state_layers
-        self.model: StateDecoder = StateDecoder(
-            config, replace(options, sliding_windows=None, layer_ropes=None), layout
-        )
+        self.model: StateDecoder = StateDecoder(config, layout)
         self.max_model_len = config.max_model_len
         if not layout.has_head:
             self.lm_head = Elsewhere()

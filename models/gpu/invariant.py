@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import nn
 
 from baton.checkpoint.weights_cache import CacheEntry
-from models.architectures.decoder import DecoderForCausalLM
+from models.decoder import DecoderForCausalLM
 from models.gpu.packing import GpuPacker
 from models.layers.linear import InvariantLinear
 from models.layers.moe import SparseMoe

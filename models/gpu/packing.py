@@ -29,8 +29,8 @@ from baton_kernels.quantized import (
     is_kept,
     rounded_rows,
 )
-from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
+from models.decoder import DecoderForCausalLM
 from models.layers.latent_attention import LatentProjection
 from models.layers.linear import ExactLinear, GatedLinear, QuantizedLinear
 from models.layers.moe import SparseMoe

@@ -5,14 +5,11 @@ Refuses to know: how the backend attends, which requests there are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
 from models.base import ForwardContext, Rotations
-from models.config import ModelConfig
 from models.layers.linear import (
     HeadsInPairs,
     HeadsWithGates,
@@ -21,88 +18,46 @@ from models.layers.linear import (
     keep_inputs,
     keep_outputs,
 )
-from models.layers.norm import NormWeight, RMSNorm
+from models.layers.norm import RMSNorm
 from models.parallel.shards import Rank, scaled
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """The differences between the architectures' attention layers."""
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each query and key head, before the rotation
-    qk_norm_of_all_heads: bool = False  # that norm is over all heads of a token together
-    norm_weight: NormWeight = NormWeight.OWN
-    scale: float | None = None  # of dot products; None: head_dim ** -0.5
-    soft_cap: float | None = None  # see AttentionBackend.run
-    sinks: bool = False  # a learned sink for each head
-    output_gate: bool = False  # a sigmoid on each result's number, of the query's projection
-    stored_joined: bool = False  # checkpoints have query, key and value joined
-    stored_in_pairs: bool = False  # their heads turn by neighbours; not joined
+from models.recipe import AttentionSpec
 
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions.
 
     Args:
-        config: the model's shape.
-        options: the architecture's variant.
-        layer_index: which layer of the cache is this one's.
-        sliding_window: see ``AttentionBackend.run``.
-        rotation: which of the step's rotations is this layer's.
+        spec: the layer's attention.
+        hidden_size: size of input and output.
+        eps: epsilon of the norms of queries and keys.
+        layer_index: index of this layer's cache.
 
     Attributes:
         k_scale: scale of keys in a float8 cache, from the checkpoint if it has one.
         v_scale: scale of values in a float8 cache.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: AttentionOptions,
-        layer_index: int,
-        sliding_window: int | None,
-        rotation: int = 0,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, hidden_size: int, eps: float, layer_index: int) -> None:
         super().__init__()
         self._layer_index = layer_index
-        self._num_heads, self._head_dim = config.num_heads, config.head_dim
-        self.can_share = not options.qk_norm_of_all_heads  # which would need all ranks' heads
-        self._eps = config.rms_norm_eps
-        self._scale = config.head_dim**-0.5 if options.scale is None else options.scale
-        self._soft_cap = options.soft_cap
-        self._rotation = rotation
-        self._sliding_window = sliding_window
-        query_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj: JoinedLinear
-        self._has_gate = options.output_gate
-        if options.output_gate:
-            self.qkv_proj = HeadsWithGates(
-                config.hidden_size, parts, config.head_dim, bias=options.qkv_bias
-            )
-        elif options.stored_in_pairs:
-            head = (config.head_dim, config.rope.rotary_dim(config.head_dim))
-            self.qkv_proj = HeadsInPairs(
-                config.hidden_size, parts, ("q_proj", "k_proj"), *head, bias=options.qkv_bias
-            )
-        else:
-            joined, bias = options.stored_joined, options.qkv_bias
-            self.qkv_proj = JoinedLinear(config.hidden_size, parts, bias=bias, stored_joined=joined)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=options.output_bias)
+        self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
+        self.can_share = not spec.qk_norm_of_all_heads  # which would need all ranks' heads
+        self._eps = eps
+        self._scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self._soft_cap = spec.soft_cap
+        self._rotation = spec.rotation
+        self._sliding_window = spec.window
+        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self._has_gate = spec.output_gate
+        self.qkv_proj = make_joined_projection(spec, hidden_size)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=spec.output_bias)
         self.k_scale = self.v_scale = 1.0
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if options.qk_norm or options.qk_norm_of_all_heads:
-            sizes = (
-                (query_size, kv_size) if options.qk_norm_of_all_heads else (config.head_dim,) * 2
-            )
-            self.q_norm, self.k_norm = (
-                RMSNorm(size, config.rms_norm_eps, options.norm_weight) for size in sizes
-            )
-        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if options.sinks else None
+        if spec.qk_norm or spec.qk_norm_of_all_heads:
+            sizes = (query_size, kv_size) if spec.qk_norm_of_all_heads else (spec.head_dim,) * 2
+            self.q_norm, self.k_norm = (RMSNorm(size, eps, spec.norm_weight) for size in sizes)
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
 
     def shard(self, rank: Rank) -> None:
         """See ``Shareable``: each rank keeps some heads."""
@@ -166,3 +121,15 @@ class Attention(nn.Module):
             mixed = ops.gate_mul(projected[:, -mixed.shape[1] :], mixed, "sigmoid")
         out: Tensor = self.o_proj(mixed)
         return out
+
+
+def make_joined_projection(spec: AttentionSpec, num_inputs: int) -> JoinedLinear:
+    """Make the projection of queries, keys and values, and of gates if there are some."""
+    query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    parts, bias = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}, spec.qkv_bias
+    if spec.output_gate:
+        return HeadsWithGates(num_inputs, parts, spec.head_dim, bias=bias)
+    if spec.pair_dims is not None:
+        head = (spec.head_dim, spec.pair_dims)
+        return HeadsInPairs(num_inputs, parts, ("q_proj", "k_proj"), *head, bias=bias)
+    return JoinedLinear(num_inputs, parts, bias=bias, stored_joined=spec.stored_joined)

@@ -15,7 +15,7 @@ from models.base import Rotations, StateContext
 from models.layers.gated_norm import GatedRMSNorm
 from models.layers.linear import JoinedLinear, RegroupedLinear
 from models.layers.short_conv import ShortConv
-from models.recurrent_config import DeltaNetConfig
+from models.recipe import DeltaNetSpec
 
 
 class GatedDeltaNet(nn.Module):
@@ -27,62 +27,53 @@ class GatedDeltaNet(nn.Module):
         | query | key | value | gate (as value) | b (value heads) | a (the same) |
 
     Args:
-        config: shape of the layer.
+        spec: shape of the layer, and how checkpoints store it.
         hidden_size: size of input and output.
         eps: epsilon of the norm.
         layer_index: index of this layer's cache.
-        stored_by_key_head: see above.
     """
 
-    def __init__(
-        self,
-        config: DeltaNetConfig,
-        hidden_size: int,
-        eps: float,
-        layer_index: int,
-        *,
-        stored_by_key_head: bool = True,
-    ) -> None:
+    def __init__(self, spec: DeltaNetSpec, hidden_size: int, eps: float, layer_index: int) -> None:
         super().__init__()
-        self._config = config
+        self._spec = spec
         self._layer_index = layer_index
-        num_heads, key_dim = config.num_value_heads, config.key_dim
-        per_key = num_heads // config.num_key_heads
-        self._key_size = config.num_key_heads * key_dim
-        self._value_size = num_heads * config.value_dim
-        num_channels = config.num_channels
+        num_heads, key_dim = spec.num_value_heads, spec.key_dim
+        per_key = num_heads // spec.num_key_heads
+        self._key_size = spec.num_key_heads * key_dim
+        self._value_size = num_heads * spec.value_dim
+        num_channels = spec.num_channels
         self.in_proj: JoinedLinear
-        if stored_by_key_head:
+        if spec.stored_by_key_head:
             by_key = {
-                "in_proj_qkvz": (key_dim, key_dim, *(per_key * config.value_dim,) * 2),
+                "in_proj_qkvz": (key_dim, key_dim, *(per_key * spec.value_dim,) * 2),
                 "in_proj_ba": (per_key, per_key),
             }
-            self.in_proj = RegroupedLinear(hidden_size, config.num_key_heads, by_key, bias=False)
+            self.in_proj = RegroupedLinear(hidden_size, spec.num_key_heads, by_key, bias=False)
         else:
             parts = {"in_proj_qkv": num_channels, "in_proj_z": self._value_size}
             parts |= dict.fromkeys(("in_proj_b", "in_proj_a"), num_heads)
             self.in_proj = JoinedLinear(hidden_size, parts, bias=False)
-        self.conv1d = ShortConv(num_channels, config.kernel_size, bias=False, has_silu=True)
+        self.conv1d = ShortConv(num_channels, spec.kernel_size, bias=False, has_silu=True)
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
         self.A_log = nn.Parameter(torch.empty(num_heads))
-        size = config.value_dim
+        size = spec.value_dim
         self.norm = GatedRMSNorm(size, size, eps, norm_before_gate=True)
         self.out_proj = nn.Linear(self._value_size, hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: StateContext) -> Tensor:
         """Mix the tokens of the step: ``[num_tokens, hidden_size]``; positions do not matter."""
-        config, num_tokens, num_heads = self._config, len(hidden), self._config.num_value_heads
+        spec, num_tokens, num_heads = self._spec, len(hidden), self._spec.num_value_heads
         # [num_slots, num_channels, kernel_size - 1], [num_slots, heads, key_dim, value_dim]
         metadata, (conv_states, states) = context.state_layer(self._layer_index)
         projected = self.in_proj(hidden)
         keys_end, gate_start = 2 * self._key_size, 2 * self._key_size + self._value_size
         gate_end = gate_start + self._value_size
         mixed = self.conv1d(projected[:, :gate_start], conv_states, metadata)
-        by_key = (num_tokens, config.num_key_heads, config.key_dim)
+        by_key = (num_tokens, spec.num_key_heads, spec.key_dim)
         recalled = ops.gated_delta_rule(
             mixed[:, : self._key_size].view(by_key),
             mixed[:, self._key_size : keys_end].view(by_key),
-            mixed[:, keys_end:].view(num_tokens, num_heads, config.value_dim),
+            mixed[:, keys_end:].view(num_tokens, num_heads, spec.value_dim),
             projected[:, gate_end + num_heads :],
             projected[:, gate_end : gate_end + num_heads],
             *(self.A_log, self.dt_bias, states, metadata),

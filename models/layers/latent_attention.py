@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import baton_kernels as ops
 from baton_kernels.attention.base import as_keys_and_values
 from models.base import ForwardContext, Rotations
-from models.config import ModelConfig
 from models.layers.linear import keep_inputs, keep_outputs
 from models.layers.norm import RMSNorm
 from models.parallel.shards import Rank, Span, scaled
+from models.recipe import LatentSpec
 
 # Of the norms between low-rank projections, whatever the config's `rms_norm_eps` is.
 _EPS = 1e-6
@@ -87,32 +87,31 @@ class PackedLatentProjection(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention; a ``LayerPart``.
+    """Multi-head latent attention.
 
     Args:
-        config: configuration of a model with latent attention.
+        spec: shape of the layer.
+        hidden_size: size of input and output.
         layer_index: index of this layer's cache.
     """
 
-    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+    def __init__(self, spec: LatentSpec, hidden_size: int, layer_index: int) -> None:
         super().__init__()
-        mla = config.mla
-        assert mla is not None, "a model with latent attention"
-        self._mla, self._layer_index, self._num_heads = mla, layer_index, config.num_heads
-        hidden, bias, rank = config.hidden_size, config.attention_bias, mla.kv_lora_rank
-        query_size = config.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        if mla.q_lora_rank is None:
+        self._spec, self._layer_index, self._num_heads = spec, layer_index, spec.num_heads
+        hidden, bias, rank = hidden_size, spec.bias, spec.kv_lora_rank
+        query_size = spec.num_heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim)
+        if spec.q_lora_rank is None:
             self.q_proj = nn.Linear(hidden, query_size, bias=False)
         else:
-            self.q_a_proj = nn.Linear(hidden, mla.q_lora_rank, bias=bias)
-            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, _EPS)
-            self.q_b_proj = nn.Linear(mla.q_lora_rank, query_size, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, mla.width, bias=bias)
+            self.q_a_proj = nn.Linear(hidden, spec.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(spec.q_lora_rank, _EPS)
+            self.q_b_proj = nn.Linear(spec.q_lora_rank, query_size, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, spec.width, bias=bias)
         self.kv_a_layernorm = RMSNorm(rank, _EPS)
         self.kv_b_proj: LatentProjection | PackedLatentProjection = LatentProjection(
-            config.num_heads, rank, mla.qk_nope_head_dim, mla.v_head_dim
+            spec.num_heads, rank, spec.qk_nope_head_dim, spec.v_head_dim
         )
-        self.o_proj = nn.Linear(config.num_heads * mla.v_head_dim, hidden, bias=bias)
+        self.o_proj = nn.Linear(spec.num_heads * spec.v_head_dim, hidden, bias=bias)
 
     can_share = True
 
@@ -121,13 +120,13 @@ class LatentAttention(nn.Module):
 
         All of them make and keep the latents, of which each makes its heads' keys and values.
         """
-        mla = self._mla
+        spec = self._spec
         heads = rank.span(self._num_heads)
-        query = scaled(heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        keep_outputs(self.q_proj if mla.q_lora_rank is None else self.q_b_proj, query)
+        query = scaled(heads, spec.qk_nope_head_dim + spec.qk_rope_head_dim)
+        keep_outputs(self.q_proj if spec.q_lora_rank is None else self.q_b_proj, query)
         assert isinstance(self.kv_b_proj, LatentProjection)
         self.kv_b_proj.keep_heads(heads)
-        keep_inputs(self.o_proj, scaled(heads, mla.v_head_dim), adds_bias=rank.rank == 0)
+        keep_inputs(self.o_proj, scaled(heads, spec.v_head_dim), adds_bias=rank.rank == 0)
         self._num_heads = heads[1] - heads[0]
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: ForwardContext) -> Tensor:
@@ -141,31 +140,31 @@ class LatentAttention(nn.Module):
         Returns:
             ``[num_tokens, hidden_size]``.
         """
-        mla, (cos, sin) = self._mla, rotations[0]
-        rank, nope = mla.kv_lora_rank, mla.qk_nope_head_dim
+        spec, (cos, sin) = self._spec, rotations[0]
+        rank, nope = spec.kv_lora_rank, spec.qk_nope_head_dim
         attention, backend, cache = context.layer(self._layer_index)
         heads = self._queries(hidden)  # [num_tokens, num_heads, nope + rope]
         shape = heads.shape[:2]
-        query = heads.new_empty(*shape, mla.width)
+        query = heads.new_empty(*shape, spec.width)
         self.kv_b_proj.absorb(heads[..., :nope], query[..., :rank])
         ops.norm_rotary_store_latent(
             *(heads[..., nope:], self.kv_a_proj_with_mqa(hidden), cos, sin),
             *(cache, attention.slot_mapping),
             weight=self.kv_a_layernorm.weight,
             eps=_EPS,
-            interleaved=mla.rope_interleave,
+            interleaved=spec.rope_interleave,
             out=query[..., rank:],
         )
         attended = backend.run(
-            query, as_keys_and_values(cache), attention, scale=mla.scale, value_dim=rank
+            query, as_keys_and_values(cache), attention, scale=spec.scale, value_dim=rank
         )  # [num_tokens, num_heads, rank]
-        values = heads.new_empty(*shape, mla.v_head_dim)
+        values = heads.new_empty(*shape, spec.v_head_dim)
         self.kv_b_proj.expand(attended, values)
         out: Tensor = self.o_proj(values.flatten(1))
         return out
 
     def _queries(self, hidden: Tensor) -> Tensor:
-        if self._mla.q_lora_rank is None:
+        if self._spec.q_lora_rank is None:
             queries: Tensor = self.q_proj(hidden)
         else:
             queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
-from models.config import ModelConfig
 from models.layers.linear import (
     ExactLinear,
     ExpertsLinear,
@@ -20,8 +19,8 @@ from models.layers.linear import (
     keep_outputs,
 )
 from models.layers.mlp import GatedMLP, SquaredReluMLP
-from models.moe_config import RELU2
 from models.parallel.shards import Rank
+from models.recipe import RELU2, ExpertsSpec
 
 
 class SparseMoe(nn.Module):
@@ -30,7 +29,8 @@ class SparseMoe(nn.Module):
     The weights of all experts are one parameter, so that they are packed and multiplied together.
 
     Args:
-        config: configuration of a model with experts.
+        spec: the experts.
+        hidden_size: size of input and output.
 
     Attributes:
         invariant: whether a token's results may not depend on others, on a GPU, too.
@@ -38,48 +38,46 @@ class SparseMoe(nn.Module):
 
     float32_parameters: ClassVar = frozenset({"e_score_correction_bias"})
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
         super().__init__()
-        moe = config.moe
-        assert moe is not None, "a model with experts"
         self._routing = ops.Routing(
-            moe.top_k,
-            ops.Scoring(moe.scoring),
-            moe.normalize,
-            moe.scale,
-            moe.num_groups,
-            moe.top_groups,
-            moe.group_best,
+            spec.top_k,
+            ops.Scoring(spec.scoring),
+            spec.normalize,
+            spec.scale,
+            spec.num_groups,
+            spec.top_groups,
+            spec.group_best,
         )
-        hidden, inner, experts = config.hidden_size, moe.inner_size, range(moe.num_experts)
+        hidden, inner, experts = hidden_size, spec.inner_size, range(spec.num_experts)
         self.invariant = False
-        self.gate: nn.Module = ExactLinear(hidden, moe.num_experts, bias=moe.has_biases)
+        self.gate: nn.Module = ExactLinear(hidden, spec.num_experts, bias=spec.has_biases)
         self.e_score_correction_bias: nn.Parameter | None = None
-        if moe.has_bias:
-            self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts))
+        if spec.has_bias:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(spec.num_experts))
         # What experts read and make: the stream, or a projection of it.
-        width = hidden if moe.latent_size is None else moe.latent_size
+        width = hidden if spec.latent_size is None else spec.latent_size
         self.fc1_latent_proj: nn.Module | None = None
         self.fc2_latent_proj: nn.Module | None = None
-        if moe.latent_size is not None:
+        if spec.latent_size is not None:
             self.fc1_latent_proj = nn.Linear(hidden, width, bias=False)
             self.fc2_latent_proj = nn.Linear(width, hidden, bias=False)
-        self._width, self._inner_size, self._is_gated = width, inner, moe.activation != RELU2
+        self._width, self._inner_size, self._is_gated = width, inner, spec.activation != RELU2
         first = ("gate", "up") if self._is_gated else ("up",)
         halves = [f"experts.{expert}.{half}_proj" for expert in experts for half in first]
         downs = [f"experts.{expert}.down_proj" for expert in experts]
-        bias, self._activation = moe.has_biases, moe.activation
+        bias, self._activation = spec.has_biases, spec.activation
         self.gate_up: nn.Module = ExpertsLinear(width, dict.fromkeys(halves, inner), bias=bias)
         self.down: nn.Module = ExpertsLinear(inner, dict.fromkeys(downs, width), bias=bias)
         self.shared_expert: GatedMLP | SquaredReluMLP | None = None
         self.shared_expert_gate: nn.Module | None = None
-        if moe.shared_size and not self._is_gated:
-            self.shared_expert = SquaredReluMLP(hidden, moe.shared_size, bias=config.mlp_bias)
-        elif moe.shared_size:
+        if spec.shared_size and not self._is_gated:
+            self.shared_expert = SquaredReluMLP(hidden, spec.shared_size, bias=spec.shared_bias)
+        elif spec.shared_size:
             self.shared_expert = GatedMLP(
-                hidden, moe.shared_size, bias=False, stored_joined=moe.stored_as_linears
+                hidden, spec.shared_size, bias=False, stored_joined=spec.stored_as_linears
             )
-        if moe.has_shared_gate:
+        if spec.has_shared_gate:
             self.shared_expert_gate = ExactLinear(hidden, 1, bias=False)
 
     can_share = True
@@ -137,12 +135,3 @@ class SparseMoe(nn.Module):
             activation=self._activation,
             invariant=self.invariant,
         )
-
-
-def feed_forward(config: ModelConfig, layer_index: int) -> nn.Module:
-    """Make a layer's experts, or its MLP where it has none; a ``LayerPart``."""
-    moe = config.moe
-    assert moe is not None, "a model with experts"
-    if layer_index in moe.dense_layers:
-        return GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-    return SparseMoe(config)

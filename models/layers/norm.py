@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from enum import Enum, auto
-
 import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
-
-
-class NormWeight(Enum):
-    """How a norm's weight is applied."""
-
-    OWN = auto()  # in the model's dtype, after the normalized value was rounded to it (Llama)
-    WIDE = auto()  # in float32, before anything is rounded (OLMo 2)
-    OFFSET = auto()  # likewise, and 1 + weight (Gemma)
+from models.recipe import NormWeight
 
 
 class RMSNorm(nn.Module):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
+from models.base import Rotations, StateContext
+from models.recipe import ShortConvSpec
 
 
 class ShortConv(nn.Module):
@@ -51,3 +53,28 @@ class ShortConv(nn.Module):
             in_gate=in_gate,
             out_gate=out_gate,
         )
+
+
+class GatedShortConv(nn.Module):
+    """``out(C * conv(B * x))`` with ``B, C, x`` projections of the input.
+
+    Args:
+        spec: shape of the layer.
+        layer_index: index of this layer's cache.
+    """
+
+    def __init__(self, spec: ShortConvSpec, layer_index: int) -> None:
+        super().__init__()
+        size, bias = spec.num_channels, spec.bias
+        self._layer_index = layer_index
+        self.in_proj = nn.Linear(size, 3 * size, bias=bias)
+        self.conv = ShortConv(size, spec.kernel_size, bias=bias, has_silu=False)
+        self.out_proj = nn.Linear(size, size, bias=bias)
+
+    def forward(self, hidden: Tensor, rotations: Rotations, context: StateContext) -> Tensor:
+        """Mix ``[num_tokens, hidden_size]``, normalized, into the same; rotations are not used."""
+        metadata, (states,) = context.state_layer(self._layer_index)
+        in_gate, out_gate, x = self.in_proj(hidden).chunk(3, dim=-1)  # [num_tokens, hidden_size]
+        mixed = self.conv(x, states, metadata, in_gate=in_gate, out_gate=out_gate)
+        out: Tensor = self.out_proj(mixed)
+        return out

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.checkpoint.gguf.architecture import Change
 from models.config import ModelConfig
+from models.recipe import DeltaNetSpec
 
 # Takes a tensor, rows first, and the model's configuration.
 _Changer = Callable[[Tensor, ModelConfig], Tensor]
@@ -20,7 +21,7 @@ _Changer = Callable[[Tensor, ModelConfig], Tensor]
 
 def needed(changes: Sequence[Change], config: ModelConfig) -> tuple[Change, ...]:
     """Leave out reorderings of value heads where each key head has only one."""
-    net = config.delta_net
+    net = _delta_net(config)
     if net is not None and net.num_key_heads == net.num_value_heads:
         return tuple(change for change in changes if change not in _OF_VALUE_HEADS)
     return tuple(changes)
@@ -49,6 +50,11 @@ def joined(parts: Sequence[Tensor], changes: Sequence[Change], config: ModelConf
     return changed(whole, changes, config)
 
 
+def _delta_net(config: ModelConfig) -> DeltaNetSpec | None:
+    mixers = (layer.mixer for layer in config.layers)
+    return next((mixer for mixer in mixers if isinstance(mixer, DeltaNetSpec)), None)
+
+
 def _query_halves(tensor: Tensor, config: ModelConfig) -> Tensor:
     return _halves_of_heads(tensor, config.num_heads, config.head_dim)
 
@@ -67,7 +73,7 @@ def _halves_of_heads(tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 def _value_heads(tensor: Tensor, config: ModelConfig) -> Tensor:
     """Reorder the rows of value heads: those of one key head follow each other."""
-    net = config.delta_net
+    net = _delta_net(config)
     if net is None or tensor.shape[0] % net.num_value_heads:
         return tensor
     per_key = net.num_value_heads // net.num_key_heads
@@ -76,7 +82,7 @@ def _value_heads(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _value_channels(tensor: Tensor, config: ModelConfig) -> Tensor:
-    net = config.delta_net
+    net = _delta_net(config)
     if net is None or tensor.shape[0] != net.num_channels:
         return tensor
     first = 2 * net.num_key_heads * net.key_dim
@@ -89,7 +95,7 @@ def _value_columns(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 def _by_key_head(tensor: Tensor, config: ModelConfig) -> Tensor:
     """Reorder ``| queries | keys | values | gates |``: each key head has its own of all four."""
-    net = config.delta_net
+    net = _delta_net(config)
     if net is None:
         return tensor
     keys, values = net.num_key_heads * net.key_dim, net.num_value_heads * net.value_dim

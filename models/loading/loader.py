@@ -29,9 +29,9 @@ from baton.checkpoint.gguf.folder import weight_files as gguf_files
 from baton.checkpoint.model_folder import MODELOPT_FILE
 from baton.checkpoint.weights_cache import CacheEntry, WeightsCache, WeightsCacheError
 from baton_kernels import Float8Rows, GroupedIntegers
-from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
 from models.config import ModelConfig
+from models.decoder import DecoderForCausalLM
 from models.fields import Fields
 from models.layers.attention import Attention
 from models.layers.latent_attention import LatentAttention
@@ -44,7 +44,6 @@ from models.loading.stored_weights import StoredTensor, WeightPart, open_safeten
 from models.loading.text_parts import text_tensors
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import Kept, KeptParts
-from models.registry import MODELS
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ def load_model(
     path = Path(folder)
     config = ModelConfig.from_folder(path, max_model_len=max_model_len)
     with on_meta_device():
-        model = MODELS.load(config.architecture)(config)
+        model = DecoderForCausalLM(config)
         whole = _Names([name for name, _ in _checkpoint_parameters(model)], [*_kv_scales(model)])
         if ranks.everyone.size > 1:
             model.shard(ranks)
@@ -87,13 +86,13 @@ def load_model(
         logger.info("weights are stored as %s, and are kept in %s%s", method, kind, other)
     with ExitStack() as files:
         stored = open_weights(path, config, files)
-        if config.moe is not None:
+        if (experts := config.experts) is not None:
             stored = split_fused_experts(
                 stored,
-                config.moe.num_experts,
+                experts.num_experts,
                 model.checkpoint_name,
-                by_turns=config.moe.stored_by_turns,
-                as_linears=config.moe.stored_as_linears,
+                by_turns=experts.stored_by_turns,
+                as_linears=experts.stored_as_linears,
             )
         _check_names(path, stored, whole, [name for name in stored if model.ignores_weight(name)])
         entry = None

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from baton.checkpoint.model_folder import TEXT_DEFAULTS
+from models.family import TextPart
 from models.fields import Fields
 
 logger = logging.getLogger(__name__)
@@ -31,32 +30,6 @@ _PREFIXES = {
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.")
 
 
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    """The text network of a model that sees images.
-
-    Attributes:
-        architecture: the text network's name; None: the network is another one.
-        by_type: names by the ``model_type`` of the text's configuration, where that decides.
-        is_tied: whether the head is the embedding where the file does not say it.
-    """
-
-    architecture: str | None = None
-    by_type: Mapping[str, str] = field(default_factory=dict)
-    is_tied: bool = False
-
-
-# Qwen's tokens of text have one position on the three axes that a token of an image has: for text
-# such an embedding is the plain one.
-TEXT_PARTS: Mapping[str, TextPart] = {
-    "Gemma3ForConditionalGeneration": TextPart("Gemma3ForCausalLM", is_tied=True),
-    "Mistral3ForConditionalGeneration": TextPart(by_type={"mistral": "MistralForCausalLM"}),
-    "Qwen2VLForConditionalGeneration": TextPart("Qwen2ForCausalLM"),
-    "Qwen2_5_VLForConditionalGeneration": TextPart("Qwen2ForCausalLM"),
-    "Qwen3VLForConditionalGeneration": TextPart("Qwen3ForCausalLM"),
-}
-
-
 def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
     """Return the text part's fields, with the whole model's fields that also hold for it.
 
@@ -73,17 +46,16 @@ def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
     return text.with_values(shared)
 
 
-def text_part(fields: Fields, name: str) -> tuple[str, Fields]:
+def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
     """Return the architecture of a model's text part, and its fields as a text model has them.
 
     Args:
         fields: read from the whole model's config.json.
-        name: the whole model's architecture, of `TEXT_PARTS`.
+        part: what its family's file says of it.
 
     Raises:
         ModelLoadError: the text network is none that there is here.
     """
-    part = TEXT_PARTS[name]
     fields = text_fields(fields, is_tied=part.is_tied)
     architecture = part.architecture
     if architecture is None:
@@ -92,8 +64,7 @@ def text_part(fields: Fields, name: str) -> tuple[str, Fields]:
             supported = ", ".join(part.by_type)
             raise fields.wrong("model_type", f"{kind!r} is not supported; supported: {supported}")
         architecture = part.by_type[kind]
-    defaults = TEXT_DEFAULTS.get(name, {})
-    values = {n: value for n, value in defaults.items() if n not in fields.names()}
+    values = {n: value for n, value in part.defaults.items() if n not in fields.names()}
     ropes = {n: _without_axes(fields.child(n)) for n in _ROPES if fields.get(n)}
     return architecture, fields.with_values({**values, **ropes, "architectures": [architecture]})
 

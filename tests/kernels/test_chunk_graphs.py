@@ -6,7 +6,7 @@ memory by Triton's interpreter; see `tests/fakes/recorded_pieces.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
 from engine.worker.make_runner import make_model_runner
 from engine.worker.model_runner import NO_HOOKS
 from models.config import ModelConfig
+from models.decoder import DecoderForCausalLM
 from models.parallel.group import ALONE
-from models.registry import MODELS
 from tests.fakes.recorded_pieces import RecordedPieces
 from tests.kernels.conftest import DEVICE
 from tests.numerics.paged import make_cache, make_metadata, make_tables
@@ -39,8 +39,8 @@ pytestmark = pytest.mark.medium
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
 SHAPE: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2,
-    "num_kv_heads": 1, "head_dim": 16, "vocab_size": 64, "layer_types": None,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "layer_types": None,
 }  # fmt: skip
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 8, 12, 64
 OPTIONS = EngineConfig(
@@ -59,8 +59,9 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 def model() -> Any:
     """A network of random weights."""
     torch.manual_seed(5)
-    config = replace(ModelConfig.from_folder(MODEL), **SHAPE)
-    made = MODELS.load(config.architecture)(config)
+    values = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
+    config = ModelConfig.from_dict(values | SHAPE)
+    made = DecoderForCausalLM(config)
     with torch.no_grad():
         for weight in made.parameters():
             weight.normal_(std=0.3)
@@ -144,7 +145,7 @@ def test_a_layers_keys_are_there_when_its_callback_is_called(replaying: Runner) 
         written.append((layer, [bool(cache[1:3].any()) for cache in replaying.caches]))
 
     replaying.execute(steps()[0], StepHooks(after_layer=look))
-    layers = range(SHAPE["num_layers"])
+    layers = range(SHAPE["num_hidden_layers"])
     assert written == [(layer, [other <= layer for other in layers]) for layer in layers]
     assert not any(bool(cache[3:].any()) for cache in replaying.caches)  # padding went nowhere
 

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from baton.api.outputs import TokenLogprobs
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine import LLM
 from models.config import ModelConfig
-from models.registry import MODELS
 from tests.numerics.config_fields import (
     Config,
     read_by_module,
@@ -232,11 +230,8 @@ def _windows_of_theirs(model_class: type, text: Any) -> tuple[int | None, ...] |
     return tuple(text.sliding_window if one == "sliding_attention" else None for one in types)
 
 
-@cache
 def _windows_of_ours(config: ModelConfig) -> tuple[int | None, ...]:
-    with torch.device("meta"):
-        model = MODELS.load(config.architecture)(config)
-    return tuple(layer.retained_tokens for layer in model.kv_layers)
+    return tuple(layer.mixer.kv.retained_tokens for layer in config.layers)
 
 
 def _refusal(error: BatonError, names: Collection[str]) -> Verdict:

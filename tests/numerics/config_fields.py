@@ -22,6 +22,8 @@ import transformers
 from transformers import cache_utils, masking_utils, modeling_rope_utils
 
 from models.config import ModelConfig
+from models.family import Family
+from models.registry import MODELS
 from tests.numerics.family_checkpoints import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.numerics.tiny_models import make_hugging_face_model
 
@@ -169,9 +171,9 @@ def read_by_transformers(model_class: type) -> set[str]:
 
 
 def read_by_baton() -> set[str]:
-    """Find the fields that ``models/*.py`` reads."""
-    found = set[str]()
-    for path in (Path(__file__).parents[2] / "models").glob("*.py"):
+    """Find the fields that ``models/*.py`` and the families' files read."""
+    found, folder = set[str](), Path(__file__).parents[2] / "models"
+    for path in (*folder.glob("*.py"), *folder.glob("families/**/*.py")):
         if path.stem == "quantization":  # has tests of its own
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -369,6 +371,8 @@ def rope_changes(config: Config, architecture: str) -> Iterator[Change]:
     path = ("text_config",) if "text_config" in config else ()
     text = {n: v for n, v in _text_of(config).items() if not n.startswith(("rope_", "partial_"))}
     found = ModelConfig.from_dict(config)
+    family = MODELS.load(found.architecture)
+    assert isinstance(family, Family)
     num_pairs = found.rope.rotary_dim(found.head_dim) // 2
     partial = found.rope.partial_rotary_factor
     for name, fields in _SCALINGS.items():
@@ -383,7 +387,7 @@ def rope_changes(config: Config, architecture: str) -> Iterator[Change]:
             (newer, ("rope_parameters",)),
             (older, ("rope_scaling",)),
         ]
-        if found.sliding_rope is not None:
+        if family.ropes_by_layer_type:
             both = {"full_attention": newer["rope_parameters"]}
             both["sliding_attention"] = {"rope_type": "default", "rope_theta": 90.0}
             ways += [({"rope_parameters": both}, ("rope_parameters", kind)) for kind in both]

@@ -16,8 +16,8 @@ from baton_kernels.attention.cpu import CpuAttention
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.native.tape import Tape
 from models import load_model
-from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.packing import CpuPacker
+from models.decoder import DecoderForCausalLM
 from tests.numerics.paged import make_cache, make_context, make_metadata, make_tables
 from tests.numerics.tiny_models import make_hugging_face_model, save
 

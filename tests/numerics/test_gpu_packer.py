@@ -21,8 +21,8 @@ from baton_kernels.quantized import (
     QuantizedFormat,
 )
 from models import load_model
-from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.packing import CpuPacker
+from models.decoder import DecoderForCausalLM
 from models.gpu.packing import GpuPacker, quantized_kinds
 from models.layers.linear import PackedLinear, QuantizedLinear
 from models.loading.loader import pack_loaded

@@ -19,8 +19,8 @@ from baton.checkpoint.gguf.file import TENSOR_TYPES
 from baton.checkpoint.model_folder import find_model_folder
 from baton_kernels import CodeLayout, GroupedIntegers, Groups, WeightFormat
 from models import load_model
-from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.packing import CpuPacker
+from models.decoder import DecoderForCausalLM
 from models.layers.linear import PackedLinear
 from models.loading.gguf_blocks import unpack_blocks
 from models.loading.quantized_weights import read_quantized

@@ -27,6 +27,7 @@ from models import load_model
 from models.config import ModelConfig
 from models.cpu.packing import CpuPacker
 from models.memory_needs import memory_needs
+from models.recipe import LatentSpec
 from tests.numerics.family_checkpoints import FAMILIES
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
@@ -202,8 +203,7 @@ def test_memory_needs_are_those_of_the_loaded_model(variant: str, tmp_path: Path
     folder = make_folder(tmp_path, variant)
     config = ModelConfig.from_folder(folder)
     needs = memory_needs(config)
-    mla = config.mla
-    assert mla is not None
+    assert isinstance(config.attention, LatentSpec)
     assert needs.kv_token_bytes == (32 + 8) * config.num_layers * 4
     packer = CpuPacker.choose(torch.float32, "fp32")
     model = load_model(folder, dtype=torch.float32, packer=packer)

@@ -18,17 +18,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from baton.api.errors import ModelLoadError
 from baton_kernels import StateMetadata
+from models.config import ModelConfig
+from models.families.shared.mamba2 import read_mamba2
 from models.fields import Fields
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.linear import RegroupedLinear
 from models.layers.mamba2 import Mamba2
-from models.nemotron_config import parse_nemotron
-from models.recurrent_config import (
-    DeltaNetConfig,
-    Mamba2Config,
-    parse_delta_net,
-    parse_mamba2,
-)
+from models.recipe import DeltaNetSpec, Mamba2Spec, MixerSpec
 from tests.numerics.state_steps import random_cuts, steps_of
 
 HIDDEN_SIZE, EPS = 32, 1e-5
@@ -44,7 +40,18 @@ NEMOTRON: dict[str, Any] = {
     "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 24,
     "conv_kernel": 4, "chunk_size": 8, "layers_block_type": ["attention"] + 5 * ["mamba"],
 }  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": HIDDEN_SIZE, "intermediate_size": 64,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 64, "rms_norm_eps": EPS, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+}  # fmt: skip
 LENGTHS = (1, 3, 40, 23)
+
+
+def mixers(architecture: str, values: dict[str, Any]) -> list[MixerSpec]:
+    config = ModelConfig.from_dict({**SHAPE, "architectures": [architecture], **values})
+    return [layer.mixer for layer in config.layers]
 
 
 class Step:
@@ -103,12 +110,12 @@ def test_mamba2(bias: bool) -> None:
     theirs = BambaMixer(
         BambaConfig(hidden_size=HIDDEN_SIZE, rms_norm_eps=EPS, num_hidden_layers=6, **values), 5
     )
-    config = parse_mamba2(Fields(values, "config.json"), HIDDEN_SIZE, (True,))
+    config = read_mamba2(Fields(values, "config.json"), HIDDEN_SIZE)
     randomize(theirs)
     check_mamba2(theirs, config)
 
 
-def check_mamba2(theirs: Any, config: Mamba2Config) -> None:
+def check_mamba2(theirs: Any, config: Mamba2Spec) -> None:
     ours = Mamba2(config, HIDDEN_SIZE, EPS, 5)
     recurrent = (config.num_heads, config.state_dim, config.head_dim)
     check(theirs, ours, (ours.conv1d.state_shape, recurrent))
@@ -133,7 +140,8 @@ def test_no_time_step_of_nemotron_h_is_raised() -> None:
     later tokens alone. Once transformers stops that, the second check fails, and docs/models.md
     can drop its note.
     """
-    config = parse_nemotron(Fields(NEMOTRON | {"time_step_min": 0.001}, "config.json")).mamba2
+    config = mixers("NemotronHForCausalLM", NEMOTRON | {"time_step_min": 0.001})[-1]
+    assert isinstance(config, Mamba2Spec)
     check_mamba2(nemotron_mixer(0.0), config)
     with pytest.raises(AssertionError, match="not close"):
         check_mamba2(nemotron_mixer(0.001), config)
@@ -144,8 +152,13 @@ def test_gated_delta_net() -> None:
     theirs = Qwen3NextGatedDeltaNet(
         Qwen3NextConfig(hidden_size=HIDDEN_SIZE, rms_norm_eps=EPS, num_hidden_layers=8, **DELTA), 5
     )
-    config = parse_delta_net(Fields(DELTA, "config.json"), 4)
-    assert config == DeltaNetConfig(2, 6, 12, 8, 3, (True, True, True, False))
+    *nets, attention = mixers("Qwen3NextForCausalLM", DELTA)
+    config = nets[0]
+    assert config == DeltaNetSpec(
+        num_key_heads=2, num_value_heads=6, key_dim=12, value_dim=8, kernel_size=3
+    )
+    assert isinstance(config, DeltaNetSpec)
+    assert [isinstance(one, DeltaNetSpec) for one in (*nets, attention)] == [True] * 3 + [False]
     ours = GatedDeltaNet(config, HIDDEN_SIZE, EPS, 5)
     recurrent = (config.num_value_heads, config.key_dim, config.value_dim)
     randomize(theirs)
@@ -162,10 +175,9 @@ def test_gated_delta_net() -> None:
 def test_mixers_that_are_not_computed_are_refused(name: str, value: object) -> None:
     fields = Fields(MAMBA | {name: value}, "config.json")
     with pytest.raises(ModelLoadError, match=rf"^config.json: {name}: "):
-        parse_mamba2(fields, HIDDEN_SIZE, (True,))
+        read_mamba2(fields, HIDDEN_SIZE)
 
 
 def test_value_heads_belong_to_key_heads() -> None:
-    fields = Fields(DELTA | {"linear_num_key_heads": 4}, "config.json")
     with pytest.raises(ModelLoadError, match=r"^config.json: linear_num_key_heads: "):
-        parse_delta_net(fields, 4)
+        mixers("Qwen3NextForCausalLM", DELTA | {"linear_num_key_heads": 4})

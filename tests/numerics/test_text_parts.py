@@ -16,7 +16,8 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.model_folder import read_limits
 from models import load_model
 from models.config import ModelConfig
-from models.loading.text_parts import TEXT_PARTS
+from models.family import TextPart
+from models.registry import MODELS
 from tests.numerics.family_checkpoints import THREE_AXES, layers
 from tests.numerics.tiny_models import (
     hugging_face_logits,
@@ -29,6 +30,8 @@ TOKENS = [5, 9, 33, 20, 7, 8, 11, 40, 22, 3, 4, 5, 6, 7, 8, 9, 10, 44, 23]
 # As transformers wrote names before 4.52, and as it has them in memory since; Qwen's text of old.
 OLDER = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 QWENS = {"model.language_model.": "model."}
+
+TEXT_PARTS = [name for name in MODELS.names() if isinstance(MODELS.load(name), TextPart)]
 
 
 def names_of(architecture: str, name: str, layout: str) -> str:

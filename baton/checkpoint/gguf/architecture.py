@@ -214,6 +214,7 @@ class Architecture:
             `.weight` or `.bias` is for that tensor alone, with its complete name.
         joins: names within a layer, each with the file's tensors whose rows it joins.
         changes: changes by tensor of the file or by name of ``joins``, in order of application.
+        may_have_experts: files with experts are accepted.
         variant: returns another row if a file needs one; None: this row serves all files.
     """
 
@@ -225,6 +226,7 @@ class Architecture:
     names: Names = field(default_factory=dict)
     joins: Sequence[tuple[str, tuple[str, ...]]] = ()
     changes: Mapping[str, tuple[Change, ...]] = field(default_factory=dict)
+    may_have_experts: bool = False
     variant: Callable[[Keys], Architecture | None] | None = None
 
     def outer_name(self, part: str) -> str | None:

@@ -1,7 +1,8 @@
-"""Table of GGUF architectures: `general.architecture` -> its row.
+"""Table of GGUF architectures: `general.architecture` -> its row, in a family's file.
 
-To add one, add a row in `dense.py`, `experts.py` or `hybrids.py`, and one in
-tests/numerics/gguf_families.py. Knows no tensor's content.
+To add one, add a row to ``GGUF`` in `models/families/NAME.py`, its name to
+`baton/checkpoint/families.py`, and a row to tests/numerics/gguf_families.py.
+Knows no tensor's content.
 """
 
 from __future__ import annotations
@@ -9,25 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.api.errors import ModelLoadError
+from baton.checkpoint.families import GGUF_ARCHITECTURES
 from baton.checkpoint.gguf.architecture import Architecture, Keys
-from baton.checkpoint.gguf.dense import DENSE
-from baton.checkpoint.gguf.experts import WITH_EXPERTS
 from baton.checkpoint.gguf.file import GgufFile
-from baton.checkpoint.gguf.hybrids import HYBRIDS
+from baton.registry import Registry
 
-ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **WITH_EXPERTS, **HYBRIDS}
+# Each entry is a family's whole table, in which the name is looked up again.
+ARCHITECTURES: Registry[Mapping[str, Architecture]] = Registry(
+    "GGUF architecture", GGUF_ARCHITECTURES
+)
 
 
 def architecture_of(file: GgufFile) -> Architecture:
     """Return a file's row; raises ModelLoadError if there is none."""
     name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES.names():
         raise ModelLoadError(
             f"{file.path}: architecture {name!r:.100} is not supported; supported: "
-            f"{', '.join(sorted(ARCHITECTURES))}"
+            f"{', '.join(sorted(ARCHITECTURES.names()))}"
         )
-    row, keys = ARCHITECTURES[name], Keys(file, name)
-    if name in DENSE and keys.get("expert_count"):
+    row, keys = ARCHITECTURES.load(name)[name], Keys(file, name)
+    if not row.may_have_experts and keys.get("expert_count"):
         raise keys.wrong("expert_count", "experts are not supported with this architecture")
     variant = row.variant and row.variant(keys)
     return variant or row

@@ -18,8 +18,8 @@ from engine.worker.drafting.layers import LayersDrafting
 from engine.worker.drafting.passes import Passes
 from engine.worker.kv_cache import KVMemory
 from engine.worker.make_runner import make_backends
-from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
+from models.decoder import DecoderForCausalLM
 from models.drafters import DRAFTERS
 from models.drafters.base import HeadsDrafter, LayersDrafter
 from models.drafters.loading import DrafterSource

@@ -44,7 +44,7 @@ def check_memory(
         # Where layers have windows, a block may belong to only some of the layers.
         kv_cache = (
             0
-            if model.sliding_window or model.short_conv
+            if any(layer.mixer.kv.retained_tokens is not None for layer in model.layers)
             else config.num_blocks * needs.kv_block_bytes
         )
     weights = needs.weights[config.weights]

@@ -23,8 +23,8 @@ from baton.cli.config_file import read_config_file
 from baton.text.tokenizer import Tokenizer
 from loadtest.load.datasets import read_dataset
 from loadtest.load.traces import read_trace
+from models.families.shared.mamba2 import refuse_time_step_limit
 from models.fields import Fields
-from models.recurrent_config import refuse_time_step_limit
 from router.intake.cache_salts import read_secret
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"

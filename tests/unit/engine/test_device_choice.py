@@ -32,12 +32,14 @@ from models import load_model
 from models.config import ModelConfig
 from models.gpu.invariant import InvariantPacker
 from models.gpu.packing import GpuPacker
-from models.lfm2_config import ShortConvConfig
-from models.mla_config import MLAConfig
+from models.recipe import LatentSpec, LayerSpec, MixerSpec, ShortConvSpec
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
-LATENTS = MLAConfig(None, 8, 8, 8, 8, rope_interleave=True, scale=1.0)
-STATES = {"layer_types": ("conv",) * 6, "short_conv": ShortConvConfig(3, bias=False)}
+LATENTS = LatentSpec(
+    num_heads=4, q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8,
+    v_head_dim=8, rope_interleave=True, scale=1.0,
+)  # fmt: skip
+STATES = ShortConvSpec(num_channels=256, kernel_size=3, bias=False)
 CPU, SECOND_GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
@@ -198,29 +200,37 @@ def test_without_triton_a_gpu_has_no_weights_of_few_bits(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "model", "problem"),
+    ("options", "device", "mixer", "problem"),
     [
-        ({"native_kernels": False}, "cpu", {}, "on a CPU it needs native kernels"),
-        ({"tensor_parallel_size": 2}, "cuda", {}, "on GPUs tensor_parallel_size must be 1, got 2"),
-        ({"weights": "int4"}, "cuda", {}, "on a GPU weights cannot be int4; int8 they can"),
-        ({}, "cuda", {"mla": LATENTS}, r"on a GPU not for models with latents \(MLA\)"),
+        ({"native_kernels": False}, "cpu", None, "on a CPU it needs native kernels"),
+        (
+            {"tensor_parallel_size": 2},
+            "cuda",
+            None,
+            "on GPUs tensor_parallel_size must be 1, got 2",
+        ),
+        ({"weights": "int4"}, "cuda", None, "on a GPU weights cannot be int4; int8 they can"),
+        ({}, "cuda", LATENTS, r"on a GPU not for models with latents \(MLA\)"),
         ({}, "cuda", STATES, "on a GPU not for models with states"),
-        ({}, "cuda", {}, "on a GPU compute capability must be 8.x, 9.x or 12.x, got 10.0"),
-        ({"weights": "int8"}, "cuda", {}, None),
-        ({}, "cuda", {}, None),
+        ({}, "cuda", None, "on a GPU compute capability must be 8.x, 9.x or 12.x, got 10.0"),
+        ({"weights": "int8"}, "cuda", None, None),
+        ({}, "cuda", None, None),
     ],
 )
 def test_where_results_can_have_no_company(
     options: dict[str, Any],
     device: str,
-    model: dict[str, Any],
+    mixer: MixerSpec | None,
     problem: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
     capability = (10, 0) if problem is not None and "compute" in problem else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    described = replace(ModelConfig.from_folder(DEMO), **model)
+    described = ModelConfig.from_folder(DEMO)
+    if mixer is not None:
+        layers = (*described.layers[1:], LayerSpec(mixer, None))
+        described = replace(described, recipe=replace(described.recipe, layers=layers))
     asked = EngineConfig(batch_invariant=True, **options)
     check_batch_invariant(EngineConfig(**options), torch.device(device), described)
     if problem is None:

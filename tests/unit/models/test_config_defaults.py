@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from baton.api.errors import ModelLoadError
 from models.config import ModelConfig
-from models.registry import MODELS
+from models.recipe import AttentionSpec
 
 # Enough of a config.json for every architecture.
 VALUES: dict[str, Any] = {
@@ -48,10 +47,8 @@ def parse(architecture: str, *left_out: str, **changes: Any) -> ModelConfig:
 
 def windows(architecture: str, **changes: Any) -> str:
     """Return a letter for each layer: s has a window, f has full attention."""
-    config = parse(architecture, **changes)
-    with torch.device("meta"):
-        model = MODELS.load(architecture)(config)
-    return "".join("f" if kv.retained_tokens is None else "s" for kv in model.kv_layers)
+    kept = [layer.mixer.kv for layer in parse(architecture, **changes).layers]
+    return "".join("f" if kv.retained_tokens is None else "s" for kv in kept)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,7 @@ def test_the_original_length_of_each_layer_type(architecture: str, ropes: dict[s
 
 
 def test_deepseek_v3_chooses_among_groups_of_experts() -> None:
-    moe = parse("DeepseekV3ForCausalLM").moe
+    moe = parse("DeepseekV3ForCausalLM").experts
     assert moe is not None
     assert (moe.scale, moe.num_groups, moe.top_groups) == (2.5, 8, 4)
 
@@ -120,9 +117,11 @@ def test_heads(architecture: str, head_dim: int, num_kv_heads: int) -> None:
 
 
 def test_null_is_false_where_a_field_is_true_or_false() -> None:
-    assert parse("SeedOssForCausalLM").attention_bias
-    assert not parse("SeedOssForCausalLM", attention_bias=None).attention_bias
-    moe = parse("DeepseekV3ForCausalLM", norm_topk_prob=None).moe
+    for changes, expected in (({}, True), ({"attention_bias": None}, False)):
+        attention = parse("SeedOssForCausalLM", **changes).attention
+        assert isinstance(attention, AttentionSpec)
+        assert attention.qkv_bias is expected
+    moe = parse("DeepseekV3ForCausalLM", norm_topk_prob=None).experts
     assert moe is not None
     assert not moe.normalize
 

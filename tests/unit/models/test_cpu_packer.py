@@ -20,8 +20,8 @@ from baton.api.errors import ModelLoadError
 from baton_kernels import WeightFormat
 from baton_kernels.dispatch import enable_native_kernels, native_ops
 from models import load_model
-from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.packing import CpuPacker
+from models.decoder import DecoderForCausalLM
 from models.layers.embedding import PackedEmbedding
 from models.layers.linear import PackedLinear
 from models.loading.loader import pack_loaded

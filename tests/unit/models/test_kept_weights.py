@@ -19,8 +19,8 @@ from baton.checkpoint import weights_cache
 from baton.checkpoint.weights_cache import WeightsCache
 from baton_kernels.dispatch import native_ops
 from models import load_model
-from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.packing import CpuPacker, _Packing
+from models.decoder import DecoderForCausalLM
 from models.layers.latent_attention import PackedLatentProjection
 from models.layers.linear import PackedLinear
 from models.loading.stored_weights import WeightPart

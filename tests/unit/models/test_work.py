@@ -9,6 +9,7 @@ import pytest
 from engine.core.metrics import EngineCounters, attended_tokens
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from models.config import ModelConfig
+from models.recipe import MlpSpec
 from models.work import ModelWork, model_work
 from tests.fakes.engine_parts import make_request
 
@@ -19,7 +20,9 @@ def config() -> ModelConfig:
 
 
 def test_matrices_are_two_flops_a_weight(config: ModelConfig) -> None:
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, mlp = config.hidden_size, config.layers[0].feed_forward
+    assert isinstance(mlp, MlpSpec)
+    inner = mlp.inner_size
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = hidden * (query + 2 * key) + query * hidden + 3 * hidden * inner
     work = model_work(config, dtype="float32")

@@ -1,0 +1,77 @@
+"""The registry of model families: a line each, with the names that files have for its models.
+
+All else that is known of a family is in its file, `models/families/NAME.py`, which is imported when
+one of its names is met. It is a plain value there, and needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyNames:
+    """The names that files have for a family's models.
+
+    Attributes:
+        models: names in ``architectures`` of config.json, each a value in the family's file.
+        gguf: names in ``general.architecture`` of GGUF files, each a key of the file's ``GGUF``.
+    """
+
+    models: Sequence[str]
+    gguf: Sequence[str] = ()
+
+
+# fmt: off
+FAMILIES: Mapping[str, FamilyNames] = {
+    "bamba": FamilyNames(["BambaForCausalLM"]),
+    "cwm": FamilyNames(["CwmForCausalLM"]),
+    "deepseek": FamilyNames(["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"], ["deepseek2"]),
+    "gemma": FamilyNames(
+        ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
+        ["gemma2", "gemma3"],
+    ),
+    "glm": FamilyNames(
+        ["GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"], ["chatglm", "glm4", "glm4moe"]
+    ),
+    "gpt_oss": FamilyNames(["GptOssForCausalLM"], ["gpt-oss"]),
+    "granite": FamilyNames(
+        ["GraniteForCausalLM", "GraniteMoeHybridForCausalLM"],
+        ["granite", "granitemoe", "granitehybrid"],
+    ),
+    "lfm2": FamilyNames(["Lfm2ForCausalLM"], ["lfm2"]),
+    "llama": FamilyNames(["LlamaForCausalLM"], ["llama"]),
+    "mistral": FamilyNames(
+        ["MinistralForCausalLM", "MistralForCausalLM", "Mistral3ForConditionalGeneration",
+         "MixtralForCausalLM"],
+        ["mistral3"],
+    ),
+    "nemotron_h": FamilyNames(["NemotronHForCausalLM"], ["nemotron_h", "nemotron_h_moe"]),
+    "olmo": FamilyNames(["Olmo2ForCausalLM", "Olmo3ForCausalLM"], ["olmo2"]),
+    "phi3": FamilyNames(["Phi3ForCausalLM"], ["phi3"]),
+    "qwen": FamilyNames(
+        ["Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen2VLForConditionalGeneration",
+         "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+         "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"],
+        ["qwen2", "qwen2moe", "qwen3", "qwen3moe"],
+    ),
+    "qwen3_next": FamilyNames(
+        ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
+         "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"],
+        ["qwen3next", "qwen35", "qwen35moe"],
+    ),
+    "seed_oss": FamilyNames(["SeedOssForCausalLM"], ["seed_oss"]),
+    "smollm3": FamilyNames(["SmolLM3ForCausalLM"], ["smollm3"]),
+}
+# fmt: on
+# Name of a model in config.json -> the value in its family's file.
+ARCHITECTURES: Mapping[str, str] = {
+    name: f"models.families.{file}:{name}"
+    for file, names in FAMILIES.items()
+    for name in names.models
+}
+# Name of a model in a GGUF file -> the table in its family's file that has a row of that name.
+GGUF_ARCHITECTURES: Mapping[str, str] = {
+    name: f"models.families.{file}:GGUF" for file, names in FAMILIES.items() for name in names.gguf
+}

@@ -1,1 +1,0 @@
-"""Families of dense decoders that differ from Llama by options alone."""

@@ -1,1 +1,0 @@
-"""Families of decoders with experts, of any attention but of latents."""

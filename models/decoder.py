@@ -1,0 +1,383 @@
+"""The decoder-only transformer: builds modules of a recipe and computes them.
+
+Refuses to know: families, files, weights' origin.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import baton_kernels as ops
+from baton.kv.layers import LayerKV, as_replicated
+from models.base import ForwardContext, Rotations
+from models.config import ModelConfig
+from models.cpu.decode_tapes import DecodeTapes
+from models.layers.attention import Attention
+from models.layers.gated_delta_net import GatedDeltaNet
+from models.layers.latent_attention import LatentAttention
+from models.layers.linear import keep_elements, keep_outputs
+from models.layers.mamba2 import Mamba2
+from models.layers.mlp import GatedMLP, SquaredReluMLP
+from models.layers.moe import SparseMoe
+from models.layers.norm import NoNorm, RMSNorm
+from models.layers.rotary import RotaryEmbedding
+from models.layers.short_conv import GatedShortConv
+from models.parallel.group import ALONE, SINGLE_RANK, Collective, Ranks
+from models.parallel.shards import Rank, Span, stage_layers
+from models.recipe import (
+    RELU2,
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LatentSpec,
+    Mamba2Spec,
+    ShortConvSpec,
+)
+
+
+def make_mixer(config: ModelConfig, layer_index: int) -> nn.Module:
+    """Make the part of a layer in which tokens see others."""
+    spec, hidden_size, eps = (
+        config.layers[layer_index].mixer,
+        config.hidden_size,
+        config.rms_norm_eps,
+    )
+    match spec:
+        case AttentionSpec():
+            return Attention(spec, hidden_size, eps, layer_index)
+        case LatentSpec():
+            return LatentAttention(spec, hidden_size, layer_index)
+        case Mamba2Spec():
+            return Mamba2(spec, hidden_size, eps, layer_index)
+        case DeltaNetSpec():
+            return GatedDeltaNet(spec, hidden_size, eps, layer_index)
+        case ShortConvSpec():
+            return GatedShortConv(spec, layer_index)
+
+
+def make_feed_forward(spec: FeedForwardSpec | None, hidden_size: int) -> nn.Module | None:
+    """Make the part of a layer that takes each token alone, if it has one."""
+    if spec is None:
+        return None
+    if isinstance(spec, ExpertsSpec):
+        return SparseMoe(spec, hidden_size)
+    if spec.activation == RELU2:
+        return SquaredReluMLP(hidden_size, spec.inner_size, bias=spec.bias)
+    return GatedMLP(
+        hidden_size,
+        spec.inner_size,
+        bias=spec.bias,
+        activation=spec.activation,
+        stored_joined=spec.stored_joined,
+    )
+
+
+def make_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
+    """Make a norm of the residual stream or of a vector of another ``size``."""
+    return RMSNorm(size or config.hidden_size, config.rms_norm_eps, config.recipe.norm_weight)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward on one residual stream, with norms before or behind each."""
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        self._residual_scale = config.recipe.residual_scale
+        self.self_attn = make_mixer(config, layer_index)
+        self.mlp = make_feed_forward(config.layers[layer_index].feed_forward, config.hidden_size)
+
+        def norm(name: str | None) -> RMSNorm | NoNorm:
+            if name is None:
+                return NoNorm()
+            made = make_norm(config)
+            self.add_module(name, made)
+            return made
+
+        # A tuple: the modules are registered by the names above, and by no other.
+        norms = config.recipe.norms
+        self._mixer_norms = norm(norms.before_mixer), norm(norms.after_mixer)
+        if self.mlp is not None:
+            last_norms = (norms.before_feed_forward, norms.after_feed_forward)
+            self._feed_forward_norms = norm(last_norms[0]), norm(last_norms[1])
+        # Of the ranks that add what they compute of a part.
+        self._mixer_group: Collective = SINGLE_RANK
+        self._feed_forward_group: Collective = SINGLE_RANK
+
+    def shard(self, group: Collective) -> None:
+        """Keep a rank's share of both parts; what cannot be shared every rank computes."""
+        rank = Rank(group.rank, group.size)
+        if _can_share(self.self_attn):
+            cast("Shareable", self.self_attn).shard(rank)
+            self._mixer_group = group
+        if self.mlp is not None and _can_share(self.mlp):
+            cast("Shareable", self.mlp).shard(rank)
+            self._feed_forward_group = group
+
+    def forward(
+        self, delta: Tensor, residual: Tensor | None, rotations: Rotations, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """Compute one layer; the addition of its result is left to the next norm, which fuses it.
+
+        Args:
+            delta: ``[num_tokens, hidden_size]``, what the layer before adds to the stream.
+            residual: ``[num_tokens, hidden_size]``, the stream; None in the first layer.
+            rotations: the step's rotations.
+            step: the forward context.
+
+        Returns:
+            ``(delta, residual)`` for the next layer.
+        """
+        before, after = self._mixer_norms
+        if residual is None:
+            normed, residual = before(delta), delta
+        else:
+            normed, residual = before.add(delta, residual, self._residual_scale)
+        attended = self._mixer_group.all_reduce(self.self_attn(normed, rotations, step))
+        attended = after(attended)  # [num_tokens, hidden_size]
+        if self.mlp is None:
+            return attended, residual
+        before, after = self._feed_forward_norms
+        normed, residual = before.add(attended, residual, self._residual_scale)
+        return after(self._feed_forward_group.all_reduce(self.mlp(normed))), residual
+
+
+class Shareable(Protocol):
+    """A part of a layer that ranks can share: they add what each of them computes.
+
+    Attributes:
+        can_share: whether they can; a part without it is computed by each of them.
+    """
+
+    can_share: bool
+
+    def shard(self, rank: Rank) -> None:
+        """Keep a rank's share, before there are weights; raises ConfigError if there is none."""
+        ...
+
+
+def _can_share(part: nn.Module) -> bool:
+    return bool(getattr(part, "can_share", False))
+
+
+class Elsewhere(nn.Module):
+    """Stands where a part of the model is that another stage computes."""
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and last norm: everything that checkpoints keep under ``model.``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        recipe = config.recipe
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary_embs = nn.ModuleList(
+            RotaryEmbedding(rope, config.head_dim, config.max_model_len) for rope in recipe.ropes
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index) for index in range(config.num_layers)
+        )
+        self.norm = make_norm(config)
+        self._embedding_scale = recipe.embedding_scale
+        self._residual_scale = recipe.residual_scale
+        self.tapes: DecodeTapes | None = None  # of a model that is packed for a CPU
+        self._ranks = ALONE
+        self._vocab_start, self._vocab_size = 0, config.vocab_size
+        self._hidden_size = config.hidden_size
+        self._own_layers = range(config.num_layers)
+        # For drafters that read states between layers: the layers before which states are kept, and
+        # the latest step's states `[num_tokens, len(state_layers) * hidden_size]`.
+        self.state_layers: tuple[int, ...] = ()
+        self.states: Tensor | None = None
+
+    def shard(self, ranks: Ranks, vocab: Span, *, needs_embedding: bool) -> None:
+        """Keep a rank's share of the layers and of the vocabulary, before there are weights."""
+        self._ranks = ranks
+        self._vocab_start, self._vocab_size = vocab[0], vocab[1] - vocab[0]
+        self._own_layers = range(*stage_layers(len(self.layers), ranks.stage, ranks.num_stages))
+        if needs_embedding:
+            keep_elements(self.embed_tokens, "weight", vocab)
+        else:
+            self.embed_tokens = Elsewhere()
+        for index, layer in enumerate(self.layers):
+            if index not in self._own_layers:
+                self.layers[index] = Elsewhere()
+            elif ranks.group.size > 1:
+                cast("DecoderLayer", layer).shard(ranks.group)
+
+    def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        """See ``CausalLM.forward``."""
+        if self._ranks.is_first_stage:
+            delta = self.embed(input_ids)  # [num_tokens, hidden_size]
+        else:
+            shape = (len(input_ids), self._hidden_size)
+            empty = torch.empty(shape, dtype=self.norm.weight.dtype, device=input_ids.device)
+            delta = self._ranks.take_over(empty)
+        inputs = [delta]
+        for rotary_emb in self.rotary_embs:  # each [num_tokens, rotary_dim]
+            inputs += rotary_emb(context.positions, context.max_seq_len, delta.dtype)
+        if self.tapes is None:
+            results = self._layers(inputs, context)
+        else:
+            results = self.tapes.run(self._layers, inputs, context)
+        hidden, *states = results
+        self.states = torch.cat(states, dim=-1) if states else None
+        if not self._ranks.is_last_stage:
+            self._ranks.pass_on(hidden)
+        return hidden
+
+    def kept_states(self) -> Tensor:
+        """Return the states before ``state_layers`` of the latest step."""
+        assert self.states is not None, "none are kept"
+        return self.states
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Look tokens up, those of other ranks there (vocab-parallel)."""
+        if self._ranks.group.size == 1:
+            embedded: Tensor = self.embed_tokens(input_ids)
+        else:
+            places = input_ids - self._vocab_start
+            is_other = (places < 0) | (places >= self._vocab_size)
+            own = self.embed_tokens(places.masked_fill(is_other, 0))
+            embedded = self._ranks.group.all_reduce(own.masked_fill(is_other[:, None], 0))
+        if self._embedding_scale != 1.0:
+            embedded = embedded * _rounded(self._embedding_scale, embedded.dtype)
+        return embedded
+
+    def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> tuple[Tensor, ...]:
+        """Compute this stage's layers: ``[num_tokens, hidden_size]``, the last with its norm.
+
+        Behind that, the same of what comes before each of ``state_layers``.
+        """
+        delta, *angles = inputs
+        rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
+        residual: Tensor | None = None
+        states: list[Tensor] = []
+        for index in self._own_layers:
+            if index in self.state_layers:
+                states.append(
+                    delta
+                    if residual is None
+                    else ops.scaled_add(delta, residual, self._residual_scale)
+                )
+            delta, residual = self.layers[index](delta, residual, rotations, context)
+            if context.after_layer is not None:
+                context.after_layer(index)
+        assert residual is not None, "a stage has at least one layer"
+        if not self._ranks.is_last_stage:
+            return (ops.scaled_add(delta, residual, self._residual_scale),)
+        return self.norm.add(delta, residual, self._residual_scale)[0], *states
+
+
+@functools.cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """Round to a tensor's dtype, as Hugging Face rounds what it multiplies embeddings with."""
+    return float(torch.tensor(number, dtype=dtype, device="cpu"))
+
+
+class DecoderForCausalLM(nn.Module):
+    """A ``CausalLM``: the decoder and the output head. Weights are uninitialized until loaded.
+
+    Args:
+        config: the model's shape and recipe.
+
+    Attributes:
+        mapped_bytes: bytes of the weights that are pages of a file in the user's cache.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.mapped_bytes = 0
+        recipe, first = config.recipe, config.num_layers
+        mtp_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_mtp_layers))
+        self._ignored = recipe.ignored + mtp_layers
+        self._logits_divisor = recipe.logits_divisor
+        self._logits_soft_cap = recipe.logits_soft_cap
+        self.model = Decoder(config)
+        self.kv_layers: tuple[LayerKV, ...] = tuple(
+            spec.mixer.kv
+            if _can_share(cast("DecoderLayer", layer).self_attn)
+            else as_replicated(spec.mixer.kv)
+            for spec, layer in zip(config.layers, self.model.layers, strict=True)
+        )
+        self.lm_head: nn.Module | None = None  # None: the embedding is the head (tied)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._group: Collective = SINGLE_RANK
+
+    def shard(self, ranks: Ranks) -> None:
+        """Keep one rank's share, before there are weights.
+
+        Results are the same on all ranks of the last stage.
+
+        Raises:
+            ConfigError: there are more ranks than heads, or stages than layers.
+        """
+        self._group = group = ranks.group
+        vocab = Rank(group.rank, group.size).span(self.config.vocab_size)
+        is_tied = self.lm_head is None
+        needs_embedding = ranks.is_first_stage or (ranks.is_last_stage and is_tied)
+        self.model.shard(ranks, vocab, needs_embedding=needs_embedding)
+        if not ranks.is_last_stage:
+            self.lm_head = Elsewhere()
+        elif self.lm_head is not None:
+            assert isinstance(self.lm_head, nn.Linear)
+            keep_outputs(self.lm_head, vocab)
+
+    @property
+    def kv_scales(self) -> tuple[tuple[float, float], ...]:
+        """See ``CausalLM.kv_scales``."""
+        mixers = [getattr(layer, "self_attn", None) for layer in self.model.layers]
+        return tuple(
+            (mixer.k_scale, mixer.v_scale) if isinstance(mixer, Attention) else (1.0, 1.0)
+            for mixer in mixers
+        )
+
+    def checkpoint_name(self, name: str) -> str:
+        """Return how checkpoints call the parameter that is ``name`` here; drafters override it."""
+        return self.config.recipe.stored_name(name)
+
+    def ignores_weight(self, name: str) -> bool:
+        """Say whether a checkpoint may have this weight, which nothing here reads.
+
+        Ignored are a drafter's layers, which the drafter reads itself, and the vision parts of
+        multimodal models.
+        """
+        return name.startswith((*self._ignored, "mtp."))
+
+    def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        """See ``CausalLM.forward``."""
+        hidden: Tensor = self.model(input_ids, context)  # [num_tokens, hidden_size]
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See ``CausalLM.compute_logits``."""
+        if self.lm_head is None:
+            embedding = self.model.embed_tokens
+            assert isinstance(embedding, nn.Embedding), "packed ones come with a head"
+            logits = functional.linear(hidden, embedding.weight)  # [n, vocab_size]
+        else:
+            logits = self.lm_head(hidden)
+        if self._group.size > 1:
+            logits = self._gather(logits)
+        if self._logits_divisor != 1.0:
+            logits = logits / self._logits_divisor
+        return (
+            logits if self._logits_soft_cap is None else ops.soft_cap(logits, self._logits_soft_cap)
+        )
+
+    def _gather(self, logits: Tensor) -> Tensor:
+        """Join all ranks' logits, of which some have one fewer: `[n, vocab_size]`."""
+        ranks = [Rank(rank, self._group.size) for rank in range(self._group.size)]
+        sizes = [end - first for first, end in (r.span(self.config.vocab_size) for r in ranks)]
+        most = max(sizes)
+        padded = functional.pad(logits, (0, most - logits.shape[1])).contiguous()
+        parts = self._group.all_gather(padded)
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)

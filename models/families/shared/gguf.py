@@ -1,0 +1,122 @@
+"""What several families' GGUF files share: keys, names of tensors, changes by the converter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.checkpoint.gguf.architecture import Change, Keys, Names
+from models.model_fields import FULL, SLIDING
+
+# The first Llama's layout: RoPE rotates adjacent rows of a head. Hugging Face stores the rows of a
+# head's first half, then of its second.
+PAIRS = {"attn_q": (Change.QUERY_HALVES,), "attn_k": (Change.KEY_HALVES,)}
+EXPERTS = ("ffn_up_exps.weight", "ffn_gate_up_exps.weight")
+# Names of shared experts, and of what is added to scores, in the checkpoints of `routed_experts`.
+ROUTED_EXPERTS: Names = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+MAMBA2 = "ssm_in.weight"  # a tensor that only Mamba 2's layers have
+MAMBA2_CHANGES: Mapping[str, tuple[Change, ...]] = {
+    **PAIRS,
+    "ssm_a": (Change.FLAT, Change.LOG_OF_DECAY),
+    "ssm_d": (Change.FLAT,),
+    "ssm_norm": (Change.FLAT,),
+    "ssm_conv1d.weight": (Change.CHANNELS,),
+}
+
+
+def window(keys: Keys) -> Mapping[str, Any]:
+    """Return the window; the file has 0 where there is none."""
+    return {"sliding_window": keys.integer("attention.sliding_window", 0, minimum=0) or None}
+
+
+def layer_types(keys: Keys, interval: int) -> list[str]:
+    """Return each layer's kind: sliding window or full attention.
+
+    Args:
+        keys: the file's metadata.
+        interval: by default one layer of this many has full attention.
+
+    Raises:
+        ModelLoadError: the pattern is neither a number nor a list with one value per layer.
+    """
+    layers, name = range(keys.num_layers()), "attention.sliding_window_pattern"
+    pattern = keys.get(name, interval)
+    if isinstance(pattern, list):
+        if len(pattern) < len(layers):
+            raise keys.wrong(name, f"{len(pattern)} entries for {len(layers)} layers")
+        return [SLIDING if pattern[layer] else FULL for layer in layers]
+    interval = keys.integer(name, interval)
+    return [SLIDING if (layer + 1) % interval else FULL for layer in layers]
+
+
+def kinds(keys: Keys, recurrent: str, names: tuple[str, str]) -> list[str]:
+    """Return each layer's kind.
+
+    Args:
+        keys: the file's metadata.
+        recurrent: a tensor that only recurrent layers have.
+        names: kind of recurrent layers, kind of all others.
+    """
+    with_state = set(keys.layers_with(recurrent))
+    return [names[layer not in with_state] for layer in range(keys.num_layers())]
+
+
+def expert_size(keys: Keys) -> int:
+    """Return an expert's intermediate size; old files have it only in tensor shapes."""
+    if keys.get("expert_feed_forward_length") is not None:
+        return keys.integer("expert_feed_forward_length")
+    return keys.rows("ffn_up_exps.weight")
+
+
+def routed_experts(keys: Keys) -> Mapping[str, Any]:
+    """Return the expert fields of models with groups of experts and shared ones."""
+    return {
+        "n_routed_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": expert_size(keys),
+        "n_shared_experts": keys.integer("expert_shared_count", 0, minimum=0),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, minimum=0),
+        "norm_topk_prob": keys.boolean("expert_weights_norm", False),
+        "routed_scaling_factor": keys.decimal("expert_weights_scale", 1.0),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+    }
+
+
+def mamba2(keys: Keys) -> Mapping[str, Any]:
+    """Return the fields ``mamba_...`` of a model some of whose layers are Mamba 2's."""
+    hidden_size, inner_size = keys.integer("embedding_length"), keys.integer("ssm.inner_size")
+    if inner_size % hidden_size:
+        problem = f"must be a multiple of embedding_length {hidden_size}, got {inner_size}"
+        raise keys.wrong("ssm.inner_size", problem)
+    with_state = keys.layers_with(MAMBA2)
+    first = with_state[0] if with_state else 0
+    return {
+        "mamba_expand": inner_size // hidden_size,
+        "mamba_n_heads": keys.integer("ssm.time_step_rank"),
+        "mamba_d_state": keys.integer("ssm.state_size"),
+        "mamba_n_groups": keys.integer("ssm.group_count"),
+        "mamba_d_conv": keys.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": keys.has("ssm_conv1d.bias", first),
+        "mamba_proj_bias": keys.has("ssm_in.bias", first),
+        "attention_bias": bool(keys.layers_with("attn_q.bias")),
+    }
+
+
+def mamba2_names(name: str) -> Names:
+    """Return the names of Mamba 2's mixer tensors, with this prefix."""
+    return {
+        "ssm_in": f"{name}.in_proj",
+        "ssm_conv1d": f"{name}.conv1d",
+        "ssm_dt.bias": f"{name}.dt_bias",
+        "ssm_a": f"{name}.A_log",
+        "ssm_d": f"{name}.D",
+        "ssm_norm": f"{name}.norm",
+        "ssm_out": f"{name}.out_proj",
+    }

@@ -1,0 +1,151 @@
+"""Families: how the config.json of each name in ``architectures`` is read.
+
+Defaults equal those of transformers' configuration classes (tests/numerics/test_config_fields.py).
+A field that changes results, and that an architecture does not compute with, is refused by name.
+Refuses to know: which families there are, torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from models.fields import Fields
+from models.model_fields import FULL, SLIDING, ModelFields
+from models.recipe import Recipe
+
+# Activations of gated units by their names in config.json, and what they are called here.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+}
+GELU = ("gelu_tanh", "gelu")
+# Fields that only some architectures compute with -> values with which they change nothing.
+_OPTIONAL: Mapping[str, tuple[object, ...]] = {
+    "query_pre_attn_scalar": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (None, False, 0),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "attention_multiplier": (None,),
+    "logits_scaling": (None, 1),
+    "no_rope_layers": (None,),
+    "use_qk_norm": (None, False),
+    "attention_chunk_size": (None,),  # of Llama 4, whose layers attend within chunks
+    "per_layer_config": (None, {}),
+    "rope_local_base_freq": (None,),
+}
+# Fields that few architectures compute with, and that are checked in every file.
+_FLAGS, _INTERVAL = ("attention_out_bias", "qkv_bias"), "no_rope_layer_interval"
+# transformers' attention masks read this field for every architecture; null counts as false there.
+_IS_CAUSAL = "is_causal"
+
+
+def as_written(fields: Fields) -> Fields:
+    """Return the fields of a file that has the names that most families have."""
+    return fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Describe the models that one name in ``architectures`` stands for.
+
+    Attributes:
+        recipe: makes the recipe; raises ModelLoadError for what is not computed.
+        translate: gives a file's fields the names that most families have.
+        defaults: values of fields that the file lacks; null in the file stays null.
+        defaults_for_null: values of fields that the file lacks or sets to null.
+        reads: optional fields that the model uses.
+        activations: activations of its gated units, besides silu.
+        activation_field: name of the field with the activation.
+        layer_kinds: what ``layer_types`` may call a layer.
+        sliding_window_pattern: one of every so many layers has full attention, if the file names
+            no layer types; None: the file says how many.
+        ropes_by_layer_type: layers with a window may turn otherwise than those without.
+        partial_rotary: only the first dims of a head turn, where the file says so.
+        turning: share of a head that turns where the file says nothing.
+    """
+
+    recipe: Callable[[ModelFields], Recipe]
+    translate: Callable[[Fields], Fields] = as_written
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults_for_null: Mapping[str, object] = field(default_factory=dict)
+    reads: frozenset[str] = frozenset()
+    activations: tuple[str, ...] = ()
+    activation_field: str = "hidden_act"
+    layer_kinds: tuple[str, ...] = (FULL, SLIDING)
+    sliding_window_pattern: int | None = None
+    ropes_by_layer_type: bool = False
+    partial_rotary: bool = False
+    turning: float = 1.0
+
+    def read(self, fields: Fields, max_model_len: int | None) -> ModelFields:
+        """Read what families share of a file.
+
+        Raises:
+            ModelLoadError: a field is missing, out of range, or changes results and is not used.
+        """
+        fields = self.translate(fields)
+        self._refuse_unread(fields)
+        fields = fields.replaced(self._fill)
+        return ModelFields.read(
+            fields,
+            max_model_len,
+            activation=self._activation(fields),
+            layer_kinds=self.layer_kinds,
+            sliding_window_pattern=self.sliding_window_pattern,
+            rope_options=(self.ropes_by_layer_type, self.partial_rotary, self.turning),
+        )
+
+    def _fill(self, values: Mapping[str, object]) -> dict[str, object]:
+        """Return a file's fields, with the architecture's defaults for missing ones."""
+        found = {name: value for name, value in values.items() if value is not None}
+        return {**self.defaults, **values, **self.defaults_for_null, **found}
+
+    def _activation(self, fields: Fields) -> str:
+        """Read the activation; ModelLoadError if the architecture is not computed with it."""
+        name = fields.text(self.activation_field, "silu")
+        found = _ACTIVATIONS.get(name)
+        known = ("silu", *self.activations)
+        if found is None or found not in known:
+            supported = ", ".join(key for key, value in _ACTIVATIONS.items() if value in known)
+            problem = f"{name!r} is not supported; supported: {supported}"
+            raise fields.wrong(self.activation_field, problem)
+        return found
+
+    def _refuse_unread(self, fields: Fields) -> None:
+        """Raise ModelLoadError for an optional field that would not be computed with."""
+        for name, neutral in _OPTIONAL.items():
+            if name not in self.reads and not _is_one_of(fields.get(name), neutral):
+                raise fields.wrong(name, "is not supported with this architecture")
+        for name in _FLAGS:
+            fields.boolean(name, False)
+        fields.integer(_INTERVAL, 1)
+        if _IS_CAUSAL in fields.names() and not fields.get(_IS_CAUSAL):
+            raise fields.wrong(_IS_CAUSAL, "only true is supported")
+
+
+def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
+    """Compare as JSON does, where true is not 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Describe a model that sees images: its text network is another architecture's.
+
+    Attributes:
+        architecture: the text network's name; None: ``by_type`` decides.
+        by_type: names by the ``model_type`` of the text's configuration.
+        defaults: values of text fields that the file lacks.
+        is_tied: whether the head is the embedding where the file does not say it.
+    """
+
+    architecture: str | None = None
+    by_type: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    is_tied: bool = False

@@ -1,0 +1,433 @@
+"""Recipes: what a model is built of, as plain values: per layer a mixer and a feed-forward part.
+
+A family's file makes a recipe of config.json; `Decoder` builds modules of it. Each spec states what
+its layer keeps of earlier tokens and which matrices it has, so KV groups, memory and work follow.
+Refuses to know: families, files, tensors (this imports no torch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.kv.layers import LatentKV, PagedKV, StateArray, StateKV
+from models.rope_config import RopeConfig
+
+# A matrix: outputs, inputs.
+Matrix = tuple[int, int]
+# The activation of experts, and MLPs, without gates.
+RELU2 = "relu2"
+
+
+class NormWeight(Enum):
+    """How a norm's weight is applied."""
+
+    OWN = auto()  # in the model's dtype, after the normalized value was rounded to it (Llama)
+    WIDE = auto()  # in float32, before anything is rounded (OLMo 2)
+    OFFSET = auto()  # in float32 as WIDE, and 1 + weight (Gemma)
+
+
+class Part:
+    """A part of a layer. Matrices are linear layers, for a stream of ``hidden_size``."""
+
+    __slots__ = ()
+
+    def matrices(self, hidden_size: int) -> list[Matrix]:
+        """List the matrices that a weight format may round and all tokens go through."""
+        raise NotImplementedError
+
+    def exact_matrices(self, hidden_size: int) -> list[Matrix]:
+        """List the matrices that no weight format rounds."""
+        return []
+
+    def expert_matrices(self, hidden_size: int) -> list[Matrix]:
+        """List the matrices that only some tokens go through."""
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec(Part):
+    """Grouped-query attention.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: shape of queries, and of keys and values.
+        window: tokens, including itself, that a token attends to; None: all.
+        rotation: index of the layer's rotation among the recipe's ``ropes``.
+        qkv_bias: queries, keys and values have a bias.
+        output_bias: the projection behind the heads has one.
+        qk_norm: RMSNorm over each query and key head, before the rotation.
+        qk_norm_of_all_heads: that norm is over all heads of a token together.
+        norm_weight: kind of that norm's weight.
+        scale: factor on dot products; None: ``head_dim ** -0.5``.
+        soft_cap: see ``AttentionBackend.run``.
+        sinks: each head has a learned sink.
+        output_gate: a sigmoid of the query's projection scales each result.
+        stored_joined: checkpoints have query, key and value joined.
+        pair_dims: dims of a head that checkpoints store as adjacent pairs (GPT-J style RoPE);
+            None: in halves. Not with ``stored_joined``.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    rotation: int = 0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_of_all_heads: bool = False
+    norm_weight: NormWeight = NormWeight.OWN
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    output_gate: bool = False
+    stored_joined: bool = False
+    pair_dims: int | None = None
+
+    @property
+    def kv(self) -> PagedKV:
+        """Return what the layer keeps: keys and values of all tokens, or of the window."""
+        return PagedKV(self.num_kv_heads, self.head_dim, self.window)
+
+    @property
+    def attended_flops(self) -> int:
+        """Count the operations for each token that another token attends to."""
+        return 4 * self.num_heads * self.head_dim
+
+    def matrices(self, hidden_size: int) -> list[Matrix]:
+        """See `Part`."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        joined = query + 2 * key + (query if self.output_gate else 0)
+        return [(joined, hidden_size), (hidden_size, query)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec(Part):
+    """Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        num_heads: number of heads, of which one latent makes all keys and values.
+        q_lora_rank: rank of the queries' low-rank projection; None: queries are projected at once.
+        kv_lora_rank: size of a token's latent.
+        qk_nope_head_dim: size of the part of a query or key head that carries no position.
+        qk_rope_head_dim: size of the part that carries the position; all heads share keys' part.
+        v_head_dim: size of a value head.
+        rope_interleave: neighbours turn together, not halves.
+        scale: factor on the dot products.
+        bias: whether the low-rank and output projections have one.
+    """
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool
+    scale: float
+    bias: bool = False
+
+    @property
+    def width(self) -> int:
+        """Count the numbers that a layer keeps of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def kv(self) -> LatentKV:
+        """Return what the layer keeps: a latent of every token."""
+        return LatentKV(self.width)
+
+    @property
+    def attended_flops(self) -> int:
+        """See `AttentionSpec`; latents are never expanded: queries and outputs are turned."""
+        return 2 * self.num_heads * (self.width + self.kv_lora_rank)
+
+    def matrices(self, hidden_size: int) -> list[Matrix]:
+        """See `Part`."""
+        query = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        rank, output = self.q_lora_rank, self.num_heads * self.v_head_dim
+        queries = [(query, hidden_size)] if rank is None else [(rank, hidden_size), (query, rank)]
+        return [*queries, (self.width, hidden_size), (hidden_size, output)]
+
+    def exact_matrices(self, hidden_size: int) -> list[Matrix]:
+        """See `Part`: the matrix that makes keys and values of latents."""
+        size = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return [(size, self.kv_lora_rank)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec(Part):
+    """Mamba 2's mixer (Dao and Gu, arXiv:2405.21060).
+
+    Attributes:
+        num_heads: number of heads of the state.
+        head_dim: size of a head's inputs and results.
+        num_groups: groups of adjacent heads that share what writes and reads their states.
+        state_dim: rows of a head's state, each of ``head_dim``.
+        kernel_size: tokens that the convolution reads.
+        conv_bias: whether the convolution has one.
+        proj_bias: whether the projections have one.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    kernel_size: int
+    conv_bias: bool
+    proj_bias: bool
+
+    @property
+    def inner_size(self) -> int:
+        """Return the size of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Count the convolution's channels."""
+        return self.inner_size + 2 * self.num_groups * self.state_dim
+
+    @property
+    def kv(self) -> StateKV:
+        """Return what the layer keeps: inputs of the convolution, and the heads' states."""
+        conv = StateArray((self.num_channels, self.kernel_size - 1))
+        heads = StateArray((self.num_heads, self.state_dim, self.head_dim), "float32")
+        return StateKV((conv, heads))
+
+    def matrices(self, hidden_size: int) -> list[Matrix]:
+        """See `Part`."""
+        size = self.inner_size + self.num_channels + self.num_heads
+        return [(size, hidden_size), (hidden_size, self.inner_size)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetSpec(Part):
+    """A gated delta net (Yang et al., arXiv:2412.06464).
+
+    Attributes:
+        num_key_heads: number of key heads, each of which serves adjacent value heads.
+        num_value_heads: heads of the state.
+        key_dim: rows of a head's state, each of ``value_dim``.
+        value_dim: size of a head's values and results.
+        kernel_size: tokens that the convolution reads.
+        stored_by_key_head: checkpoints keep the rows of projections by key head.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    stored_by_key_head: bool = True
+
+    @property
+    def num_channels(self) -> int:
+        """Count the convolution's channels."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def kv(self) -> StateKV:
+        """Return what the layer keeps: inputs of the convolution, and the heads' states."""
+        conv = StateArray((self.num_channels, self.kernel_size - 1))
+        heads = StateArray((self.num_value_heads, self.key_dim, self.value_dim), "float32")
+        return StateKV((conv, heads))
+
+    def matrices(self, hidden_size: int) -> list[Matrix]:
+        """See `Part`."""
+        values = self.num_value_heads * self.value_dim
+        size = self.num_channels + values + 2 * self.num_value_heads
+        return [(size, hidden_size), (hidden_size, values)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec(Part):
+    """A gated short convolution (Amini et al., arXiv:2511.23404).
+
+    Attributes:
+        num_channels: size of its input and output, the stream's.
+        kernel_size: inputs that a token sees, its own included.
+        bias: whether convolution and projections have one.
+    """
+
+    num_channels: int
+    kernel_size: int
+    bias: bool
+
+    @property
+    def kv(self) -> StateKV:
+        """Return what the layer keeps: inputs of the convolution."""
+        return StateKV((StateArray((self.num_channels, self.kernel_size - 1)),))
+
+    def matrices(self, hidden_size: int) -> list[Matrix]:
+        """See `Part`."""
+        return [(3 * hidden_size, hidden_size), (hidden_size, hidden_size)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec(Part):
+    """A feed-forward part that all tokens go through.
+
+    Attributes:
+        inner_size: size of the middle.
+        bias: whether the projections have one.
+        activation: ``silu``, ``gelu_tanh`` or ``gelu`` of gates; ``relu2``: there are no gates.
+        stored_joined: checkpoints have gate and up projections joined.
+    """
+
+    inner_size: int
+    bias: bool = False
+    activation: str = "silu"
+    stored_joined: bool = False
+
+    def matrices(self, hidden_size: int) -> list[Matrix]:
+        """See `Part`."""
+        return mlp_matrices(hidden_size, self.inner_size, self.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec(Part):
+    """A mixture of experts in place of an MLP.
+
+    Attributes:
+        num_experts: number of experts.
+        inner_size: size of each expert's gated middle.
+        top_k: experts per token.
+        scoring: what makes scores of a router's logits, see ``baton_kernels.routing.Scoring``.
+        normalize: whether the weights of a token's experts are divided by their sum.
+        scale: factor on those weights.
+        num_groups: groups of experts; with more than one, groups are chosen first.
+        top_groups: groups that a token's experts are chosen from.
+        group_best: experts whose scores, added, are a group's.
+        has_bias: whether a checkpoint has a number per expert that is added where they are chosen.
+        shared_size: size of the gated middle of the shared experts; 0: there are none.
+        shared_bias: whether shared experts without gates have biases.
+        has_shared_gate: whether a logit per token scales the shared experts' result.
+        activation: the experts' activation, see ``baton_kernels.experts``.
+        has_biases: whether router and experts add one to each product.
+        latent_size: size of the experts' input and output, if not the stream's; None: the stream's.
+        stored_by_turns: whether checkpoints interleave gates and ups in fused experts.
+        stored_as_linears: whether checkpoints have fused and shared experts as two layers each.
+    """
+
+    num_experts: int
+    inner_size: int
+    top_k: int
+    scoring: str = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    has_bias: bool = False
+    shared_size: int = 0
+    shared_bias: bool = False
+    has_shared_gate: bool = False
+    activation: str = "silu"
+    has_biases: bool = False
+    latent_size: int | None = None
+    stored_by_turns: bool = False
+    stored_as_linears: bool = False
+
+    def matrices(self, hidden_size: int) -> list[Matrix]:
+        """See `Part`: projections to and from latents, and the shared experts."""
+        latent = self.latent_size
+        around = [] if latent is None else [(latent, hidden_size), (hidden_size, latent)]
+        return [*around, *mlp_matrices(hidden_size, self.shared_size, self.activation)]
+
+    def exact_matrices(self, hidden_size: int) -> list[Matrix]:
+        """See `Part`: the router, and the shared experts' gate."""
+        return [(self.num_experts + self.has_shared_gate, hidden_size)]
+
+    def expert_matrices(self, hidden_size: int) -> list[Matrix]:
+        """See `Part`."""
+        width = hidden_size if self.latent_size is None else self.latent_size
+        return mlp_matrices(width, self.inner_size, self.activation) * self.num_experts
+
+
+def mlp_matrices(hidden_size: int, inner_size: int, activation: str) -> list[Matrix]:
+    """List the two linear layers of an MLP; none where its middle has no size."""
+    if not inner_size:
+        return []
+    num_first = 1 if activation == RELU2 else 2
+    return [(num_first * inner_size, hidden_size), (hidden_size, inner_size)]
+
+
+MixerSpec = AttentionSpec | LatentSpec | Mamba2Spec | DeltaNetSpec | ShortConvSpec
+FeedForwardSpec = MlpSpec | ExpertsSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer.
+
+    Attributes:
+        mixer: the part in which tokens see others.
+        feed_forward: the part that takes each token alone; None: the layer ends with its mixer.
+        stored_names: parts of this layer's parameter names -> what checkpoints have in their place.
+    """
+
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec | None
+    stored_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Return the layer's parts in order."""
+        return (self.mixer,) if self.feed_forward is None else (self.mixer, self.feed_forward)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Where a layer has norms, each by its name in checkpoints; None: there is none.
+
+    A part's result goes through the norm behind the part before it is added to the stream.
+    """
+
+    before_mixer: str | None = "input_layernorm"
+    after_mixer: str | None = None
+    before_feed_forward: str | None = "post_attention_layernorm"
+    after_feed_forward: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a decoder is built of.
+
+    Attributes:
+        layers: the layers, in order.
+        ropes: the rotations that layers choose from.
+        norms: the places of a layer's norms.
+        norm_weight: kind of weight of all norms outside of mixers.
+        embedding_scale: factor of the embeddings, rounded to their dtype.
+        residual_scale: factor of each part's result before it is added to the stream.
+        logits_divisor: divisor of the head's results.
+        logits_soft_cap: cap of the head's results, see ``ops.soft_cap``; None: no cap.
+        stored_names: parts of parameters' names -> what checkpoints have in their place.
+        stored_prefix: what checkpoints have in place of the ``model.`` that names begin with.
+        ignored: prefixes of a checkpoint's names that nothing here reads.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeConfig, ...]
+    norms: LayerNorms = field(default_factory=LayerNorms)
+    norm_weight: NormWeight = NormWeight.OWN
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
+    stored_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    stored_prefix: str = "model."
+    ignored: tuple[str, ...] = ()
+
+    def stored_name(self, name: str) -> str:
+        """Return how checkpoints call the parameter that is ``name`` in the built module."""
+        words = name.split(".", 3)
+        if len(words) > 3 and words[1] == "layers" and int(words[2]) < len(self.layers):
+            for ours, theirs in self.layers[int(words[2])].stored_names.items():
+                name = name.replace(ours, theirs)
+        for ours, theirs in self.stored_names.items():
+            name = name.replace(ours, theirs)
+        if name.startswith("model."):
+            name = self.stored_prefix + name.removeprefix("model.")
+        return name
