@@ -160,11 +160,11 @@ class RunningSite:
         self._start("router", "--model", str(DEMO_MODEL), *where, *options)
 
     def _start(self, *arguments: str) -> None:
-        log = (self._folder / f"{len(self._processes)}.log").open("wb")
         environment = clean_environment(self._folder)
-        self._processes.append(
-            subprocess.Popen([*BATON, *arguments], env=environment, stdout=log, stderr=log)
-        )
+        with (self._folder / f"{len(self._processes)}.log").open("wb") as log:
+            self._processes.append(
+                subprocess.Popen([*BATON, *arguments], env=environment, stdout=log, stderr=log)
+            )
 
     def __exit__(self, *_: object) -> None:
         for process in reversed(self._processes):
