@@ -4,6 +4,7 @@ BIN := .venv/bin
 TORCH := torch==2.13.0
 PROTOC_TOOLS := grpcio-tools==1.73.1
 AUDIT_TOOLS := 'cyclonedx-bom>=7' 'pip-audit>=2.10' 'pip-licenses>=5.5' 'uv>=0.13'
+WHEEL_TOOLS := 'hatchling>=1.27' 'auditwheel>=6.2' 'uv>=0.13'
 MERMAID := mermaid@12
 COVERAGE_TOOLS := 'coverage>=7.10'
 TESTS ?= tests/unit
@@ -16,7 +17,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long forms-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
+.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long forms-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check wheels fresh-installs release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -147,12 +148,28 @@ check: setup .venv-proto/.ready .venv-audit/.ready ## lint, types, import rules,
 	$(BIN)/python tools/check_layout.py
 	$(BIN)/python -m tools.house --check
 	$(BIN)/python -m tools.options_page --check
+	$(BIN)/python -m tools.sentences
 	$(BIN)/python -m tools.dashboards
 	tools/generate_stubs.sh .venv-proto/bin/python --check
 	$(BIN)/python tools/supply_chain.py .venv-audit/bin dist/sbom.cdx.json
 
 release-check: check ## check what a release needs, and build its distributions in dist/
 	tools/release_check.sh $(BIN)/python
+
+.venv-wheels/.ready: Makefile
+	@test -x .venv-wheels/bin/python || $(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip install --quiet $(WHEEL_TOOLS)
+	@touch $@
+
+wheels: setup .venv-wheels/.ready ## build the wheels in dist/, with native kernels for x86-64 and aarch64 (minutes; apt-get install gcc-aarch64-linux-gnu)
+	@mkdir -p dist
+	rm -f dist/baton_serve-*.whl
+	$(BIN)/python -m tools.build_wheels .venv-wheels/bin dist
+
+# TORCH_WHEELS: a folder with PyTorch's CPU build for Debian's Python. SYSTEMS: options of the script.
+fresh-installs: wheels ## install the wheel in fresh Debian systems without a compiler and ask a question there; JSON in benchmarks/results (as root; takes long)
+	PATH=$(CURDIR)/.venv-wheels/bin:$$PATH $(BIN)/python benchmarks/fresh_installs.py --save \
+		$(if $(TORCH_WHEELS),--torch-wheels $(TORCH_WHEELS)) $(SYSTEMS)
 
 lock: .venv-audit/.ready ## write requirements.lock anew from pyproject.toml (UPGRADE=--upgrade: newest versions)
 	tools/lock.sh .venv-audit/bin/uv $(UPGRADE)
@@ -215,4 +232,4 @@ train-demo-heads: setup ## train the drafters of examples/demo_model anew (minut
 	$(BIN)/python examples/train_demo_heads.py
 
 clean: ## remove environments and caches
-	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .venv-deploy .venv-triton .venv-docs .venv-coverage build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .venv-deploy .venv-triton .venv-docs .venv-coverage .venv-wheels build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

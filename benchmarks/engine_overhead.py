@@ -109,7 +109,7 @@ class DecodeBench:
                 max_model_len=self.engine.max_model_len,
                 max_tokens=1 + WARM_UP_STEPS + num_steps,
             )
-            self.engine.add(request)
+            self.engine.add_request(request)
         steps: Steps = []
         while self.engine.has_work:
             self.stopwatch.take()

@@ -235,14 +235,14 @@ class Scene:
         machine: StateMachine = end.machine
         if isinstance(end, Receiver) and end.verifier is not None:
             machine = end.verifier
-        take = machine.take
+        take = machine.handle_input
 
         def count_and_take(item: Input, now: float) -> list[Action]:
             if isinstance(item, Message):
                 self.heard[name][messages.encode(item)] += 1
             return take(item, now)
 
-        machine.take = count_and_take  # type: ignore[method-assign]
+        machine.handle_input = count_and_take  # type: ignore[method-assign]
         end.loop.start()
 
     # ------------------------------------------------------------------ the router's part

@@ -235,7 +235,7 @@ def _run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
     for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         token_ids = [token_id % vocab_size for token_id in prompt]
         name = f"{engine.num_steps}-{index}"
-        engine.add(make_request(name, token_ids, engine, length, NANO_TEMPERATURE))
+        engine.add_request(make_request(name, token_ids, engine, length, NANO_TEMPERATURE))
     num_tokens = 0
     while engine.has_work:
         num_tokens += len(engine.step().outputs)

@@ -113,7 +113,7 @@ class Engines:
                 f"request-{index}", prompt, params, seed=index, eos_token_ids=frozenset(),
                 max_model_len=engine.max_model_len, max_tokens=900,
             )  # fmt: skip
-            engine.add(request)
+            engine.add_request(request)
         while any(request.num_output_tokens < 2 for request in engine.requests.values()):
             engine.step()
         return engine

@@ -128,7 +128,7 @@ class BusyRouter:
         """Have one decode node tell of a token of each of its requests, in one message."""
         node = self.decodes[0].node
         epochs = tuple(node.legs)
-        self.pool.take(node, StepDeltas(epochs, (index,) * len(epochs), (5,) * len(epochs)))
+        self.pool.on_event(node, StepDeltas(epochs, (index,) * len(epochs), (5,) * len(epochs)))
 
 
 def _roomy(name: str, role: NodeRole) -> Any:
@@ -213,8 +213,10 @@ def of_messages(note: Note) -> None:
     events = KVCacheEvents(1, True, tuple(short[: 2**16]), ())
     measure("one message of a snapshot: 65,536 blocks", where, lambda: end.say(events, 0.0))
     index = PrefixIndex()
-    index.add("n", HashKind(16, "sha256", b""))
-    measure("the same in the router's index", "router's loop", lambda: index.take("n", events))
+    index.add_node("n", HashKind(16, "sha256", b""))
+    measure(
+        "the same in the router's index", "router's loop", lambda: index.apply_events("n", events)
+    )
     view = RequestView(
         request_id="r", status="running", transfer_state="", num_tokens=9, num_computed_tokens=9,
         num_blocks=1, age_s=1.0,

@@ -53,13 +53,13 @@ def fill(index: PrefixIndex, num_nodes: int, num_blocks: int, prompts: Sequence[
     num_events = 0
     for number in range(num_nodes):
         name = f"node-{number}"
-        index.add(name, KIND)
+        index.add_node(name, KIND)
         stored = [draw.getrandbits(64) for _ in range(num_blocks // num_nodes)]
         shared = list(system)
         if number < NUM_SHARING:
             for prompt in prompts:
                 shared += prompt[: len(prompt) * (number + 1) // NUM_SHARING]
-        index.take(name, KVCacheEvents(1, True, tuple(shared)))
+        index.apply_events(name, KVCacheEvents(1, True, tuple(shared)))
         sizes = range(0, len(stored), EVENTS_PER_MESSAGE)
         messages = [
             KVCacheEvents(2 + turn, False, tuple(stored[at : at + EVENTS_PER_MESSAGE]))
@@ -67,7 +67,7 @@ def fill(index: PrefixIndex, num_nodes: int, num_blocks: int, prompts: Sequence[
         ]
         start = time.perf_counter()
         for message in messages:
-            index.take(name, message)
+            index.apply_events(name, message)
         seconds += time.perf_counter() - start
         num_events += len(stored)
     return num_events / seconds
@@ -76,9 +76,9 @@ def fill(index: PrefixIndex, num_nodes: int, num_blocks: int, prompts: Sequence[
 def churn(index: PrefixIndex, num_rounds: int) -> float:
     """What a full cache says: each block stored is one removed; events per second."""
     draw = random.Random(1)
-    index.add("churn", KIND)
+    index.add_node("churn", KIND)
     old = tuple(draw.getrandbits(64) for _ in range(EVENTS_PER_MESSAGE))
-    index.take("churn", KVCacheEvents(1, True, old))
+    index.apply_events("churn", KVCacheEvents(1, True, old))
     messages = []
     for turn in range(num_rounds):
         new = tuple(draw.getrandbits(64) for _ in range(EVENTS_PER_MESSAGE))
@@ -86,7 +86,7 @@ def churn(index: PrefixIndex, num_rounds: int) -> float:
         old = new
     start = time.perf_counter()
     for message in messages:
-        index.take("churn", message)
+        index.apply_events("churn", message)
     return 2 * EVENTS_PER_MESSAGE * num_rounds / (time.perf_counter() - start)
 
 

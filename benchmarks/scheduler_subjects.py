@@ -140,11 +140,13 @@ class BatonSubject:
         )
         self._ids = itertools.count()
         for index, prompt in enumerate(prompts.running):
-            self.scheduler.add(self._request(prompt, load.output_tokens(index)))
+            self.scheduler.add_request(self._request(prompt, load.output_tokens(index)))
         self.step()
         for index, prompt in enumerate(itertools.islice(prompts.waiting, load.num_waiting)):
             request = self._request(prompt, OUTPUT_TOKENS)
-            (self.scheduler.park if index < load.num_parked else self.scheduler.add)(request)
+            (self.scheduler.park if index < load.num_parked else self.scheduler.add_request)(
+                request
+            )
 
     def step(self) -> tuple[float, float]:
         start = time.perf_counter()

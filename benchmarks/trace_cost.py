@@ -89,7 +89,7 @@ def cost_when_on_us(endpoint: str) -> float:
     tracing = Tracing(TraceOptions(trace_endpoint=endpoint))
     assert tracing.sink is not None
     log = RequestLog()
-    log.on_traced = RequestSpans("demo", tracing.sink).take
+    log.on_traced = RequestSpans("demo", tracing.sink).on_request_end
     cpu_s = {}
     for is_traced in (False, True):
         began = time.process_time()
@@ -117,7 +117,7 @@ def cost_when_on_us(endpoint: str) -> float:
                             trace=attempt.trace,
                         )
                     ).SerializeToString()
-                following.finish(FinishReason.LENGTH, RECEIPT)
+                following.note_finished(FinishReason.LENGTH, RECEIPT)
             if index % 100 == 0:
                 time.sleep(0.02)  # as requests come: the exporter gets on meanwhile
         if is_traced:

@@ -179,7 +179,7 @@ class PoolLinks:
     async def run(self) -> None:
         while True:
             self._broken.clear()
-            self._pool.add(self._node)
+            self._pool.add_node(self._node)
             await self._on_joined(True)
             try:
                 await self._broken.wait()
@@ -212,7 +212,7 @@ class PoolLinks:
         return Node(self._registration, send, hang_up=self._broken.set)
 
     def _take(self, event: NodeEvent) -> None:
-        self._pool.take(self._node, _as_rows(event) if isinstance(event, tuple) else event)
+        self._pool.on_event(self._node, _as_rows(event) if isinstance(event, tuple) else event)
 
     def _make_lane(self, take: Callable[..., None]) -> Callable[..., None]:
         """A function that hands things over a little later, in their order."""

@@ -61,11 +61,11 @@ class GrantQueue:
         # requests in line then. Looking a request up takes time for each block of its prompt.
         self._refused: tuple[Key, int, int] | None = None
 
-    def add(self, key: Key, request: Request) -> None:
+    def add_parked(self, key: Key, request: Request) -> None:
         """Queue a parked request whose prefill node waits for its grant."""
         self._waiting.append((key, request))
 
-    def take(self) -> tuple[Key, GrantedBlocks] | None:
+    def grant_next(self) -> tuple[Key, GrantedBlocks] | None:
         """Grant the next request its blocks; None if blocks or budget are lacking."""
         while self._waiting:
             key, request = self._waiting[0]
@@ -93,7 +93,7 @@ class GrantQueue:
             return key, granted
         return None
 
-    def end(self, key: Key) -> None:
+    def end_transfer(self, key: Key) -> None:
         """End a transfer, well or not, and put the requests behind it first in line.
 
         Does nothing for an unknown key.

@@ -201,7 +201,7 @@ class DecodeNode:
             return
         take = self.reservations.park
         if not command.prefill_engine_id or self._is_short(request):
-            engine.add(request)
+            engine.add_request(request)
             take = self.reservations.decline
         reservation = take(request, command.epoch, command.prefill_engine_id, received_at)
         self._jobs[command.request_id] = _Job(command, request, reservation)

@@ -90,7 +90,9 @@ class Quarantine:
 
     # ------------------------------------------------------------------ blocks
 
-    def add(self, key: Key, engine_id: str, block_ids: tuple[int, ...], parked_at: float) -> None:
+    def hold_blocks(
+        self, key: Key, engine_id: str, block_ids: tuple[int, ...], parked_at: float
+    ) -> None:
         """Hold the blocks of an ended request whose peer was asked to stop writing.
 
         Args:

@@ -175,7 +175,7 @@ class Reservations:
 
     def grant_waiting(self) -> None:
         """Grant blocks to started requests, as far as memory and the budget allow."""
-        while (taken := self._grants.take()) is not None:
+        while (taken := self._grants.grant_next()) is not None:
             key, granted = taken
             reservation = self._open[key]
             reservation.block_ids = granted.block_ids
@@ -280,7 +280,7 @@ class Reservations:
     def _want_grant(self, key: Key, reservation: Reservation) -> None:
         if not reservation.started:
             reservation.started = True
-            self._grants.add(key, reservation.request)
+            self._grants.add_parked(key, reservation.request)
 
     @staticmethod
     def _note_watermark(reservation: Reservation, num_tokens: int) -> None:
@@ -303,7 +303,7 @@ class Reservations:
             logger.warning("refused a commit that does not fit request %s", request.request_id)
             return False
         del self._open[key]
-        self._grants.end(key)
+        self._grants.end_transfer(key)
         reservation.state = ReservationState.COMMITTED
         reservation.num_received_tokens = record.num_tokens
         reservation.receipt = event.receipt
@@ -323,7 +323,7 @@ class Reservations:
         may still write, the other blocks go into quarantine.
         """
         del self._open[key]
-        self._grants.end(key)
+        self._grants.end_transfer(key)
         self._ended[key] = self._clock()
         self._outcomes[outcome] += 1
         reservation.state = ReservationState.QUARANTINED
@@ -334,7 +334,7 @@ class Reservations:
         if reservation.started and not quiet:  # otherwise, its START finds the tombstone
             engine_id, block_ids = reservation.engine_id, reservation.block_ids
             if block_ids:
-                self.quarantine.add(key, engine_id, block_ids, reservation.parked_at)
+                self.quarantine.hold_blocks(key, engine_id, block_ids, reservation.parked_at)
             self._receiver.cancel(key[0], key[1], engine_id)
         self._engine.abort(key[0])
 

@@ -19,12 +19,13 @@ from baton.block_hash import BlockHash, BlockHasher, cache_namespace
 from baton.engine_config import EngineConfig
 from baton.kv_manifest import KVKind
 from baton.text.grammar_trials import EarlyGrammars
+from engine.core.drafts import ALL, is_drafted_for
 from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
-from engine.core.scheduler import ALL, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.executors import EXECUTORS
 from engine.executors.base import Executor, PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
@@ -104,6 +105,7 @@ class Engine:
         )
         self.block_pool = kv_cache_manager.block_pool
         self._masks, self._made_at = MaskThreads(), time.monotonic()
+        self._speculation = make_speculation(config, self.model_config.vocab_size)
         self._scheduler = Scheduler(
             kv_cache_manager,
             max_num_requests=config.max_num_requests,
@@ -111,11 +113,9 @@ class Engine:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             prefill_tokens_beside_decodes=config.prefill_tokens_beside_decodes,
             preemption=config.preemption,
-            drafts_in_steps=config.num_lookahead_drafts > 0,
-            drafter_reads=config.drafter_reads,
+            drafting=self._speculation,
             masks=self._masks,
         )
-        self._speculation = make_speculation(config, self.model_config.vocab_size)
         self._has_prefix_cache = config.prefix_cache
         self._grammars = GrammarCompiler(
             model_folder, self.model_config.vocab_size, self.eos_token_ids, grammars
@@ -149,19 +149,17 @@ class Engine:
         """Return the number of requests that wait for a step; parked ones are not counted."""
         return self._scheduler.num_waiting
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""
         self._grammars.follow_thought(request)
-        self._scheduler.add(request)
+        self._scheduler.add_request(request)
         if request.awaits_grammar:
             self._grammars.submit(request)
 
     def park(self, request: Request) -> None:
         """Park a request whose prompt KV a remote node will write."""
         self._grammars.follow_thought(request)
-        idle, speculation = not self._scheduler.num_running, self._speculation
-        draft_for = idle or speculation is None or speculation.num_to_read() > 0
-        self._scheduler.park(request, draft_for=draft_for)
+        self._scheduler.park(request)
         if request.awaits_grammar:  # compiled while the KV travels
             self._grammars.submit(request)
 
@@ -213,7 +211,7 @@ class Engine:
             request: also explain if this request was not drafted for.
         """
         choice = None if self._speculation is None else self._speculation.choice
-        if request is not None and not request.is_drafted_for:
+        if request is not None and not is_drafted_for(request):
             return f"not drafted for, as no drafts had paid for long when it came; {choice}"
         return "" if choice is None else str(choice)
 
@@ -299,13 +297,8 @@ class Engine:
         started = time.monotonic()
         for request, grammar in self._grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
-        scheduler, speculation = self._scheduler, self._speculation
         num_beside = ALL if self._stretch is None else self._stretch.num_tokens()
-        if speculation is None:
-            scheduled = scheduler.schedule(num_beside_decodes=num_beside)
-        else:
-            num_drafts = speculation.num_to_draft(scheduler.num_competing, scheduler.drafts_for_any)
-            scheduled = scheduler.schedule(num_drafts, speculation.num_to_read(), num_beside)
+        scheduled = self._scheduler.schedule(num_beside)
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled
 
@@ -351,7 +344,7 @@ class Engine:
         if scheduled.scheduled:
             self.last_scheduled = scheduled
             plan, hooks = self._scheduler.plan(scheduled, after_layer)
-            self._scheduler.begin(scheduled)
+            self._scheduler.begin_step(scheduled)
             self._in_flight = scheduled, self.executor.submit(plan, hooks)
             if before is not None:
                 result = self._end_in_flight(before)

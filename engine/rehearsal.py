@@ -83,7 +83,7 @@ def _new_row(row: int, params: SamplingParams, token_ids: list[int]) -> NewRow:
     looks_back = params.changes_logits or params.prompt_logprobs is not None
     known = token_ids if looks_back else []
     num_tokens, stops = len(token_ids), frozenset[int]()
-    return NewRow(row, _name(row), params, row, num_tokens, stops, known, is_drafted_for=False)
+    return NewRow(row, _name(row), params, row, num_tokens, stops, known)
 
 
 def _constrained(batch: Sequence[SamplingParams]) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ def _decode_plan(engine: Engine, num_requests: int, num_context_tokens: int) -> 
 
 def _new_row(row: int, num_prompt_tokens: int) -> NewRow:
     name = f"profile {row}"
-    return NewRow(row, name, _GREEDY, 0, num_prompt_tokens, frozenset(), [], is_drafted_for=False)
+    return NewRow(row, name, _GREEDY, 0, num_prompt_tokens, frozenset(), [])
 
 
 def _all_in_last_block(engine: Engine, row: int, num_tokens: int) -> NewBlocks:

@@ -89,7 +89,7 @@ class KVReservation:
 
 
 class TransferEventKind(Enum):
-    """What happened to a transfer or a peer."""
+    """Kind of an event of a transfer or a peer."""
 
     PEER_CONNECTED = "peer connected"
     PEER_FAILED = "peer failed"

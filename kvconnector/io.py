@@ -219,7 +219,7 @@ class IoLoop:
         while self._wishes:
             self._tell(self._wishes.popleft())
         self._read()
-        for message in self._inbox.take(self._clock()):
+        for message in self._inbox.pop_round(self._clock()):
             if message.engine_id in self._peers:  # it may have gone since
                 self._tell(message)
         self._settle()
@@ -256,7 +256,7 @@ class IoLoop:
                 del self._writes[engine_id, key]
 
     def _tell(self, item: Input) -> None:
-        self._do(self._machine.take(item, self._clock()))
+        self._do(self._machine.handle_input(item, self._clock()))
 
     def _do(self, actions: list[Action]) -> None:
         """Carry actions out, and first what each of them leads to."""
@@ -264,7 +264,7 @@ class IoLoop:
         while actions:
             result = self._do_one(actions.pop())
             if result is not None:
-                actions += reversed(self._machine.take(result, self._clock()))
+                actions += reversed(self._machine.handle_input(result, self._clock()))
 
     def _do_one(self, action: Action) -> Result | None:
         match action:

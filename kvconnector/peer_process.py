@@ -28,7 +28,7 @@ class PeerProcess:
         self._pidfds = [_open(place) for place in set(peer.processes())]
 
     def has_ended(self) -> bool:
-        """Whether all of them certainly have; a zombie writes nothing any more."""
+        """Return whether all processes have certainly ended; a zombie has, as it writes nothing."""
         return bool(self._pidfds) and all(
             pidfd is not None and _has_ended(pidfd) for pidfd in self._pidfds
         )
@@ -42,7 +42,7 @@ class PeerProcess:
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in the kernel's ticks since it was booted; 0 where nobody can say."""
+    """Return when a process started, in kernel ticks since boot; 0: unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         return int(text.rpartition(")")[2].split()[19])  # "pid (name) state ...": field 22

@@ -101,7 +101,7 @@ async def _play(job: Job, site: Site, stop: asyncio.Event) -> int:
 
 async def _run(job: Job, session: Session, console: Console, schedule: Schedule) -> int:
     result = await session.play(job.plan, schedule.play)
-    await schedule.finish()
+    await schedule.check_leaks()
     print_summary(result, console)
     end_s = result.summary.window_s[1]
     faults = report_faults(job.plan, result.records, schedule.events, end_s)

@@ -29,7 +29,7 @@ class OpenLoop:
 
     Attributes:
         arrivals: one of ARRIVALS.
-        burstiness: of gamma arrivals: the gaps' standard deviation over their mean. 1 is Poisson,
+        burstiness: standard deviation of gamma arrivals' gaps over their mean. 1 is Poisson,
             above are bursts.
     """
 

@@ -44,7 +44,7 @@ class LayerTail:
         self._pushes: list[BlockPush] = []
         self.num_groups_pushed = 0
 
-    def add(self, push: BlockPush) -> None:
+    def add_push(self, push: BlockPush) -> None:
         """Add blocks that the step completes, to be pushed."""
         self._pushes.append(push)
 

@@ -176,7 +176,7 @@ class PrefillNode:
                         self._end(command.request_id)
                     else:  # token 1 is out already
                         self.push_tracker.drop(command.request_id, "", command.epoch)
-                        self._traces.end(command.request_id, command.epoch, has_pushed=True)
+                        self._traces.end_trace(command.request_id, command.epoch, has_pushed=True)
                 case PeerUpdate(removed=True):
                     self.sender.disconnect(command.engine_id)
                 case PeerUpdate():
@@ -194,14 +194,14 @@ class PrefillNode:
         if command.request_id in self._jobs:
             self._end(command.request_id)
         engine = self.engine
-        self._traces.begin(command, received_at)
+        self._traces.start_trace(command, received_at)
         try:
             request = new_request(engine, command, max_tokens=1)
         except InvalidRequestError as error:
             self._fail(command.request_id, command.epoch, "INVALID_ARGUMENT", str(error))
             return
         self._jobs[command.request_id] = _Job(command, request, received_at)
-        engine.add(request)
+        engine.add_request(request)
         logger.debug(
             "has a prompt of %d tokens to compute, for %s",
             request.num_initial_tokens,
@@ -209,7 +209,7 @@ class PrefillNode:
             extra=ids_of(command),
         )
         if command.decode_engine_id:
-            self.push_tracker.add(
+            self.push_tracker.track_request(
                 request, command.epoch, command.decode_engine_id, command.timeout_s
             )
 
@@ -257,7 +257,7 @@ class PrefillNode:
                 handed_over[output.request_id] = delta
             else:
                 self.push_tracker.drop(output.request_id, "")
-                self._traces.end(*_key(job.command))
+                self._traces.end_trace(*_key(job.command))
             logger.debug(
                 "computed its prompt in %.3g s, %d tokens of it were cached",
                 receipt.prefill_s,
@@ -295,7 +295,7 @@ class PrefillNode:
                 self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             case _:
                 if not self.push_tracker.settle(event):
-                    self._traces.end(event.request_id, event.epoch, has_pushed=True)
+                    self._traces.end_trace(event.request_id, event.epoch, has_pushed=True)
                 elif not event.reason:  # the decode node cancelled it; the router knows
                     job = self._jobs.get(event.request_id)
                     if job is not None and job.command.epoch == event.epoch:
@@ -311,14 +311,14 @@ class PrefillNode:
         logger.debug("%s: %s", code, message, extra=ids)
         error = RequestError(code, message)
         self._deltas.append(failed_delta(request_id, epoch, error))
-        self._traces.end(request_id, epoch, message, has_pushed=True)
+        self._traces.end_trace(request_id, epoch, message, has_pushed=True)
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:
         """Forget a request that was cancelled."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
-            self._traces.end(*_key(job.command))
+            self._traces.end_trace(*_key(job.command))
         self.engine.abort(request_id)
         self.push_tracker.drop(request_id, "")
 

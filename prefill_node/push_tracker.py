@@ -121,7 +121,7 @@ class PushTracker:
         self._draining: dict[tuple[str, int], _Handoff] = {}
         self._ended: Counter[TransferOutcome] = Counter()
 
-    def add(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
+    def track_request(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
         """Register a request whose KV a decode node will get.
 
         An open push of an older attempt is ended; its blocks stay held until the wire is quiet.
@@ -297,7 +297,7 @@ class PushTracker:
         num_full = (request.num_computed_tokens + request.num_tokens_in_flight) // self._block_size
         first = max(handoff.num_blocks_pushed, bisect.bisect_left(handoff.indices, num_full))
         handoff.tail, handoff.tail_first = tail, first
-        tail.add(
+        tail.add_push(
             BlockPush(
                 request_id=request.request_id,
                 epoch=handoff.epoch,

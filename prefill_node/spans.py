@@ -121,7 +121,7 @@ class PrefillTraces:
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def begin(self, command: PrefillCommand, received_at: float) -> None:
+    def start_trace(self, command: PrefillCommand, received_at: float) -> None:
         """Start the trace of a command, if it is traced."""
         if self._sink is not None and command.trace is not None:
             self._open[command.request_id, command.epoch] = PrefillTrace(
@@ -143,7 +143,7 @@ class PrefillTraces:
         if trace is not None:
             trace.started_at, trace.computed_at, trace.receipt = started_at, now, receipt
 
-    def end(
+    def end_trace(
         self, request_id: str, epoch: int, error: str = "", *, has_pushed: bool = False
     ) -> None:
         """Emit a request's spans, as it ended here; do nothing if it is not traced or has ended."""
@@ -157,4 +157,4 @@ class PrefillTraces:
     def end_others(self, is_open: Callable[[str, int], bool]) -> None:
         """End the traces of requests whose push was dropped."""
         for request_id, epoch in [key for key in self._open if not is_open(*key)]:
-            self.end(request_id, epoch, has_pushed=True)
+            self.end_trace(request_id, epoch, has_pushed=True)

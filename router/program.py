@@ -249,7 +249,7 @@ def _make_tracing(config: RouterConfig, dispatcher: Dispatcher) -> Tracing:
     tracing = Tracing(config.trace, service="baton-router", resource=router_id)
     if tracing.sink is not None:
         spans = RequestSpans(config.served_model_name or config.model, tracing.sink)
-        dispatcher.log.on_traced = spans.take
+        dispatcher.log.on_traced = spans.on_request_end
     return tracing
 
 

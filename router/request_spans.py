@@ -35,7 +35,7 @@ class RequestSpans:
         self._model = model
         self._sink = sink
 
-    def take(self, record: RequestRecord) -> None:
+    def on_request_end(self, record: RequestRecord) -> None:
         """Make the spans of a traced request that has ended."""
         assert record.trace is not None
         assert record.ended_s is not None

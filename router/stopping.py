@@ -26,7 +26,7 @@ _POLL_INTERVAL_S = 0.02
 
 
 class HttpApi(Protocol):
-    """What the rest of the router needs of the HTTP API, which is optional."""
+    """The optional HTTP API, as the rest of the router needs it."""
 
     @property
     def num_at_work(self) -> int:

@@ -76,7 +76,7 @@ class NodeClock:
         for action in backlog:
             self.run(action)
 
-    def end(self) -> None:
+    def halt(self) -> None:
         """Let nothing happen any more."""
         self._stopped, self._ended = False, True
         self._backlog.clear()

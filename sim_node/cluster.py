@@ -42,7 +42,7 @@ _NO_FAULTS = FaultSpec()
 
 @dataclass(frozen=True, slots=True)
 class SimStats:
-    """What a cluster has done since its start.
+    """Figures of a cluster since its start.
 
     Attributes:
         num_tokens: output tokens made, even if no client took them.
@@ -191,7 +191,7 @@ class SimCluster:
         if node is not None:
             self._num_tokens_before += node.simulation.num_tokens_made
             self._max_lag_before_s = max(self._max_lag_before_s, node.clock.max_lag_s)
-            await node.end()
+            await node.kill()
 
     async def restart(self, name: str) -> None:
         """Start a node, ending it first if it lives; returns when it has joined."""

@@ -52,7 +52,7 @@ class KVNetwork:
     def __getitem__(self, engine_id: str) -> SimTransport:
         return self._ends[engine_id]
 
-    def add(self, engine_id: str, end: SimTransport) -> None:
+    def connect_end(self, engine_id: str, end: SimTransport) -> None:
         self._ends[engine_id] = end
 
     def remove(self, engine_id: str) -> None:
@@ -139,7 +139,7 @@ class SimTransport:
         self._on_arrival = on_arrival
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._link_free_at = 0.0
-        network.add(engine_id, self)
+        network.connect_end(engine_id, self)
 
     @property
     def num_connections(self) -> int:

@@ -102,7 +102,7 @@ class SimNode:
         self._links = make_links(
             [router],
             self.simulation.registration(name),
-            lambda command: self.clock.run(lambda: self.simulation.take(command)),
+            lambda command: self.clock.run(lambda: self.simulation.handle_command(command)),
             self._drain,
             on_joined=self._note_joined,
             on_stop=self._drain.begin,  # other nodes of the process continue
@@ -122,10 +122,10 @@ class SimNode:
         self._going.set()
         self.clock.go_on()
 
-    async def end(self) -> None:
+    async def kill(self) -> None:
         """End abruptly, as a killed process does."""
-        self.clock.end()
-        self.simulation.end()
+        self.clock.halt()
+        self.simulation.kill()
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
@@ -237,11 +237,11 @@ class Simulation:
         self._wake()
         return self.node.beat()
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """End abruptly."""
         self._network.remove(self.engine_id)
 
-    def take(self, command: RouterCommand | AbortAll) -> None:
+    def handle_command(self, command: RouterCommand | AbortAll) -> None:
         """Handle a command of the router."""
         match command:
             case PrefillCommand() | DecodeCommand():

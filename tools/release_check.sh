@@ -18,13 +18,14 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$python" -m venv "$work/tools"
-"$work/tools/bin/pip" install --quiet 'build>=1.2' 'twine>=6'
+"$work/tools/bin/pip" install --quiet 'build>=1.2' 'twine>=6' hatchling 'auditwheel>=6.2'
 rm -f dist/baton_serve-*
-"$work/tools/bin/python" -m build --outdir dist .
+"$work/tools/bin/python" -m build --sdist --outdir dist .
+"$python" -m tools.build_wheels "$work/tools/bin" dist
 "$work/tools/bin/twine" check --strict dist/baton_serve-"$version"*
 # The wheel alone, as a user of the router and the client installs it: without torch.
 "$python" -m venv "$work/fresh"
-"$work/fresh/bin/pip" install --quiet "dist/baton_serve-$version-py3-none-any.whl"
+"$work/fresh/bin/pip" install --quiet --find-links dist "baton-serve==$version"
 "$work/fresh/bin/pip" check
 told=$("$work/fresh/bin/baton" version)
 case "$told" in

@@ -1,1 +1,1 @@
-"""The native kernels' C library: built once per CPU and kept in a cache."""
+"""The native kernels' C library: carried by a wheel, or built once per CPU and kept in a cache."""

@@ -1,28 +1,38 @@
 """Builds the library ahead of time for several instruction sets, and picks the best for a CPU.
 
-For machines without a compiler: ``python -m baton_kernels.native.build_ahead FOLDER`` builds, and a
-process loads from the folder in ``BATON_NATIVE_LIBRARIES``. Whoever can write there could run code
-in our process, so folder and files must belong to this user or root, and be writable by nobody
-else.
+A machine then needs no compiler. There are two folders of such libraries:
+
+* Baton's wheels for Linux carry one (`tools/build_wheels.py`).
+* ``BATON_NATIVE_LIBRARIES`` names one that ``python -m baton_kernels.native.build_ahead FOLDER``
+  built. It wins over the wheel's. Whoever can write there could run code in our process, so folder
+  and files must belong to this user or root, and be writable by nobody else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from baton.checkpoint.cache_folder import is_own
 from baton.kernel_library import build
-from baton.kernel_library.compilers import BuildError
+from baton.kernel_library.build import OpenedLibrary
+from baton.kernel_library.compilers import BuildError, run_tool
+from baton.kernel_library.switch import SWITCH_VARIABLE, KernelSwitch, read_switch
 
 FOLDER_VARIABLE = "BATON_NATIVE_LIBRARIES"
+PACKAGED_FOLDER = "libraries"  # in the package baton_kernels
 _INDEX = "libraries.json"
+_BUILD_LIMIT_S = 3600.0  # for one library, on a machine that does much else
 _X86_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _X86_V4 = (*_X86_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 # Beginnings of the features' line in /proc/cpuinfo: x86, Arm.
@@ -79,70 +89,169 @@ INSTRUCTION_SETS = (
 )
 
 
-def build_libraries(folder: Path, sets: Iterable[InstructionSet] | None = None) -> list[Path]:
-    """Build the library for each instruction set of this machine type; return the files.
+def build_libraries(
+    folder: Path,
+    sets: Iterable[InstructionSet] = INSTRUCTION_SETS,
+    machine: str | None = None,
+) -> list[Path]:
+    """Build the library for each instruction set of a machine type; return the files.
 
-    The libraries use torch's OpenMP runtime. ``CC`` names the compiler.
+    The libraries use torch's OpenMP runtime. Libraries that the same compiler built from the same
+    sources with the same flags are kept.
+
+    Args:
+        machine: machine type to build for; None: this machine's. For another one, Debian's cross
+            compiler builds (``aarch64-linux-gnu-gcc``), else the one in ``CC``.
 
     Raises:
         BuildError: there are no sources or no compiler, or the compiler failed.
         OSError: the folder cannot be written.
     """
-    wanted = [one for one in sets or INSTRUCTION_SETS if one.machine == platform.machine()]
+    machine = machine or platform.machine()
+    wanted = [one for one in sets if one.machine == machine]
     if not wanted:
-        raise BuildError(f"no instruction sets are known of {platform.machine()}")
-    sources, compiler = build.find_sources(), build.find_compiler("libgomp")
+        raise BuildError(f"no instruction sets are known of {machine}")
+    sources = build.find_sources()
+    is_native = machine == platform.machine()
+    compiler = build.find_compiler("libgomp") if is_native else _find_cross_compiler(machine)
+    recipe = {
+        "sources": build.digest_of_sources(sources),
+        "compiler": run_tool([*compiler, "--version"]).partition("\n")[0],
+    }
     folder.mkdir(parents=True, exist_ok=True)
+    kept = _find_kept(folder, recipe)
     files, index = [], []
     for one in wanted:
-        content = build.compile_library(sources, compiler, [*build.FLAGS, "-fopenmp", *one.flags])
-        file = folder / f"{one.name}.so"
-        file.write_bytes(content)
-        file.chmod(0o644)
+        file, flags = folder / f"{one.name}.so", [*build.FLAGS, "-fopenmp", *one.flags]
+        if (content := kept.get((one.name, *flags))) is None:
+            content = build.compile_library(sources, compiler, flags, _BUILD_LIMIT_S)
+            file.write_bytes(content)
+            file.chmod(0o644)
         files.append(file)
         index.append(
-            {"name": one.name, "machine": one.machine, "needs": one.needs,
+            {"name": one.name, "machine": one.machine, "needs": one.needs, "flags": flags,
              "sha256": hashlib.sha256(content).hexdigest()}
         )  # fmt: skip
-    text = json.dumps({"sources": build.digest_of_sources(sources), "libraries": index}, indent=1)
-    (folder / _INDEX).write_text(text + "\n", encoding="utf-8")
+        text = json.dumps({**recipe, "libraries": index}, indent=1)
+        (folder / _INDEX).write_text(text + "\n", encoding="utf-8")
     return files
 
 
-def open_library_built_ahead(openmp_runtime: str | None) -> tuple[int, Path] | None:
-    """Open the best library in the folder for this CPU; None: no folder is named.
+def _find_cross_compiler(machine: str) -> list[str]:
+    name = f"{machine}-linux-gnu-gcc"
+    if (path := shutil.which(name)) is None:
+        raise BuildError(f"no {name} here (apt install gcc-{machine}-linux-gnu)")
+    return [path]
+
+
+def _find_kept(folder: Path, recipe: Mapping[str, str]) -> dict[tuple[str, ...], bytes]:
+    """Read a folder's libraries of this recipe that are whole; keys are name and flags."""
+    kept: dict[tuple[str, ...], bytes] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        index = json.loads((folder / _INDEX).read_bytes())
+        if {name: index[name] for name in recipe} != recipe:
+            return {}
+        for one in index["libraries"]:
+            content = (folder / f"{one['name']}.so").read_bytes()
+            if hashlib.sha256(content).hexdigest() == one["sha256"]:
+                kept[one["name"], *one["flags"]] = content
+    return kept
+
+
+def open_library_built_ahead(openmp_runtime: str | None) -> OpenedLibrary | None:
+    """Open the best library for this CPU that was built ahead; None: build one here.
 
     Args:
         openmp_runtime: file of the OpenMP runtime that the library can use.
 
     Raises:
-        BuildError: the named folder has no usable library: it was built from other sources, does
-            not suit this CPU, is damaged, or others may write it.
+        BuildError: no library of the folder in ``BATON_NATIVE_LIBRARIES`` can be used; or the
+            wheel's library is damaged; or ``BATON_NATIVE_KERNELS`` names an instruction set that
+            has no library or that this CPU lacks.
     """
-    named = os.environ.get(FOLDER_VARIABLE)
-    if not named:
+    switch = read_switch([one.name for one in INSTRUCTION_SETS])
+    if named := os.environ.get(FOLDER_VARIABLE):
+        if openmp_runtime is None:
+            raise BuildError(f"{named}: what is built ahead needs torch's OpenMP runtime")
+        return _open_best(Path(named), _read_index(Path(named)), switch)
+    if switch.must_build or (not switch.instruction_set and build.chooses_cpu()):
         return None
-    folder = Path(named)
-    if openmp_runtime is None:
-        raise BuildError(f"{folder}: what is built ahead needs torch's OpenMP runtime")
+    folder = find_packaged_libraries()
+    if folder is None or openmp_runtime is None:
+        if switch.instruction_set:
+            raise BuildError(f"{SWITCH_VARIABLE}={switch.instruction_set}: no library built ahead")
+        return None
+    index = _read_index(folder, is_packaged=True)
     try:
-        index = json.loads(_read(folder, _INDEX))
-        listed, sources = index["libraries"], index["sources"]
-        chosen = best_for_cpu(listed, platform.machine(), cpu_features())
-        if sources != build.digest_of_sources(build.find_sources()):
-            raise BuildError(f"{folder}: built of other sources than this Baton's")
-        if chosen is None:
-            raise BuildError(f"{folder}: no library for this CPU")
-        path = folder / f"{chosen['name']}.so"
-        descriptor = _open_own(folder, path.name)
+        return _open_best(folder, index, switch, is_packaged=True)
+    except _UnsuitableError:
+        if switch.instruction_set:
+            raise
+        return None
+
+
+def find_packaged_libraries() -> Path | None:
+    """Return the folder of libraries that Baton's wheel carries; None: there is none."""
+    found = importlib.util.find_spec("baton_kernels")  # does not import the package or torch
+    if found is None or found.origin is None:
+        return None
+    folder = Path(found.origin).resolve().parent / PACKAGED_FOLDER
+    return folder if (folder / _INDEX).exists() else None
+
+
+class _UnsuitableError(BuildError):
+    """No library of a folder suits this CPU or these sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """List of libraries in a folder, and the digest of their sources."""
+
+    libraries: Sequence[Mapping[str, Any]]
+    sources: str
+
+
+def _read_index(folder: Path, is_packaged: bool = False) -> _Index:
+    """Read a folder's index; raises BuildError."""
+    try:
+        with os.fdopen(_open(folder, _INDEX, is_packaged), "rb") as file:
+            index = json.loads(file.read())
+        return _Index(index["libraries"], index["sources"])
     except OSError as error:
         raise BuildError(f"{error.filename or folder}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise BuildError(f"{folder / _INDEX}: cannot be read ({error})") from error
-    if _sha256(descriptor) != chosen["sha256"]:
+
+
+def _open_best(
+    folder: Path, index: _Index, switch: KernelSwitch, is_packaged: bool = False
+) -> OpenedLibrary:
+    """Open the best library of a folder for this CPU, or the one that the switch names.
+
+    Raises:
+        _UnsuitableError: none suits this CPU, or they were built from other sources.
+        BuildError: the library is damaged, or others could write it.
+    """
+    if index.sources != build.digest_of_sources(build.find_sources()):
+        raise _UnsuitableError(f"{folder}: built of other sources than this Baton's")
+    wanted = switch.instruction_set
+    try:
+        listed = [one for one in index.libraries if wanted in ("", one["name"])]
+        chosen = best_for_cpu(listed, platform.machine(), cpu_features())
+        if chosen is None:
+            which = f"library {wanted}" if wanted else "library"
+            raise _UnsuitableError(f"{folder}: no {which} for this CPU")
+        name, digest = str(chosen["name"]), chosen["sha256"]
+        path = folder / f"{name}.so"
+        descriptor = _open(folder, path.name, is_packaged)
+    except OSError as error:
+        raise BuildError(f"{error.filename or folder}: {error.strerror or error}") from error
+    except (KeyError, TypeError) as error:
+        raise BuildError(f"{folder / _INDEX}: cannot be read ({error})") from error
+    if _sha256(descriptor) != digest:
         os.close(descriptor)
         raise BuildError(f"{path}: is not what was built")
-    return descriptor, path
+    return OpenedLibrary(descriptor, path, instruction_set=name)
 
 
 def best_for_cpu(
@@ -168,18 +277,18 @@ def cpu_features() -> frozenset[str]:
     return frozenset(set.intersection(*sets)) if sets else frozenset()
 
 
-def _read(folder: Path, name: str) -> bytes:
-    with os.fdopen(_open_own(folder, name), "rb") as file:
-        return file.read()
+def _open(folder: Path, name: str, is_packaged: bool) -> int:
+    """Open a file in a folder and return its descriptor.
 
-
-def _open_own(folder: Path, name: str) -> int:
-    """Open a file in a folder; both must belong to this user or root and be safe from others."""
+    Raises BuildError unless both belong to this user or root and are safe from others. Those of the
+    installed package are exempt: who can write them can write Baton's Python code, too.
+    """
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
+        follow = 0 if is_packaged else os.O_NOFOLLOW  # some installers link files into place
+        descriptor = os.open(name, os.O_RDONLY | follow | os.O_CLOEXEC, dir_fd=folder_fd)
         for path, found in ((folder, os.fstat(folder_fd)), (folder / name, os.fstat(descriptor))):
-            if not is_own(found):
+            if not is_packaged and not is_own(found):
                 os.close(descriptor)
                 owner = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
                 raise BuildError(f"{path}: must be of user {os.geteuid()} alone, got {owner}")

@@ -53,12 +53,15 @@ class OpenedLibrary:
     Attributes:
         descriptor: descriptor of the open file; the caller closes it.
         path: path of the file.
-        problem: why the library is not in the user's cache; empty: it is there.
+        problem: why the library is not in the user's cache; empty: it is there, or was built ahead.
+        instruction_set: name of the instruction set that it was built ahead for; empty: it was
+            built on this machine.
     """
 
     descriptor: int
     path: Path
     problem: str = ""
+    instruction_set: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +286,11 @@ def find_compiler(openmp_runtime: str | None) -> list[str]:
     raise BuildError(unfit or f"no C compiler ({f'CC={wanted}' if wanted else 'cc, gcc, clang'})")
 
 
+def chooses_cpu() -> bool:
+    """Return whether ``CC`` chooses the CPU to compile for (``-march`` or ``-mcpu``)."""
+    return any(word.startswith(_CHOOSES_CPU) for word in os.environ.get("CC", "").split())
+
+
 def digest_of_sources(sources: Sequence[Path]) -> str:
     """Return a digest of the sources' names and contents."""
     digest = hashlib.sha256()
@@ -314,10 +322,13 @@ def _cpu_flags() -> str:
 
 
 def compile_library(
-    sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]
+    sources: Sequence[Path],
+    compiler: Sequence[str],
+    flags: Sequence[str],
+    time_limit_s: float = _TIME_LIMIT_S,
 ) -> bytes:
     """Compile the library on all cores and return its content; raises BuildError."""
-    deadline = time.monotonic() + _TIME_LIMIT_S
+    deadline = time.monotonic() + time_limit_s
     try:
         held = HeldFolder("baton-build-")
     except OSError as error:

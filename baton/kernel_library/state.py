@@ -10,13 +10,12 @@ from pathlib import Path
 from baton.kernel_library.ahead import open_library_built_ahead
 from baton.kernel_library.build import find_library, open_library
 from baton.kernel_library.compilers import BuildError
+from baton.kernel_library.switch import are_kernels_off
 
-SWITCH_VARIABLE = "BATON_NATIVE_KERNELS"
 BUILDING = "building native kernels for this CPU, once; takes about a minute"
 # Advice if there is no compiler, and what its lack costs until then.
 SLOWER = "tokens come 4 to 5 times slower"
 ADVICE = "install a C compiler (apt install gcc, or dnf install gcc), and start again"
-_OFF = ("0", "off", "false", "no")
 _TORCHS_OPENMP = "libgomp"  # the runtime in torch's packages for Linux
 
 
@@ -28,21 +27,19 @@ class KernelState:
         path: file of the library; None: there is none.
         problem: why the library cannot be built or used; empty: it is there, or can be built.
         is_off: whether the environment turns native kernels off.
+        instruction_set: name of the instruction set that the library was built ahead for; empty: it
+            was built on this machine.
     """
 
     path: Path | None = None
     problem: str = ""
     is_off: bool = False
+    instruction_set: str = ""
 
     @property
     def can_be_built(self) -> bool:
         """Whether the library is missing, but a compiler is there."""
         return self.path is None and not self.problem and not self.is_off
-
-
-def are_kernels_off() -> bool:
-    """Return whether the environment turns native kernels off."""
-    return os.environ.get(SWITCH_VARIABLE, "1").lower() in _OFF
 
 
 def find_kernels() -> KernelState:
@@ -53,10 +50,10 @@ def find_kernels() -> KernelState:
         ahead = open_library_built_ahead(_TORCHS_OPENMP)
         if ahead is None:
             return KernelState(find_library(_TORCHS_OPENMP))
-        os.close(ahead[0])
+        os.close(ahead.descriptor)
     except BuildError as error:
         return KernelState(problem=str(error))
-    return KernelState(ahead[1])
+    return KernelState(ahead.path, instruction_set=ahead.instruction_set)
 
 
 def build_kernels(on_build: Callable[[], None]) -> KernelState:

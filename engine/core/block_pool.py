@@ -10,7 +10,10 @@ in the CPU's caches. Blocks that were never used are added only when too few are
 cache that is mostly empty costs nothing, and new memory has to be cleared first.
 
 A free block keeps its content and its hash until it is allocated again, so that a later request
-with the same prefix can take it back (`touch`). Refuses to know: requests, tensors.
+with the same prefix can take it back (`touch`).
+
+Cached blocks have a class, a number whose meaning only callers know: a look-up of class c finds
+blocks of classes 0 to c. Refuses to know: requests, tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class KVCacheBlock:
         ref_count: number of holders; 0 exactly while the block is in the free list.
         block_hash: hash of its content, once the block is full and committed; None: blank.
         silent: whether no event reports its content.
-        is_read: whether a drafter that must read all tokens has read this block's.
+        cache_class: the class that its content was cached with.
         previous, next: neighbours in the free list; meaningless while the block is in use.
     """
 
@@ -67,7 +70,7 @@ class KVCacheBlock:
     ref_count: int = 0
     block_hash: BlockHash | None = None
     silent: bool = False
-    is_read: bool = True
+    cache_class: int = 0
     previous: KVCacheBlock = field(init=False, repr=False)
     next: KVCacheBlock = field(init=False, repr=False)
 
@@ -165,21 +168,14 @@ class BlockPool:
 
     # ------------------------------------------------------------------ prefix cache
 
-    def find(self, block_hash: BlockHash) -> int | None:
-        """Return a block with this content, free or not, or None."""
+    def find(self, block_hash: BlockHash, cache_class: int = 0) -> int | None:
+        """Return a block, free or not, with this content and a class up to this one, or None."""
         found = self._cached.get(block_hash)
         if found is None:
             return None
-        block = found if isinstance(found, KVCacheBlock) else next(iter(found.values()))
-        return block.block_id
-
-    def find_read(self, block_hash: BlockHash) -> int | None:
-        """Return a cached block with this content that the drafter has read, or None."""
-        found = self._cached.get(block_hash)
-        if found is None:
-            return None
-        known = (found,) if isinstance(found, KVCacheBlock) else found.values()
-        return next((block.block_id for block in known if block.is_read), None)
+        if isinstance(found, KVCacheBlock):
+            return found.block_id if found.cache_class <= cache_class else None
+        return next((b.block_id for b in found.values() if b.cache_class <= cache_class), None)
 
     def cache(
         self,
@@ -188,23 +184,23 @@ class BlockPool:
         parent: BlockHash | None,
         *,
         silent: bool = False,
-        is_read: bool = True,
+        cache_class: int = 0,
     ) -> None:
         """Enter full, committed blocks into the prefix cache; they are never written again.
 
         Args:
             parent: hash of the block before the first one; None: the first one begins a sequence.
             silent: record no events about these hashes, now or later.
-            is_read: see `KVCacheBlock`.
+            cache_class: class of blocks whose content is new; see the module's text.
         """
         if silent or self._events is None:
             for block_id, block_hash in zip(block_ids, hashes, strict=True):
-                self._index(block_id, block_hash, is_read)
+                self._index(block_id, block_hash, cache_class)
                 self._blocks[block_id].silent = silent
             return
         stored: list[BlockHash] = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            if self._index(block_id, block_hash, is_read):
+            if self._index(block_id, block_hash, cache_class):
                 stored.append(block_hash)
             else:  # known already: later blocks are stored behind this one
                 self._note_stored(stored, parent)
@@ -341,14 +337,14 @@ class BlockPool:
             self.num_evicted += 1
         block.ref_count = 1
 
-    def _index(self, block_id: int, block_hash: BlockHash, is_read: bool) -> bool:
+    def _index(self, block_id: int, block_hash: BlockHash, cache_class: int) -> bool:
         """Put a block's content into the index; return whether the content is new there."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is free"
         if block.block_hash is not None:
             assert block.block_hash == block_hash
             return False
-        block.block_hash, block.is_read = block_hash, is_read
+        block.block_hash, block.cache_class = block_hash, cache_class
         known = self._cached.get(block_hash)
         if known is None:
             self._cached[block_hash] = block

@@ -1,13 +1,20 @@
 """Drafts: proposed tokens that the next step computes behind a request's known tokens.
 
-The scheduler's part of speculation; does nothing without a proposer.
-Refuses to know: how drafts are made, how good they are, and which tokens were sampled instead.
+The scheduler's part of speculation, and the only file of the core that decides which requests a
+drafter reads and how many drafts a step makes and computes. Does nothing without a policy.
+
+A drafter with KV of its own reads all tokens of a request, or none. Blocks whose tokens it has not
+read have another class in the prefix cache (`UNREAD`), so that no request that is drafted for
+finds them. Refuses to know: how drafts are made, how good they are, which tokens were sampled
+instead.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from baton.api.outputs import RequestDelta
 from engine.core.kv_cache_manager import KVCacheManager
@@ -15,8 +22,35 @@ from engine.core.metrics import EngineCounters
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request, RequestStatus
 
+ALL = sys.maxsize
+# Cache classes (`block_pool.py`) of blocks that the drafter has read and has not read, and of
+# requests that it drafts for and does not draft for. Without a drafter with KV, all are 0.
+READ, UNREAD = 0, 1
 # Most processor time per step for masks behind drafts, as all requests wait for these.
 _MAX_MASKS_S = 0.01
+
+
+class DraftPolicy(Protocol):
+    """Decides how many drafts pay; `engine.speculation` measures that.
+
+    Attributes:
+        in_steps: whether workers make drafts within steps.
+        drafter_reads: see `EngineConfig.drafter_reads`.
+    """
+
+    in_steps: bool
+    drafter_reads: bool
+
+    def num_to_draft(self, num_rows: int, can_draft: Callable[[], bool]) -> int:
+        """Return how many drafts the next step is to make behind each sampled token.
+
+        Args:
+            num_rows: most requests in the next step.
+            can_draft: returns whether any running request can be drafted for.
+        """
+
+    def num_to_read(self) -> int:
+        """Return for how many of the requests that start now the drafter must read all tokens."""
 
 
 class Drafts:
@@ -24,10 +58,11 @@ class Drafts:
 
     Args:
         long_prefill_token_threshold: most tokens of one request in a step.
-        drafter_reads: see `EngineConfig.drafter_reads`.
+        policy: decides how many drafts pay; None: there are no drafts.
 
     Attributes:
         kept: drafts by request id, for the step behind the one that was updated last.
+        has_policy: whether `plan_step` has to be called.
     """
 
     def __init__(
@@ -36,16 +71,49 @@ class Drafts:
         counters: EngineCounters,
         *,
         long_prefill_token_threshold: int,
-        drafter_reads: bool,
+        policy: DraftPolicy | None = None,
     ) -> None:
         self.kept: dict[str, tuple[int, ...]] = {}
         self._manager = kv_cache_manager
         self._counters = counters
         self._long_prefill_token_threshold = long_prefill_token_threshold
-        self._drafter_reads = drafter_reads
+        self._policy = policy
+        self.has_policy = policy is not None
+        self._drafter_reads = policy is not None and policy.drafter_reads
+        self._num_to_draft = 0  # behind each sampled token of the step that is being chosen
+        self._num_to_read = ALL  # requests that may still start in that step to be read
         self._masks_left_s = _MAX_MASKS_S
 
     # ------------------------------------------------------------------ a step is chosen
+
+    def plan_step(self, num_rows: int, running: Sequence[Request]) -> None:
+        """Decide how much the next step drafts and reads; call before requests are chosen.
+
+        Args:
+            num_rows: most requests in the step.
+        """
+        assert self._policy is not None
+        self._num_to_draft = self._policy.num_to_draft(
+            num_rows, lambda: any(map(is_drafted_for, running))
+        )
+        self._num_to_read = self._policy.num_to_read()
+
+    def start(self, request: Request) -> None:
+        """Decide whether the drafter reads a request that starts in this step."""
+        # A node that continues a one-token request drafts for it, so it must be read here.
+        is_passed_on = request.max_num_tokens - request.num_tokens == 1
+        request.cache_class = READ if self._num_to_read > 0 or is_passed_on else UNREAD
+        self._num_to_read -= not is_passed_on
+
+    def start_parked(self, request: Request, *, is_idle: bool) -> None:
+        """Decide whether the drafter reads a request whose prompt KV a remote node writes.
+
+        Args:
+            is_idle: whether no request runs.
+        """
+        policy = self._policy
+        is_read = is_idle or policy is None or policy.num_to_read() > 0
+        request.cache_class = READ if is_read else UNREAD
 
     def add_to(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Add drafts to scheduled requests within the rest of the budget; return what is left.
@@ -62,7 +130,7 @@ class Drafts:
                 budget -= len(drafts)
         return budget
 
-    def look_ahead(self, scheduled: Sequence[ScheduledRequest], num_drafts: int) -> int:
+    def look_ahead(self, scheduled: Sequence[ScheduledRequest]) -> int:
         """Give requests blocks for the drafts behind this step's tokens, if enough blocks are free.
 
         Enough means that every request of the step can still get a block for its next token. The
@@ -70,8 +138,8 @@ class Drafts:
 
         Returns the number of drafts per request; 0 if no request of the step is drafted for.
         """
-        manager = self._manager
-        if not any(item.request.is_drafted_for for item in scheduled):
+        manager, num_drafts = self._manager, self._num_to_draft
+        if not num_drafts or not any(is_drafted_for(item.request) for item in scheduled):
             return 0
         spare = len(scheduled) * manager.num_groups
         for item in scheduled:
@@ -80,7 +148,7 @@ class Drafts:
                 break
             num_left = request.sampling_params.max_tokens - request.num_output_tokens
             ahead = min(num_drafts, num_left - 1)
-            if ahead > 0 and item.samples and request.is_drafted_for:
+            if ahead > 0 and item.samples and is_drafted_for(request):
                 start = request.num_computed_tokens + request.num_tokens_in_flight
                 manager.allocate(request, start + item.num_scheduled_tokens + ahead)
         return num_drafts
@@ -108,25 +176,25 @@ class Drafts:
 
     # ------------------------------------------------------------------ a step has ended
 
-    def is_read(self, request: Request, num_tokens: int, scheduled: SchedulerOutput) -> bool:
-        """Return whether the drafter, if it must read all tokens, has read all computed ones.
+    def cache_class(self, request: Request, num_tokens: int, scheduled: SchedulerOutput) -> int:
+        """Return the class of blocks that a step filled with ``num_tokens`` tokens of a request.
 
         A drafter reads prompts at once, and outputs only when it drafts. Tokens that fill up a
         block in between may be read later, or never.
         """
         if not self._drafter_reads:
-            return True
-        return request.is_drafted_for and (num_tokens > 1 or scheduled.num_drafts > 0)
+            return READ
+        is_read = is_drafted_for(request) and (num_tokens > 1 or scheduled.num_drafts > 0)
+        return READ if is_read else UNREAD
 
-    def take(
+    def append(
         self, item: ScheduledRequest, token_ids: tuple[int, ...], scheduled: SchedulerOutput
-    ) -> tuple[RequestStatus | None, int]:
+    ) -> RequestStatus | None:
         """Add the tokens that a step with drafts sampled, up to the token that ends the output.
 
         Accepted drafts count as computed, as their KV is in the cache.
 
-        Returns the final status, if the output ends (see `Request.append`), and the number of
-        tokens that were added.
+        Returns the final status, if the output ends (see `Request.append`).
         """
         request, num_known, ended = item.request, item.request.num_tokens, None
         for token_id in token_ids:
@@ -137,16 +205,17 @@ class Drafts:
                 break
         if ended is RequestStatus.FINISHED_ABORTED:
             del request.token_ids[num_known:]
-            return ended, 0
+            return ended
         num_taken = request.num_tokens - num_known
         request.num_computed_tokens += num_taken - 1
-        self._manager.cache_blocks(request, is_read=self.is_read(request, 1, scheduled))
+        self._manager.cache_blocks(request, self.cache_class(request, 1, scheduled))
         self._manager.free_slid_out(request)
         num_drafts, num_accepted = len(item.draft_token_ids), min(len(token_ids) - 1, num_taken)
         request.num_drafts += num_drafts
         request.num_accepted_drafts += num_accepted
         self._counters.note_drafts(num_drafts, num_accepted)
-        return ended, num_taken
+        self._counters.output_tokens += num_taken - 1  # `Scheduler.update` counts one per request
+        return ended
 
     def keep(self, outputs: Sequence[RequestDelta], drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Keep the drafts of the step that was updated last, for the next step to compute.
@@ -159,3 +228,8 @@ class Drafts:
             self.kept.pop(output.request_id, None)
             if output.request_id in drafts and output.finish_reason is None:
                 self.kept[output.request_id] = drafts[output.request_id]
+
+
+def is_drafted_for(request: Request) -> bool:
+    """Return whether the drafter reads a request from its first token on, and drafts for it."""
+    return request.cache_class == READ

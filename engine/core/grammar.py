@@ -67,7 +67,7 @@ class GrammarState:
         self._matcher = matcher
         self._permitted = _permitted_bits(params, vocab_size)
         self._end_token_ids = end_token_ids.difference(params.stop_token_ids)
-        # Masks of the next token and of those behind each draft. None: any token is allowed.
+        # Masks of the next token, and behind each token looked ahead at. None: any is allowed.
         self._masks: list[NDArray[np.uint8] | None] = []
         self._spent_s = 0.0
         self._num_masks = 0
@@ -79,15 +79,15 @@ class GrammarState:
             return NO_LIMIT if self._matcher is None and not self.problem else 0
         return self.thought.num_free
 
-    def needs_masks(self, num_pending: int, num_drafts: int) -> bool:
+    def needs_masks(self, num_pending: int, num_ahead: int) -> bool:
         """Return whether a step needs masks for the tokens that it samples.
 
         Args:
             num_pending: tokens that the step in flight samples first.
-            num_drafts: at most the number that `look_ahead` returned.
+            num_ahead: at most the number that `look_ahead` returned.
         """
-        if num_drafts:
-            return any(mask is not None for mask in self._masks[: 1 + num_drafts])
+        if num_ahead:
+            return any(mask is not None for mask in self._masks[: 1 + num_ahead])
         return self.num_free <= num_pending
 
     def corrected(self, token_id: int) -> int:
@@ -108,10 +108,10 @@ class GrammarState:
         self.problem = f"structured_output: {one_line(problem)}"
         self._masks, self.has_mask = [np.full_like(self._permitted, 0xFF)], True
 
-    def look_ahead(self, draft_token_ids: Sequence[int], limit_s: float) -> int:
-        """Compute the masks behind drafts, and return how many drafts have a mask.
+    def look_ahead(self, token_ids: Sequence[int], limit_s: float) -> int:
+        """Compute the masks behind tokens that may come next; return how many of them have one.
 
-        Stops at a draft that the grammar does not allow, and when the masks have taken ``limit_s``
+        Stops at a token that the grammar does not allow, and when the masks have taken ``limit_s``
         of processor time.
         """
         self.compute_mask()
@@ -120,7 +120,7 @@ class GrammarState:
         if thought is not None:
             self.thought = thought.copy()
         num_ahead = num_consumed = 0
-        for token_id in draft_token_ids:
+        for token_id in token_ids:
             if self.problem or time.thread_time() - began_at >= limit_s:
                 break
             if self.corrected(token_id) != token_id or not self._may_come(token_id):
@@ -135,21 +135,21 @@ class GrammarState:
         if num_consumed:
             assert self._matcher is not None
             self._matcher.rollback(num_consumed)
-        if num_ahead and self.problem == _STUCK:  # stuck behind a draft, which may never be sampled
+        if num_ahead and self.problem == _STUCK:  # stuck behind a token that may never come
             self.problem = ""
         return num_ahead
 
-    def allowed_bits(self, num_drafts: int = 0) -> list[NDArray[np.uint8]]:
-        """Return which tokens may come next, and which may come behind each draft.
+    def allowed_bits(self, num_ahead: int = 0) -> list[NDArray[np.uint8]]:
+        """Return which tokens may come next, and behind each token that `look_ahead` got.
 
         Each array has one bit per token, low bits first: `[ceil(vocab_size / 8)]`. If no token may
         come, all bits are set: `problem` says why, and `accept` takes no token.
 
         Args:
-            num_drafts: at most the number that `look_ahead` returned.
+            num_ahead: at most the number that `look_ahead` returned.
         """
         self.compute_mask()
-        masks = self._masks[: 1 + num_drafts]
+        masks = self._masks[: 1 + num_ahead]
         return [self._permitted if mask is None else mask for mask in masks]
 
     def accept(self, token_id: int) -> bool:
@@ -257,7 +257,7 @@ class MaskMaker(Protocol):
     Only the engine's thread calls these methods.
     """
 
-    def begin(self, grammar: GrammarState) -> None:
+    def begin_mask(self, grammar: GrammarState) -> None:
         """Begin a grammar's mask; no other code may use the grammar until `has_mask`."""
 
     def wait(self) -> None:
@@ -270,7 +270,7 @@ class MaskMaker(Protocol):
 class MasksAtOnce:
     """Compute each mask in the caller, where no other request would have to wait."""
 
-    def begin(self, grammar: GrammarState) -> None:
+    def begin_mask(self, grammar: GrammarState) -> None:
         """Compute the mask now."""
         grammar.compute_mask()
 
@@ -287,11 +287,11 @@ def allowed_bits(
     """Return which tokens may come next in a step's grammars; see `GrammarState.allowed_bits`.
 
     Args:
-        grammars: by request id, with the number of drafts that the step computes.
+        grammars: by request id, with the number of tokens that the step looks ahead at.
     """
     return {
-        request_id: grammar.allowed_bits(num_drafts)
-        for request_id, (grammar, num_drafts) in grammars.items()
+        request_id: grammar.allowed_bits(num_ahead)
+        for request_id, (grammar, num_ahead) in grammars.items()
     }
 
 

@@ -47,14 +47,11 @@ class KVCacheCoordinator:
             else:
                 assert self.null_block is not None
                 self._retentions.append(SlidingWindow(window, block_size, self.null_block))
-        self._finds = {
-            reads: [self._find_in(group, reads=reads) for group in range(self.num_groups)]
-            for reads in (False, True)
-        }
+        self._finds = [self._find_in(group, 0) for group in range(self.num_groups)]
 
     # ------------------------------------------------------------------ prefix cache
 
-    def longest_hit(self, hashes: Sequence[BlockHash], *, reads: bool = False) -> list[int]:
+    def longest_hit(self, hashes: Sequence[BlockHash], cache_class: int = 0) -> list[int]:
         """Return block ids, of all groups, for the longest prefix that every group can use.
 
         Each group in turn shortens the prefix to what it can use, until no group shortens it
@@ -63,9 +60,11 @@ class KVCacheCoordinator:
 
         Args:
             hashes: hashes of the logical blocks that may be used.
-            reads: whether the drafter must have read these blocks.
+            cache_class: highest class of blocks that may be used; see `block_pool.py`.
         """
-        finds = self._finds[reads]
+        finds = self._finds
+        if cache_class:
+            finds = [self._find_in(group, cache_class) for group in range(self.num_groups)]
         hits: list[list[int]] = [[] for _ in self._retentions]
         num_blocks, num_agreed, group = len(hashes), 0, 0
         while num_agreed < self.num_groups:
@@ -86,7 +85,7 @@ class KVCacheCoordinator:
         first: int,
         end: int,
         *,
-        is_read: bool = True,
+        cache_class: int = 0,
     ) -> None:
         """Cache full, committed blocks in each group, except those that slid out.
 
@@ -97,7 +96,7 @@ class KVCacheCoordinator:
             hashes: hashes of its logical blocks.
             first: first logical block to cache.
             end: logical block to stop before.
-            is_read: whether the drafter has read these blocks.
+            cache_class: class of the newly cached blocks; see `block_pool.py`.
         """
         stride = self.num_groups
         for group in range(stride):
@@ -111,7 +110,7 @@ class KVCacheCoordinator:
                 suffix = _suffix(group)
                 own_hashes = [block_hash + suffix for block_hash in own_hashes]
             parent = hashes[start - 1] if start else None
-            self._pool.cache(own, own_hashes, parent, silent=group > 0, is_read=is_read)
+            self._pool.cache(own, own_hashes, parent, silent=group > 0, cache_class=cache_class)
 
     # ------------------------------------------------------------------ blocks
 
@@ -147,11 +146,11 @@ class KVCacheCoordinator:
 
     # ------------------------------------------------------------------ inside
 
-    def _find_in(self, group: int, *, reads: bool) -> Find:
-        suffix, find = _suffix(group), self._pool.find_read if reads else self._pool.find
-        if group == 0:
+    def _find_in(self, group: int, cache_class: int) -> Find:
+        suffix, find = _suffix(group), self._pool.find
+        if not group and not cache_class:
             return find
-        return lambda block_hash: find(block_hash + suffix)
+        return lambda block_hash: find(block_hash + suffix, cache_class)
 
 
 def _suffix(group: int) -> bytes:

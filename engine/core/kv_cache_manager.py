@@ -93,7 +93,7 @@ class KVCacheManager:
             return []
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
         hashes = request.block_hashes[: num_tokens // self.block_size]
-        return self._coordinator.longest_hit(hashes, reads=request.is_drafted_for)
+        return self._coordinator.longest_hit(hashes, request.cache_class)
 
     def allocate_with_prefix(self, request: Request, num_reserved: int = 0) -> int | None:
         """Give a request without blocks its cached prefix, and blocks for all other known tokens.
@@ -131,17 +131,17 @@ class KVCacheManager:
         sibling.num_cached_blocks = min(request.num_cached_blocks, num_blocks)
         sibling.num_computed_tokens = num_blocks * self.block_size
         sibling.num_cached_tokens = sibling.num_computed_tokens
-        sibling.is_drafted_for = request.is_drafted_for
+        sibling.cache_class = request.cache_class
 
-    def cache_blocks(self, request: Request, *, is_read: bool = True) -> None:
+    def cache_blocks(self, request: Request, cache_class: int = 0) -> None:
         """Enter the request's full, computed blocks into the prefix cache.
 
         Args:
-            is_read: whether the drafter has read the newly cached blocks.
+            cache_class: class of the newly cached blocks; see `block_pool.py`.
         """
-        self._cache_up_to(request, request.num_computed_tokens, is_read=is_read)
+        self._cache_up_to(request, request.num_computed_tokens, cache_class)
 
-    def _cache_up_to(self, request: Request, num_tokens: int, *, is_read: bool = True) -> None:
+    def _cache_up_to(self, request: Request, num_tokens: int, cache_class: int = 0) -> None:
         if self._hasher is None:
             return
         num_full = num_tokens // self.block_size
@@ -150,7 +150,7 @@ class KVCacheManager:
             return
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
         hashes = request.block_hashes
-        self._coordinator.cache(request.block_ids, hashes, first, num_full, is_read=is_read)
+        self._coordinator.cache(request.block_ids, hashes, first, num_full, cache_class=cache_class)
         request.num_cached_blocks = num_full
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:

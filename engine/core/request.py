@@ -53,40 +53,52 @@ class RequestStatus(Enum):
 class Request:
     """One prompt, its output, and its progress.
 
+    The first ten fields are the whole request in the plain case: one engine, a free output, steps
+    one after the other. Each other group of fields serves one feature.
+
     Attributes:
         token_ids: prompt, then output.
         seed: the sampler's seed, set when the request enters the system.
         max_num_tokens: length of ``token_ids`` at which the output ends (``LENGTH``).
         stop_token_ids: tokens that end the output (``STOP``).
+        block_ids: blocks that hold the KV, in order (`kv_cache_coordinator.py`).
+        num_computed_tokens: leading tokens whose KV is in the cache.
+
+        rank: order of scheduling, set by the scheduler: smaller ranks run first and are preempted
+            last.
+        row: the worker's row for the request; -1: none. Set by `StepPlanner`.
+        num_planned_blocks: blocks that the worker knows. Set by `StepPlanner`.
+        num_tokens_in_flight: tokens computed by steps in flight (two at most).
+        num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
+            drafts may sample more, but nothing is scheduled behind such a step before it ends.
+
+        extra_keys: values besides the tokens that the KV depends on.
+        block_hashes: hashes of the leading full blocks of ``token_ids``, as far as needed so far.
+        num_cached_blocks: leading blocks that are entered in the prefix cache.
+        cache_class: highest class of cached blocks that the request may use (`block_pool.py`); set
+            by `Drafts`.
+
         num_initial_tokens: tokens known at the start: the prompt, and output tokens of earlier
             attempts. A hand-off between nodes moves the KV of these tokens.
+        epoch: number of the router's attempt; repeated in each output.
+
         changes_logits: see `SamplingParams.changes_logits`.
         grammar: the grammar state of the output and of the thought before; None: free, or not
             compiled yet.
-        extra_keys: values besides the tokens that the KV depends on.
-        epoch: number of the router's attempt; repeated in each output.
-        rank: order of scheduling, set by the scheduler: smaller ranks run first and are preempted
-            last.
+        siblings: requests with the same prompt, which share its blocks once computed.
+        prompt_logprobs: logprobs of the prompt tokens from the second on, as far as computed.
+
         num_cached_tokens: tokens found in the prefix cache at admission or grant.
-        num_cached_blocks: leading blocks that are entered in the prefix cache.
-        block_hashes: hashes of the leading full blocks of ``token_ids``, as far as needed so far.
+        num_preemptions: times that the request lost its blocks to another.
         num_prompt_tokens_computed: prompt tokens that this engine computed, repeatedly if
             preempted. Stays 0 if all of the prompt's KV came from a remote node.
         num_forwards: steps that computed a part of this request.
         num_drafts: drafts that were computed for the request.
         num_accepted_drafts: computed drafts that became part of the output.
-        num_tokens_in_flight: tokens computed by steps in flight (two at most).
-        num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
-            drafts may sample more, but nothing is scheduled behind such a step before it ends.
-        siblings: requests with the same prompt, which share its blocks once computed.
-        is_drafted_for: whether the drafter reads this request from its first token on (needed by
-            drafters with KV).
-        row: the worker's row for the request; -1: none. Set by `StepPlanner`.
-        num_planned_blocks: blocks that the worker knows. Set by `StepPlanner`.
         started_at: when the request was first scheduled (`time.monotonic`).
-        prompt_logprobs: logprobs of the prompt tokens from the second on, as far as computed.
     """
 
+    # The plain case.
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
@@ -94,31 +106,36 @@ class Request:
     seed: int
     max_num_tokens: int
     stop_token_ids: frozenset[int]
-    num_initial_tokens: int
-    changes_logits: bool = False
-    grammar: GrammarState | None = None
-    extra_keys: tuple[bytes, ...] = ()
-    epoch: int = 0
-    rank: int = 0
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_cached_blocks: int = 0
+    # Its place among other requests, and steps in flight.
+    rank: int = 0
+    row: int = -1
+    num_planned_blocks: int = 0
+    num_tokens_in_flight: int = 0
+    num_tokens_pending: int = 0
+    # The prefix cache.
+    extra_keys: tuple[bytes, ...] = ()
     block_hashes: list[BlockHash] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    cache_class: int = 0
+    # Hand-offs and retries.
+    num_initial_tokens: int
+    epoch: int = 0
+    # What the sampling parameters ask for.
+    changes_logits: bool = False
+    grammar: GrammarState | None = None
+    siblings: list[Request] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Figures for receipts and metrics.
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_prompt_tokens_computed: int = 0
     num_forwards: int = 0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
-    num_tokens_in_flight: int = 0
-    num_tokens_pending: int = 0
-    siblings: list[Request] = field(default_factory=list)
-    is_drafted_for: bool = True
-    row: int = -1
-    num_planned_blocks: int = 0
     started_at: float | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def create(
@@ -187,7 +204,7 @@ class Request:
         asks = self.sampling_params.prompt_logprobs is not None
         return asks and self.num_output_tokens == 0
 
-    def begin(self, num_tokens: int) -> None:
+    def add_in_flight(self, num_tokens: int) -> None:
         """Count ``num_tokens`` tokens as in flight: a step that computes them was submitted."""
         self.num_tokens_in_flight += num_tokens
         end = self.num_computed_tokens + self.num_tokens_in_flight

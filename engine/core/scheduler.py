@@ -15,14 +15,13 @@ requests.
 from __future__ import annotations
 
 import bisect
-import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from baton.api.errors import BatonError, DamagedModelError, InvalidRequestError
 from baton.api.outputs import RequestDelta
-from engine.core.drafts import Drafts
+from engine.core.drafts import ALL, DraftPolicy, Drafts
 from engine.core.grammar import GrammarState, MaskMaker, MasksAtOnce, allowed_bits
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters
@@ -34,7 +33,6 @@ from engine.core.waiting_room import WaitingRoom
 # Blocks kept free when a waiting request is admitted, as a share of all blocks: running requests
 # need these next, and a preempted request must compute everything again.
 WATERMARK = 0.01
-ALL = sys.maxsize
 
 _NO_NUMBERS = "the model's logits are not numbers: its weights, or this node's memory, are damaged"
 
@@ -49,8 +47,7 @@ class Scheduler:
         long_prefill_token_threshold: most tokens of one request in a step.
         prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
-        drafts_in_steps: whether workers also make drafts in each step.
-        drafter_reads: see `EngineConfig.drafter_reads`.
+        drafting: decides how many drafts pay; None: there are no drafts.
         masks: computes the masks of grammars between steps.
 
     Attributes:
@@ -73,8 +70,7 @@ class Scheduler:
         long_prefill_token_threshold: int,
         prefill_tokens_beside_decodes: int = ALL,
         preemption: str = "recompute",
-        drafts_in_steps: bool = False,
-        drafter_reads: bool = False,
+        drafting: DraftPolicy | None = None,
         masks: MaskMaker | None = None,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
@@ -92,20 +88,21 @@ class Scheduler:
         self._num_prefill_tokens_left = ALL  # prompt tokens that the new step may still get
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom()
-        self._planner = StepPlanner(max_num_requests, tells_behind=drafts_in_steps)
+        in_steps = drafting is not None and drafting.in_steps
+        self._planner = StepPlanner(max_num_requests, tells_behind=in_steps)
         self._running: list[Request] = []  # by rank: the last one is preempted first
         self.drafts = Drafts(
             kv_cache_manager,
             self.counters,
             long_prefill_token_threshold=long_prefill_token_threshold,
-            drafter_reads=drafter_reads,
+            policy=drafting,
         )
         self._masks = masks or MasksAtOnce()
         self._num_steps_in_flight = 0
 
     # ------------------------------------------------------------------ requests come
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Queue a request whose KV this engine computes; its siblings follow it."""
         self._register(request)
         self._room.queue(request)
@@ -113,13 +110,9 @@ class Scheduler:
             self._register(sibling)
             self._room.park(sibling, RequestStatus.WAITING_FOR_SHARED_KVS)
 
-    def park(self, request: Request, *, draft_for: bool = True) -> None:
-        """Park a request whose prompt KV a remote node will write.
-
-        Args:
-            draft_for: see `Request.is_drafted_for`.
-        """
-        request.is_drafted_for = draft_for
+    def park(self, request: Request) -> None:
+        """Park a request whose prompt KV a remote node will write."""
+        self.drafts.start_parked(request, is_idle=not self._running)
         self._register(request)
         self._room.park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
@@ -236,31 +229,24 @@ class Scheduler:
         """Return the number of requests that may be in the next step."""
         return min(len(self._running) + len(self._room), self._max_num_requests)
 
-    def drafts_for_any(self) -> bool:
-        """Return whether any running request is drafted for."""
-        return any(request.is_drafted_for for request in self._running)
-
-    def schedule(
-        self, num_drafts: int = 0, num_draft_for: int = ALL, num_beside_decodes: int = ALL
-    ) -> SchedulerOutput:
+    def schedule(self, num_beside_decodes: int = ALL) -> SchedulerOutput:
         """Choose what the next step computes, and allocate blocks for it.
 
-        May be called while a step runs (between `begin` and `update`). Each request that samples in
-        the running step is then counted with one more token. Requests that compute drafts in that
-        step, or will get drafts from it, are left for a later step. No request is preempted then,
-        as the running step writes into the blocks: where memory is short, nothing is scheduled.
+        May be called while a step runs (between `begin_step` and `update`). Each request that
+        samples in the running step is then counted with one more token. Requests that compute
+        drafts in that step, or will get drafts from it, are left for a later step. No request is
+        preempted then, as the running step writes into the blocks: where memory is short, nothing
+        is scheduled.
 
         Args:
-            num_drafts: drafts that the step makes behind each sampled token. Requests get blocks
-                for these drafts as long as enough blocks are free.
-            num_draft_for: most starting requests that the drafter will read from their first token
-                on.
             num_beside_decodes: most prompt tokens if a request decodes; a second limit beside the
                 scheduler's own.
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
         self.awaits_masks = False
+        if self.drafts.has_policy:
+            self.drafts.plan_step(self.num_competing, self._running)
         if not self._num_steps_in_flight:
             self._masks.wait()
         is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
@@ -274,12 +260,11 @@ class Scheduler:
         budget = self._admit_arrived(scheduled, budget)
         # Memory is short after a preemption: the preempted request must not come straight back.
         if self.num_preemptions == num_preemptions:
-            budget = self._admit_waiting(scheduled, budget, num_draft_for)
+            budget = self._admit_waiting(scheduled, budget)
         has_drafts = bool(self.drafts.kept)
         if has_drafts:
             budget = self.drafts.add_to(scheduled, budget)
-        if num_drafts:
-            num_drafts = self.drafts.look_ahead(scheduled, num_drafts)
+        num_drafts = self.drafts.look_ahead(scheduled)
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:
             self.awaits_masks = True
@@ -302,7 +287,7 @@ class Scheduler:
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
     ) -> tuple[StepPlan, StepHooks]:
-        """Return a worker's plan of a step, and its hooks; call right before `begin`."""
+        """Return a worker's plan of a step, and its hooks; call right before `begin_step`."""
         plan = self._planner.plan(scheduled.scheduled, scheduled.num_drafts)
         if not plan.constrained:
             return plan, StepHooks(after_layer)
@@ -314,7 +299,7 @@ class Scheduler:
         }
         return plan, StepHooks(after_layer, partial(allowed_bits, grammars))
 
-    def begin(self, scheduled: SchedulerOutput) -> None:
+    def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Count a step's tokens as in flight, as the step is about to be launched.
 
         At most two steps are in flight; each ends with `update`.
@@ -322,52 +307,52 @@ class Scheduler:
         assert self._num_steps_in_flight < 2
         self._num_steps_in_flight += 1
         for item in scheduled.scheduled:
-            item.request.begin(item.num_scheduled_tokens)
+            item.request.add_in_flight(item.num_scheduled_tokens)
 
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
         """Write the oldest step's result into its requests and end those that are done."""
-        outputs, finished, num_more = list[RequestDelta](), list[Request](), 0
+        outputs, finished = list[RequestDelta](), list[Request]()
         token_ids, logprobs = output.sampled_token_ids, output.logprobs
         manager, block_size = self.kv_cache_manager, self.kv_cache_manager.block_size
         chunks, slides = output.prompt_logprobs, manager.slides
         in_flight, has_drafts = self._num_steps_in_flight > 0, scheduled.has_drafts
         self._num_steps_in_flight -= in_flight
         for item in scheduled.scheduled:
-            request = item.request
-            drafts = item.draft_token_ids if has_drafts else ()
+            request, num_tokens = item.request, item.num_scheduled_tokens
             if in_flight:
                 request.num_tokens_pending -= item.samples
-                request.num_tokens_in_flight -= item.num_scheduled_tokens
+                request.num_tokens_in_flight -= num_tokens
             if request.status.is_finished:  # ended since the step was scheduled
                 self._free_when_idle(request)
                 continue
-            if chunks and (chunk := chunks.get(request.request_id)):
-                request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
-            start, num_tokens = request.num_computed_tokens, item.num_scheduled_tokens - len(drafts)
+            if has_drafts:  # accepted ones are counted once they are known (`Drafts.append`)
+                num_tokens -= len(item.draft_token_ids)
+            start = request.num_computed_tokens
             request.num_computed_tokens = end = start + num_tokens
             request.num_forwards += 1
             if num_tokens > 1 or end % block_size == 0:  # a block may be full
-                is_read = self.drafts.is_read(request, num_tokens, scheduled)
-                manager.cache_blocks(request, is_read=is_read)
+                manager.cache_blocks(
+                    request, self.drafts.cache_class(request, num_tokens, scheduled)
+                )
+            if chunks and (chunk := chunks.get(request.request_id)):
+                request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
             if start < request.num_prompt_tokens:
                 self._note_prompt_computed(request, start, num_tokens)
             if slides and not request.siblings:  # siblings may still need these blocks
                 manager.free_slid_out(request)
-            request_id, epoch = request.request_id, request.epoch
+            request_id = request.request_id
             sampled = token_ids.get(request_id)
-            if sampled is None:
+            if sampled is None:  # a chunk of a prompt
                 continue
             index = len(request.token_ids) - request.num_prompt_tokens
             of_prompt = () if index else request.take_prompt_logprobs()
             own = logprobs.get(request_id, ()) if logprobs else ()
-            if drafts:
-                ended, num_taken = self.drafts.take(item, sampled, scheduled)
-                num_more += max(num_taken - 1, 0)
-                own = own[:num_taken]
-            else:
+            if request.grammar is None and not (has_drafts and item.draft_token_ids):
                 ended = request.append(sampled[0])
-            if drafts or request.grammar is not None:  # the request may hold another token instead
+            else:
+                ended = self._append_checked(item, sampled, scheduled)
                 sampled = tuple(request.token_ids[request.num_prompt_tokens + index :])
+                own = own[: len(sampled)]
             reason = None
             if ended is not None:
                 reason = ended.finish_reason
@@ -376,15 +361,31 @@ class Scheduler:
                     continue
                 self._finish(request, ended)
                 finished.append(request)
-            elif request.grammar is not None and not request.grammar.has_mask:
-                self._masks.begin(request.grammar)
-            outputs.append(RequestDelta(request_id, index, sampled, reason, own, of_prompt, epoch))
+            outputs.append(
+                RequestDelta(request_id, index, sampled, reason, own, of_prompt, request.epoch)
+            )
         if finished:
             self._running = [r for r in self._running if not r.status.is_finished]
-        self.counters.output_tokens += len(outputs) + num_more
+        self.counters.output_tokens += len(outputs)
         if output.draft_token_ids or self.drafts.kept:
             self.drafts.keep(outputs, output.draft_token_ids)
         return StepResult(tuple(outputs), tuple(finished), scheduled)
+
+    def _append_checked(
+        self, item: ScheduledRequest, sampled: tuple[int, ...], scheduled: SchedulerOutput
+    ) -> RequestStatus | None:
+        """Append sampled tokens that drafts or a grammar may cut short or replace.
+
+        Returns the final status, if the output ends (see `Request.append`).
+        """
+        request = item.request
+        if item.draft_token_ids:
+            ended = self.drafts.append(item, sampled, scheduled)
+        else:
+            ended = request.append(sampled[0])
+        if ended is None and request.grammar is not None and not request.grammar.has_mask:
+            self._masks.begin_mask(request.grammar)
+        return ended
 
     def check(self) -> None:
         """Assert the invariants; for tests and debug runs."""
@@ -443,9 +444,7 @@ class Scheduler:
             budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)
         return budget
 
-    def _admit_waiting(
-        self, scheduled: list[ScheduledRequest], budget: int, num_draft_for: int
-    ) -> int:
+    def _admit_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Start waiting requests, from their cached prefix on."""
         max_num_running = self._max_num_requests
         while (
@@ -456,16 +455,13 @@ class Scheduler:
                 break
             # A request that runs alone may take all blocks: no other request needs the reserve.
             num_reserved = self._watermark_blocks if self._running else 0
-            # A node that continues a one-token request drafts for it, so it must be read here.
-            is_passed_on = request.max_num_tokens - request.num_tokens == 1
-            request.is_drafted_for = num_draft_for > 0 or is_passed_on
+            self.drafts.start(request)
             # Reserve blocks for all known tokens, not only for the first chunk. Otherwise, prompts
             # that start together would take the blocks that each of them needs to finish.
             num_cached = self.kv_cache_manager.allocate_with_prefix(request, num_reserved)
             if num_cached is None:
                 break
             self._room.pop()
-            num_draft_for -= not is_passed_on
             request.num_computed_tokens = num_cached
             if request.num_preemptions == 0:
                 request.num_cached_tokens = num_cached
@@ -495,7 +491,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         self._room.give_rank(request)
         if request.grammar is not None and not request.grammar.has_mask:
-            self._masks.begin(request.grammar)
+            self._masks.begin_mask(request.grammar)
 
     def _may_run(self, request: Request, num_tokens: int) -> bool:
         """Return whether a request may compute these tokens now; False if it needs a mask first."""
@@ -516,7 +512,7 @@ class Scheduler:
         """Advance a grammar by tokens of the output, and begin the mask of the next token."""
         is_right = all(grammar.accept(token_id) for token_id in token_ids) and not grammar.problem
         if is_right and not grammar.has_mask:
-            self._masks.begin(grammar)
+            self._masks.begin_mask(grammar)
         return is_right
 
     def _fail_by_grammar(self, request: Request) -> None:

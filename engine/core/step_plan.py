@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.api.sampling_params import SamplingParams
+from engine.core.drafts import is_drafted_for
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 
@@ -32,7 +33,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         token_ids: all known tokens, if sampling looks back at them; else empty. Tokens computed
             later are appended.
-        is_drafted_for: whether the drafter reads the request from its first token on.
+        is_drafted_for: see `engine.core.drafts.is_drafted_for`.
     """
 
     row: int
@@ -42,7 +43,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
     token_ids: list[int]
-    is_drafted_for: bool = True
+    is_drafted_for: bool = False
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
@@ -183,5 +184,5 @@ def _new_row(request: Request) -> NewRow:
         request.num_prompt_tokens,
         request.stop_token_ids,
         request.token_ids.copy() if looks_back else [],
-        request.is_drafted_for,
+        is_drafted_for(request),
     )

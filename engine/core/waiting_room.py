@@ -35,7 +35,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
 
-    def add(self, request: Request) -> None:
+    def add_new(self, request: Request) -> None:
         """Queue a request that has not run yet, by its time of arrival."""
         # Most requests are the newest; one that waited for its grammar goes before later arrivals.
         index = len(self._requests)
@@ -107,7 +107,7 @@ class WaitingRoom:
             self._arrived.append(request)
             self.num_arrived += 1
         else:
-            self._waiting.add(request)
+            self._waiting.add_new(request)
             self.num_waiting += 1
 
     def put_back(self, request: Request) -> None:

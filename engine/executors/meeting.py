@@ -95,7 +95,7 @@ class RemoteRank:
             return f"rank {self.rank} has said nothing for {silence_s:.1f} s"
         return None
 
-    def end(self) -> None:
+    def end_rank(self) -> None:
         """Hang up, which ends the rank."""
         self.messages.close()
         self._life_line.close()

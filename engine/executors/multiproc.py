@@ -64,7 +64,7 @@ class RankProcess:
             return f"rank {self.rank} (process {self.process.pid}) was stopped"
         return None
 
-    def end(self) -> None:
+    def end_rank(self) -> None:
         """Kill the rank's process, and wait for its end."""
         self.messages.close()
         with contextlib.suppress(OSError):

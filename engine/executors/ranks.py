@@ -59,7 +59,7 @@ class OtherRank(Protocol):
     def why_gone(self) -> str | None:
         """Return why the rank is gone, or None while it runs; called by one thread every 0.2 s."""
 
-    def end(self) -> None:
+    def end_rank(self) -> None:
         """End the rank."""
 
 
@@ -86,7 +86,7 @@ class OtherRanks:
             if gone is not None and not self._ending.is_set():
                 logger.critical("%s; the others end with it", gone)
                 self.failure = EngineDeadError(gone)
-                self.end()
+                self.end_all()
                 return
 
     def send(self, message: Step | Call | Attach) -> None:
@@ -117,9 +117,9 @@ class OtherRanks:
     def fail(self, why: str) -> None:
         """End all ranks for good; the first reason is kept."""
         self.failure = self.failure or EngineDeadError(why)
-        self.end()
+        self.end_all()
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         """End all ranks; may be called twice."""
         with self._lock:
             if not self._ending.is_set():
@@ -127,7 +127,7 @@ class OtherRanks:
                 if self.on_end is not None:
                     self.on_end()
                 for rank in self.ranks:
-                    rank.end()
+                    rank.end_rank()
                 self._clean()
 
 
@@ -173,7 +173,7 @@ class RanksExecutor:
     ) -> None:
         self._others = others
         self._leader = config.leader
-        weakref.finalize(self, others.end)
+        weakref.finalize(self, others.end_all)
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
             ranks = meet()
@@ -183,10 +183,10 @@ class RanksExecutor:
         except (CollectiveError, RuntimeError) as error:
             with contextlib.suppress(TimeoutError):  # a rank may have said why
                 others.answers(min(deadline, time.monotonic() + 1.0))
-            others.end()
+            others.end_all()
             raise others.failure or error from error
         except BaseException:
-            others.end()
+            others.end_all()
             raise
         self.worker = local.worker
         self.config = local.config
@@ -235,4 +235,4 @@ class RanksExecutor:
             raise self._others.failure
 
     def close(self) -> None:
-        self._others.end()
+        self._others.end_all()

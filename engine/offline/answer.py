@@ -61,7 +61,7 @@ class Answer:
     def ended(self) -> bool:
         return self._finish_reason is not None
 
-    def take(self, output: RequestDelta) -> None:
+    def on_delta(self, output: RequestDelta) -> None:
         """Add new tokens, which may end the answer."""
         token_ids, finish_reason = output.token_ids, output.finish_reason
         piece = ""

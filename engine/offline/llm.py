@@ -210,7 +210,7 @@ class LLM:
             self._answers[request.request_id] = answer
             answers.append(answer)
         choices[0].siblings = choices[1:]
-        self.engine.add(choices[0])
+        self.engine.add_request(choices[0])
         return answers
 
     def _end(self, request_id: str) -> None:
@@ -238,7 +238,7 @@ class LLM:
             answer = self._answers.get(output.request_id)
             if answer is None:  # submitted to the engine directly
                 continue
-            answer.take(output)
+            answer.on_delta(output)
             if answer.ended:
                 self._end(output.request_id)
                 num_ended += 1
@@ -252,7 +252,7 @@ class LLM:
             if answer is not None:
                 logger.warning("%s ends: %s", request_id, error)
                 index = answer.request.num_output_tokens
-                answer.take(RequestDelta(request_id, index, (), FinishReason.ABORT))
+                answer.on_delta(RequestDelta(request_id, index, (), FinishReason.ABORT))
                 num_ended += 1
         return num_ended
 

@@ -51,7 +51,7 @@ class MaskThreads:
                 self._threads.append(thread)
             weakref.finalize(self, _stop, self._work)
 
-    def begin(self, grammar: GrammarState) -> None:
+    def begin_mask(self, grammar: GrammarState) -> None:
         """Compute a mask now if it is likely cheap, else on a thread."""
         if grammar.mask_s < CHEAP_S and self._left_s > 0:
             began_at = time.thread_time()

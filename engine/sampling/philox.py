@@ -58,7 +58,7 @@ class WordTable:
         """Empty a row, for another request."""
         self._first[row] = _NOWHERE
 
-    def take(
+    def words_at(
         self,
         rows: npt.NDArray[np.int64],
         seeds: npt.NDArray[np.uint64],

@@ -19,7 +19,7 @@ class Proposer(Protocol):
     def __init__(self, config: EngineConfig) -> None:
         """Raise ConfigError or ModelLoadError if the options do not allow drafts."""
 
-    def take(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+    def store_drafts(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Store the drafts that a worker made in the latest step, by request id."""
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ class InStepsProposer:
     def __init__(self, config: EngineConfig) -> None:
         self._latest: Mapping[str, tuple[int, ...]] = {}
 
-    def take(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+    def store_drafts(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
         self._latest = drafts
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:

@@ -20,7 +20,7 @@ class NgramProposer:
         self._least, self._most = config.ngram_min, config.ngram_max
         self._texts: dict[Request, Text] = {}
 
-    def take(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+    def store_drafts(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
         assert not drafts, "nobody else makes drafts"
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:

@@ -14,9 +14,9 @@ from types import MappingProxyType
 from baton.api.outputs import RequestDelta
 from baton.checkpoint.model_folder import config_digest, find_model_folder, weights_digest
 from baton.engine_config import EngineConfig
+from engine.core.drafts import ALL, is_drafted_for
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
-from engine.core.scheduler import ALL
 from engine.speculation import PROPOSERS
 from engine.speculation.base import Proposer
 from engine.speculation.draft_lengths import (
@@ -40,10 +40,11 @@ _SPARE = 16  # ended requests to collect before cleaning up
 
 
 class Speculation:
-    """Gets drafts for an engine's requests, and selects those to compute.
+    """Gets drafts for an engine's requests, and selects those to compute; a `DraftPolicy`.
 
     Attributes:
         choice: the number of drafts of the latest step, and its reasons; None: all drafts.
+        in_steps, drafter_reads: see `DraftPolicy`.
 
     Args:
         proposer: makes drafts.
@@ -66,8 +67,8 @@ class Speculation:
     ) -> None:
         self._proposer = proposer
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
-        self._adaptive, self._in_steps = adaptive, in_steps
-        self._drafter_reads = drafter_reads
+        self._adaptive, self.in_steps = adaptive, in_steps
+        self.drafter_reads = drafter_reads
         self._num_steps_of_none = 0  # since drafts paid
         self._num_steps_of_some = 0  # with fewer than all drafts
         self._tries_one_more = False
@@ -92,8 +93,8 @@ class Speculation:
             num_rows: most requests in the next step.
             can_draft: returns whether any running request can be drafted for.
         """
-        if not self._in_steps or not self._adaptive:
-            return self._num_drafts if self._in_steps else 0
+        if not self.in_steps or not self._adaptive:
+            return self._num_drafts if self.in_steps else 0
         best, of_rows, num_steps = self._to_draft
         if not num_steps or of_rows != num_rows:
             best, self.choice = choose_num_drafts(
@@ -139,7 +140,7 @@ class Speculation:
         All, unless no drafts have paid for long: then one, when a trial is due, else none. A
         request that is not read from its start is never drafted for.
         """
-        if not self._drafter_reads or not self._none_for_long:
+        if not self.drafter_reads or not self._none_for_long:
             return ALL
         return int(self._trials.is_overdue)
 
@@ -155,8 +156,8 @@ class Speculation:
             requests: requests that have not ended.
             drafted: drafts that a worker made in the step.
         """
-        if self._in_steps:
-            self._proposer.take(drafted)
+        if self.in_steps:
+            self._proposer.store_drafts(drafted)
             if not drafted and not self._proposed:
                 self._num_rows = len(result.outputs) - len(result.finished)
                 return {}
@@ -190,7 +191,7 @@ class Speculation:
         if self._num_rows and (num_tokens == len(items) or all(map(_only_decodes, items))):
             self._costs.note(num_tokens, seconds - drafting_s)
             if scheduled.num_drafts:
-                num_rows = sum(item.request.is_drafted_for for item in items)
+                num_rows = sum(is_drafted_for(item.request) for item in items)
                 self._drafting_costs.note(num_rows, scheduled.num_drafts, drafting_s)
                 if not self._to_draft[0]:
                     self._trials.note_cost(drafting_s / max(seconds - drafting_s, 1e-6))
@@ -235,7 +236,7 @@ class Speculation:
         numbers = [*map(len, drafts.values())]
         lengths, choice = choose_lengths(self._costs, num_rows, numbers, rates)
         self._gain = choice.gain
-        if not self._in_steps:  # with `in_steps`, the choice was made before drafting
+        if not self.in_steps:  # with `in_steps`, the choice was made before drafting
             self.choice = choice
         return {
             name: own[:length]

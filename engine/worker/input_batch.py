@@ -383,7 +383,7 @@ class InputBatch:
         return SamplingInput(
             request_ids,
             parameters,
-            self._random_words.take(rows, parameters["seed"], places),
+            self._random_words.words_at(rows, parameters["seed"], places),
             {
                 index: self._snapshot(as_list[index], int(columns.sampled_at[index]))
                 for index in changes_logits.nonzero()[0].tolist()
@@ -476,7 +476,7 @@ class InputBatch:
         return SamplingInput(
             before.request_ids,
             parameters,
-            self._random_words.take(kept.rows, parameters["seed"], places),
+            self._random_words.words_at(kept.rows, parameters["seed"], places),
             {
                 index: self._snapshot(int(kept.rows[index]), int(sampled_at[index]))
                 for index in before.adjusted

@@ -298,7 +298,7 @@ class ModelRunner:
         if self._rejects and sampling.draft_token_ids:
             proposed = None
             if self._drafting is not None:
-                proposed = self._drafting.chooser.take(self._drafting_steps[0])
+                proposed = self._drafting.chooser.pop_distributions(self._drafting_steps[0])
             token_ids = sample_with_rejection(
                 logits.float(), sampling, hooks.allowed_bits, proposed
             )

@@ -158,7 +158,11 @@ def _plan(
     for row, (seq_len, num_tokens) in enumerate(dummies):
         num_known = seq_len - min(num_drafts, num_tokens - 1)
         shares += (row, seq_len - num_tokens, num_tokens, num_known)
-        new_rows.append(NewRow(row, f"dummy-{row}", params, 0, num_known, frozenset(), []))
+        new_rows.append(
+            NewRow(
+                *(row, f"dummy-{row}", params, 0, num_known, frozenset(), []), is_drafted_for=True
+            )
+        )
     return StepPlan(
         tuple(new_rows),
         tuple(

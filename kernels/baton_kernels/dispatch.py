@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.kernel_library.state import are_kernels_off
+from baton.kernel_library.switch import are_kernels_off
 from baton_kernels import reference
 from baton_kernels.native.ops import NativeOps, load_native_ops
 

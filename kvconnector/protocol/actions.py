@@ -281,7 +281,7 @@ class Turn:
         """Append an action."""
         self.actions.append(action)
 
-    def take(self) -> list[Action]:
+    def pop_actions(self) -> list[Action]:
         """Return the actions since the last call."""
         actions, self.actions = self.actions, []
         return actions
@@ -290,7 +290,7 @@ class Turn:
 class StateMachine(Protocol):
     """One end of the hand-off, or a filter around it; called by one thread at a time."""
 
-    def take(self, item: Input, now: float) -> list[Action]:
+    def handle_input(self, item: Input, now: float) -> list[Action]:
         """Handle an input; return the actions to carry out before the next input."""
 
     def tick(self, now: float) -> list[Action]:

@@ -163,7 +163,7 @@ class DigestTeller:
         self._slices: dict[str, Slices] = {}
         self._posted: defaultdict[tuple[str, TransferKey], deque[Digests]] = defaultdict(deque)
 
-    def take(self, item: Input, now: float) -> list[Action]:
+    def handle_input(self, item: Input, now: float) -> list[Action]:
         told: list[Action] = []
         match item:
             case Posted(action=Write(engine_id, key), is_done=is_done, problem=problem):
@@ -179,7 +179,7 @@ class DigestTeller:
                 self._slices.pop(engine_id, None)
             case _:
                 pass
-        actions = self._machine.take(item, now)
+        actions = self._machine.handle_input(item, now)
         for action in actions:
             if isinstance(action, Write):  # digest the blocks before they are written
                 self._note(action)
@@ -282,12 +282,12 @@ class DigestVerifier:
         self._said: list[Action] = []
         self._passed: list[Input] = []
 
-    def take(self, item: Input, now: float) -> list[Action]:
+    def handle_input(self, item: Input, now: float) -> list[Action]:
         self._said, self._passed = [], []
         self._take(item, now)
         actions = self._said
         for passed in self._passed:
-            actions += self._machine.take(passed, now)
+            actions += self._machine.handle_input(passed, now)
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -414,7 +414,7 @@ class DigestVerifier:
         A message that is late, doubled or does not fit changes nothing.
 
         Args:
-            key: of blocks from its sender.
+            key: key with which the sender made its digests.
         """
         arrival = self._find((message.request_id, message.epoch), message.engine_id)
         layers = message.layers or (0, self._digests.num_layers)
@@ -474,7 +474,7 @@ class DigestVerifier:
         )
 
     def _ask_again(self, arrival: Arrival, commit: Commit) -> Iterator[Resend]:
-        """What to ask for once more, as the sender has nothing in flight and all is not verified.
+        """Yield what to ask for once more, as nothing is in flight and some blocks are unverified.
 
         Digests were lost, or a Resend was. What was asked for is asked for again by the same name
         and with the next attempt: a write that is posted for an old Resend ends before its.

@@ -29,12 +29,12 @@ class Drains:
     def __init__(self) -> None:
         self._drains: dict[str, _Drain] = {}
 
-    def add(self, engine_id: str, now: float, num_reads: int) -> None:
-        """This peer's process is dead; ``num_reads`` were made before that was known."""
+    def add_dead_peer(self, engine_id: str, now: float, num_reads: int) -> None:
+        """Note a dead peer, whose death was noticed after ``num_reads`` reads of the transport."""
         self._drains.setdefault(engine_id, _Drain(now, num_reads))
 
     def take_done(self, now: float, num_reads: int) -> list[str]:
-        """Peers of which nothing can arrive any more."""
+        """Remove and return the peers from which nothing can arrive any more."""
         done = [
             engine_id
             for engine_id, drain in self._drains.items()

@@ -68,7 +68,7 @@ class Inbox:
         except RefusedMessageError as error:
             self._refuse(error.reason, sender, now)
 
-    def take(self, now: float) -> list[Message]:
+    def pop_round(self, now: float) -> list[Message]:
         """Return the messages of one round: some from each peer, in the order of arrival."""
         taken = []
         for sender, queue in list(self._queues.items()):

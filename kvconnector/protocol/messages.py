@@ -157,7 +157,7 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Resend(_RequestMessage, frozen=True, kw_only=True):
-    """What P wrote there is not what it says it wrote."""
+    """Ask P to write blocks again, as their content differs from P's digests."""
 
     indices: Places
     layers: tuple[Count, Count]
@@ -194,7 +194,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Raises TransferError for anything that is not one of our messages."""
+    """Decode a message; raise TransferError if the bytes are none of our messages."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

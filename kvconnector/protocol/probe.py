@@ -98,13 +98,13 @@ class Probes:
         """Return whether any write is in flight."""
         return any(probe.num_in_flight for probe in self._probes.values())
 
-    def begin(self, ack: HelloAck) -> None:
+    def start_on_ack(self, ack: HelloAck) -> None:
         """Start a probe if a peer answered our Hello with a slot, and it is our turn."""
         peer_id, slot = ack.engine_id, ack.slot
         if slot is not None and slot < NUM_SLOTS and self._peers.try_begin_probe(peer_id, ack.test):
             self._probes[peer_id] = _Probe(ack.test, slot, self._turn.now)
 
-    def end(self, result: SelfTestResult) -> None:
+    def on_result(self, result: SelfTestResult) -> None:
         """Handle a peer's result of our probe."""
         peer_id = result.engine_id
         probe = self._probes.get(peer_id)

@@ -75,13 +75,13 @@ class ReceiveMachine:
         self._drains = Drains()
         self._num_reads = 0
 
-    def take(self, item: Input, now: float) -> list[Action]:
+    def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
         if isinstance(item, Heard):
             self._hear(item)
         else:
             self._obey(item)
-        return self._turn.take()
+        return self._turn.pop_actions()
 
     def tick(self, now: float) -> list[Action]:
         self._turn.now = now
@@ -93,7 +93,7 @@ class ReceiveMachine:
         for _, grant in self.grants.take_due(now):
             self.peers.send(grant.engine_id, grant.message)
         self._slots.tick()
-        return self._turn.take()
+        return self._turn.pop_actions()
 
     @property
     def is_expecting(self) -> bool:
@@ -117,7 +117,7 @@ class ReceiveMachine:
             case Drop():
                 self._drop(item)
             case Drain(engine_id=engine_id):
-                self._drains.add(engine_id, self._turn.now, self._num_reads)
+                self._drains.add_dead_peer(engine_id, self._turn.now, self._num_reads)
             case Leave(engine_id=engine_id):
                 self.grants.remove_peer(engine_id)
                 self._slots.forget(engine_id)
@@ -149,7 +149,7 @@ class ReceiveMachine:
         )
         key, engine_id = (reservation.request_id, reservation.epoch), reservation.engine_id
         self._turn.ask(Allow(engine_id, key, reservation.block_ids))
-        self.grants.add(key, engine_id, message, self._turn.now)
+        self.grants.add_message(key, engine_id, message, self._turn.now)
         self.peers.send(engine_id, message)
 
     def _drop(self, wish: Drop) -> None:

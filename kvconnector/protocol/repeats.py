@@ -34,7 +34,7 @@ class Repeats:
     def __len__(self) -> int:
         return len(self._repeats)
 
-    def add(self, key: TransferKey, engine_id: str, message: Message, now: float) -> None:
+    def add_message(self, key: TransferKey, engine_id: str, message: Message, now: float) -> None:
         """Send ``message`` again every ``REPEAT_S``."""
         self._repeats[key] = Repeat(engine_id, message, now + REPEAT_S)
         self._next_at = min(self._next_at, now + REPEAT_S)

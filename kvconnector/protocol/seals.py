@@ -57,7 +57,7 @@ class ReplayWindow:
         self._highest = 0
         self._seen = 0  # bit i: highest - i has come
 
-    def take(self, number: int) -> bool:
+    def accept_number(self, number: int) -> bool:
         """Accept a number; return False if it was accepted before or is too late."""
         ahead = number - self._highest
         if ahead > 0:
@@ -96,7 +96,7 @@ class Channel:
         tag = _tag(self.keys.receive, numbered)
         if len(payload) < HEADER_BYTES or not hmac.compare_digest(tag, payload[:TAG_BYTES]):
             raise RefusedMessageError(Refusal.FORGED)
-        if not self._window.take(int.from_bytes(numbered[:NUMBER_BYTES], "big")):
+        if not self._window.accept_number(int.from_bytes(numbered[:NUMBER_BYTES], "big")):
             raise RefusedMessageError(Refusal.REPLAYED)
         return numbered[NUMBER_BYTES:]
 

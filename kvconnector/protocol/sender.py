@@ -101,7 +101,7 @@ class SendMachine:
         self._to_post: deque[Transfer] = deque()  # in this round
         self._room_bytes: dict[str, int] = {}  # of each peer, in this round
 
-    def take(self, item: Input, now: float) -> list[Action]:
+    def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
         match item:
             case Pause():
@@ -115,10 +115,10 @@ class SendMachine:
             case Beat() | HelloAck():
                 self.peers.renew(item.engine_id, item.sent_at_s)
                 if isinstance(item, HelloAck):
-                    self._probes.begin(item)
+                    self._probes.start_on_ack(item)
             case SelfTestResult():
                 self.peers.note_alive(item.engine_id, item.sent_at_s)
-                self._probes.end(item)
+                self._probes.on_result(item)
             case Grant() | Cancel() | Resend() | Verified():
                 self._hear(item)
             case Begin():
@@ -139,7 +139,7 @@ class SendMachine:
                     self._give_up(connect.then.message)
             case _:  # only a receiver takes the others
                 pass
-        return self._turn.take()
+        return self._turn.pop_actions()
 
     def tick(self, now: float) -> list[Action]:
         self._turn.now = now
@@ -148,7 +148,7 @@ class SendMachine:
         self._repeat()
         self._begin_round()
         self._forget_leaving()
-        return self._turn.take()
+        return self._turn.pop_actions()
 
     @property
     def is_expecting(self) -> bool:
@@ -177,7 +177,7 @@ class SendMachine:
         )
         if not self.peers.may_start(engine_id) or not self.peers.send(engine_id, message):
             self._fail(transfer, UNREACHED)
-        self.repeats.add(wish.key, engine_id, message, self._turn.now)
+        self.repeats.add_message(wish.key, engine_id, message, self._turn.now)
 
     def _push(self, wish: Push) -> None:
         push = wish.push
@@ -390,7 +390,7 @@ class SendMachine:
         if not self.peers.send(engine_id, commit, tells=not self._is_verified):
             self._give_up(commit)
         elif self._is_verified:
-            self.repeats.add(key, engine_id, commit, self._turn.now)
+            self.repeats.add_message(key, engine_id, commit, self._turn.now)
 
     def _end(self, transfer: Transfer | None) -> None:
         if transfer is not None:

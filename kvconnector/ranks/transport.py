@@ -111,7 +111,7 @@ class OtherRank:
         return self._memory
 
     def take_end(self, number: int) -> str | None:
-        """What became of a write: None: it is in flight; empty: it is complete; else a problem."""
+        """Return a write's problem; empty: the write is complete; None: it is in flight."""
         if number not in self._ended:
             self.hear()
         return self._ended.pop(number, None)
@@ -132,7 +132,7 @@ class OtherRank:
 
 
 class _RankWrite:
-    """What another rank was told to write."""
+    """A write that another rank was told to make."""
 
     def __init__(self, rank: OtherRank, number: int) -> None:
         self._rank, self._number = rank, number
@@ -207,7 +207,7 @@ class RanksTransport:
         return [answer, *(other.answer(number, deadline) for other in self._others)]
 
     def digest(self, make: Callable[[int], DigestSlices]) -> dict[int, list[bytes]]:
-        """What each other rank finds of its slices, by rank; see `BlockDigests`."""
+        """Return each other rank's digests of its slices, by rank; see `BlockDigests`."""
         _, *found = self.call(make, lambda: None)
         ranks = [other.rank for other in self._others]
         return dict(zip(ranks, found, strict=True))

@@ -41,7 +41,7 @@ class FaultFile:
         return f"as {self._path} says"
 
     def __call__(self) -> FaultSpec:
-        """What goes wrong now; never raises: a text that is none is logged and changes nothing."""
+        """Return the faults of now; never raises: a wrong text is logged and changes nothing."""
         now = self._clock()
         if now < self._look_at:
             return self._spec
@@ -58,9 +58,9 @@ class FaultFile:
 
 
 def faults_of(option: str, node_name: str) -> FaultSpec | FaultFile | None:
-    """What the option says: a spec, or ``@FILE``, or ``@FOLDER`` with a file for each node's name.
+    """Read the option: a spec, or ``@FILE``, or ``@FOLDER`` with a file for each node's name.
 
-    None: nothing is to go wrong. Raises ConfigError.
+    Returns None if no fault is asked for. Raises ConfigError.
     """
     if not option.startswith("@"):
         return FaultSpec.parse(option)

@@ -62,7 +62,7 @@ class KillPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSpec:
-    """What goes wrong, and how often. Probabilities are per message, write or commit.
+    """Faults to inject. Probabilities are per message, write or commit.
 
     Attributes:
         drop: a message is lost.
@@ -78,7 +78,7 @@ class FaultSpec:
         hang_engine: the engine's thread stands still behind so many rounds with work; 0: never.
         poison: the process ends once it has computed something for a request whose id contains
             this text; "": no request does this.
-        seed: of everything drawn.
+        seed: seed of all random numbers.
     """
 
     drop: float = 0.0

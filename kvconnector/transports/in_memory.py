@@ -131,7 +131,7 @@ class InMemoryTransport:
             self._ends.pop(self._name, None)
 
     def _end(self, engine_id: str, rank: int | None = None) -> InMemoryTransport:
-        """That of a peer's rank; None: of the one that speaks for it."""
+        """Return the transport of a peer's rank; None: of the peer's leading rank."""
         name = engine_id
         if rank is not None:
             leader = self._peers[engine_id][0].manifest.leader

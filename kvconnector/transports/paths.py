@@ -13,6 +13,6 @@ PCIE_BYTES_PER_S = 63e9
 
 
 def judge_path(path: str, *, on_this_host: bool, bandwidth_bytes_per_s: float) -> str:
-    """The name of a path whose bandwidth was measured; what it proves nothing of stays unknown."""
+    """Return a path's name, after a measured bandwidth; the name stays unless that proves more."""
     is_faster = bandwidth_bytes_per_s > PCIE_BYTES_PER_S
     return CUDA_IPC_PATH if path == UNKNOWN_GPU_PATH and on_this_host and is_faster else path

@@ -61,7 +61,7 @@ class Auditor:
 
     Args:
         router: ``host:port``.
-        token: of operators; empty: none.
+        token: an operator's token; empty: none.
         tls: certificates.
     """
 

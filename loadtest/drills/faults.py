@@ -38,7 +38,7 @@ class Fault:
     Attributes:
         act: kill, stop, restart or inject.
         node: whom it happens to; empty: to all nodes.
-        spec: of inject, as a node's --inject-faults has it.
+        spec: faults of inject, as a node's --inject-faults has them.
         end_s: as begin_s for what happens at once.
         text: the fault as the user wrote it.
     """

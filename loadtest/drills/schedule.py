@@ -75,7 +75,7 @@ class Schedule:
             self._looks[place] = await self._auditor.look()
         self._done[place] = await self._site.do(fault, clock)
 
-    async def finish(self) -> None:
+    async def check_leaks(self) -> None:
         """Look for leaked blocks after the last request."""
         if self._auditor is None:
             return

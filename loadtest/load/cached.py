@@ -34,12 +34,12 @@ class CacheReport:
 
     @property
     def cached_share(self) -> float | None:
-        """None: the server says nothing of its cache."""
+        """Share of prompt tokens that the server had cached; None: the server does not say."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     @property
     def shared_share(self) -> float | None:
-        """As cached_share."""
+        """Share of prompt tokens that a server can have cached; None: the server does not say."""
         return self.num_shared_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     def line(self) -> str:

@@ -122,7 +122,7 @@ def gamma_arrivals(
 def on_off_arrivals(
     chance: random.Random, *, rate_per_s: float, mean_on_s: float, mean_off_s: float
 ) -> Iterator[float]:
-    """Times in seconds: Poisson while on, nothing while off; raises ConfigError.
+    """Yield arrival times in seconds: Poisson while on, none while off; raises ConfigError.
 
     Args:
         rate_per_s: rate during on times.

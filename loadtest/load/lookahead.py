@@ -37,8 +37,8 @@ class Lookahead:
         while self._make_one():
             pass
 
-    def take(self) -> PreparedConversation | None:
-        """Take the next one; None when there are no more."""
+    def next_conversation(self) -> PreparedConversation | None:
+        """Return the next conversation; None after the last."""
         if not self._ready:
             self._make_one()
         if not self._ready:

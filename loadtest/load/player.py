@@ -106,7 +106,7 @@ class Player:
             await asyncio.wait(self._calls, timeout=self._plan.duration_s)
             return
         in_turns: list[asyncio.Task[object]] = []
-        while (prepared := self._lookahead.take()) is not None:
+        while (prepared := self._lookahead.next_conversation()) is not None:
             due_s = prepared[0][0].due_s
             assert due_s is not None
             await self.clock.sleep_until(due_s)
@@ -137,7 +137,7 @@ class Player:
         """Ask, wait for the answer, think, ask again."""
         end_s = self._plan.duration_s
         while end_s is None or due_s < end_s:
-            prepared = self._lookahead.take()
+            prepared = self._lookahead.next_conversation()
             if prepared is None:
                 return
             due_s = await self._converse(prepared, due_s)
@@ -172,24 +172,24 @@ class Player:
                 async for frame in frames:
                     now_s = clock.now_s()
                     before = record.num_tokens
-                    record.take(frame, now_s)
+                    record.on_frame(frame, now_s)
                     self.num_tokens += record.num_tokens - before
                     if cancel_at is not None and record.num_tokens >= cancel_at:
-                        record.end(Outcome.CANCELLED, now_s)
+                        record.set_outcome(Outcome.CANCELLED, now_s)
                         break
             if record.outcome is None:
-                record.end(Outcome.OK, clock.now_s())
+                record.set_outcome(Outcome.OK, clock.now_s())
         except TargetError as error:
-            record.end(Outcome.ERROR, clock.now_s(), error.kind, error.message)
+            record.set_outcome(Outcome.ERROR, clock.now_s(), error.kind, error.message)
         except TimeoutError:
             problem = f"no end within {self._plan.timeout_s:g} s"
-            record.end(Outcome.ERROR, clock.now_s(), "TIMEOUT", problem)
+            record.set_outcome(Outcome.ERROR, clock.now_s(), "TIMEOUT", problem)
         except asyncio.CancelledError:
             if self.was_stopped:  # the client gives up what it waits for; the server did no wrong
-                record.end(Outcome.CANCELLED, clock.now_s())
+                record.set_outcome(Outcome.CANCELLED, clock.now_s())
             else:
                 problem = "no end before that of the run"
-                record.end(Outcome.ERROR, clock.now_s(), "UNFINISHED", problem)
+                record.set_outcome(Outcome.ERROR, clock.now_s(), "UNFINISHED", problem)
             raise
         finally:
             self.num_open -= 1

@@ -71,7 +71,7 @@ class RequestRecord:
         self.receipt: Receipt | None = None
         self._frame_chars = array("l")
 
-    def take(self, frame: Frame, now_s: float) -> None:
+    def on_frame(self, frame: Frame, now_s: float) -> None:
         """Note a frame that has arrived."""
         num_tokens = frame.num_tokens
         if num_tokens is None:
@@ -94,8 +94,10 @@ class RequestRecord:
         """Prompt tokens as the server counts them; else as planned, which texts do not tell."""
         return self.usage.num_prompt_tokens if self.usage else self.planned.prompt.num_tokens
 
-    def end(self, outcome: Outcome, now_s: float, kind: str = "", problem: str = "") -> None:
-        """Note the end; nothing is written after."""
+    def set_outcome(
+        self, outcome: Outcome, now_s: float, kind: str = "", problem: str = ""
+    ) -> None:
+        """Set how the request ended; nothing is written after that."""
         self.outcome = outcome
         self.error_kind, self.error = kind, problem
         self.ended_s = now_s

@@ -34,7 +34,7 @@ class TraceRequest:
         input_length: tokens of the prompt, at least 1.
         output_length: tokens to be generated, at least 1.
         hash_ids: one for each started block of 512 prompt tokens.
-        session: of made-up traces, whose turn it is; files do not say it.
+        session: conversation that the request belongs to, in made-up traces; files have none.
     """
 
     timestamp_ms: int

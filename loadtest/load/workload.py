@@ -90,7 +90,7 @@ def planned_conversations(plan: LoadPlan) -> Iterator[Conversation]:
 
 
 def planned_requests(plan: LoadPlan) -> Iterator[PlannedRequest]:
-    """All requests, conversation by conversation; raises ConfigError."""
+    """Yield all requests, conversation by conversation; raises ConfigError."""
     return itertools.chain.from_iterable(planned_conversations(plan))
 
 

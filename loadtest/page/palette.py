@@ -37,8 +37,8 @@ class Look:
     """Colours and width of all figures of a page.
 
     Attributes:
-        ink, paper, grid, shade: of text and axes, of what is behind, of lines and of what is left
-            out; blue to purple: of what is drawn.
+        ink, paper, grid, shade: colours of text and axes, background, lines, and left-out parts;
+            blue to purple: colours of curves.
         is_narrow: for a phone: one panel below the other, half as wide.
     """
 

@@ -49,5 +49,7 @@ def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTE
 
     with ThreadPoolExecutor(len(cores)) as pool:
         rounds = list(zip(*pool.map(read, cores), strict=True))
-    seconds = [max(end for _, end in one) - min(begun for begun, _ in one) for one in rounds]
+    seconds: list[float] = [
+        max(end for _, end in one) - min(begun for begun, _ in one) for one in rounds
+    ]
     return size * len(cores) / min(seconds)

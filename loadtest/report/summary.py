@@ -108,8 +108,9 @@ class Summary:
             asked for more than it can has its backlog's time, too.
         requests_per_s: measured requests that ended well, over ``rate_span_s``. Never above
             ``asked_per_s``.
-        output_tokens_per_s: that arrived in the window, whosever, over its length.
-        prompt_tokens_per_s: of prompts whose first token arrived in the window, over its length.
+        output_tokens_per_s: tokens of all requests that arrived in the window, over its length.
+        prompt_tokens_per_s: tokens of prompts whose first output token arrived in the window,
+            over its length.
         latencies: by name; only what was measured.
         attainment: share of the measured requests, client-cancelled ones aside, that ended well
             and keep the SLO; None without an SLO or a request.

@@ -37,7 +37,7 @@ class BatonTarget:
 
     Args:
         channels: to the router, used in turns.
-        metadata: of every call.
+        metadata: gRPC metadata of every call.
         description: for the report.
     """
 

@@ -152,9 +152,9 @@ class Attempt:
             self._buffer.add_token(token_id)
             return
         delta = RequestDelta(self._request_id, output_index, (token_id,), epoch=self.epoch)
-        self.take(LegDelta(role, delta))
+        self.on_leg_delta(LegDelta(role, delta))
 
-    def take(self, item: LegDelta) -> None:
+    def on_leg_delta(self, item: LegDelta) -> None:
         """Take a delta of either leg, and forward all that is next in order."""
         if item.delta.error is not None:
             if not self._survives(item):
@@ -168,7 +168,7 @@ class Attempt:
         self._kv_arrived |= item.role is NodeRole.DECODE
         for ready in self._order.push(item):
             self._note_forwarded(ready)
-            self._buffer.add(ready.delta)
+            self._buffer.add_delta(ready.delta)
             if self._finished_on is not None:
                 self.close()
                 return

@@ -42,7 +42,7 @@ class RunningCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, call: Call) -> None:
+    def add_call(self, call: Call) -> None:
         """Add a call; raises InvalidRequestError if its tenant has an open call with this id."""
         if call.scoped_id in self._calls:
             raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
@@ -129,11 +129,11 @@ class Dispatcher:
             DeadlineExceededError: the call's deadline passed.
             PoisonRequestError: this call, or an equal one before, crashed nodes.
         """
-        await self.turns.take()
+        await self.turns.wait_for_turn()
         if self._stopped is not None:
             raise error_of(self._stopped)
         self.suspects.check(call)
-        self._running.add(call)
+        self._running.add_call(call)
         try:
             with self.log.follow(call) as following:
                 async with self._admitted(call) as (admitted, ticket):
@@ -202,7 +202,7 @@ class Dispatcher:
         """Finish the record of an open call that a stop string ends, and return its receipt."""
         opened = self._open[call.scoped_id]
         receipt = opened.receipt()
-        opened.following.finish(FinishReason.STOP, receipt)
+        opened.following.note_finished(FinishReason.STOP, receipt)
         return receipt
 
     def abort(self, request_id: str, why: str, *, tenant: str | None = None) -> bool:
@@ -217,7 +217,7 @@ class Dispatcher:
             return True
         opened = self._open.get(call.scoped_id)
         if opened is not None:
-            opened.end(RequestError("CANCELLED", why))
+            opened.end_with_error(RequestError("CANCELLED", why))
             self.pool.note_eligibility_change()  # the call may wait for nodes
         return opened is not None
 
@@ -232,7 +232,7 @@ class Dispatcher:
         for scoped_id in self._running.ids():
             self.admission.withdraw(scoped_id, error_of(self._stopped))
         for opened in list(self._open.values()):
-            opened.end(self._stopped)
+            opened.end_with_error(self._stopped)
         self.pool.note_eligibility_change()  # calls may wait for nodes
 
 

@@ -68,7 +68,7 @@ class OpenCall:
         self._router_queue_s = 0.0
         loop = asyncio.get_running_loop()
         self._expires_at = loop.time() + call.timeout_s
-        self._deadline = loop.call_at(self._expires_at, self.end, _DEADLINE)
+        self._deadline = loop.call_at(self._expires_at, self.end_with_error, _DEADLINE)
 
     async def outputs(self) -> AsyncGenerator[TextDelta, None]:
         """Yield the tokens of all attempts in output order, without text.
@@ -79,7 +79,7 @@ class OpenCall:
         attempt = await self._begin("")
         while True:
             await buffer.wait()
-            output = buffer.take()
+            output = buffer.pop_delta()
             self._recovery.note_progress(attempt)
             if output is not None:
                 if output.output_index == 0:
@@ -131,7 +131,7 @@ class OpenCall:
             self._attempt.close()
         self._recovery.close()
 
-    def end(self, error: RequestError) -> None:
+    def end_with_error(self, error: RequestError) -> None:
         """End the call with an error from outside, in any of its states."""
         self._ended_by = error
         if self._attempt is not None:
@@ -151,7 +151,7 @@ class OpenCall:
         if self._recovery.has_failed(placement):  # nothing better is left: give it some time
             await self._recovery.pause()
             placement = await self._wait_for_placement(failure)
-        self._recovery.begin(placement)
+        self._recovery.note_attempt(placement)
         prefill = pool.node(placement.prefill.engine_id) if placement.prefill else None
         decode = pool.node(placement.decode.engine_id)
         assert decode is not None
@@ -197,7 +197,7 @@ class OpenCall:
         give_up_at = loop.time() + self._pair_timeout_s
         await self._recovery.wait_to_be_tried()
         if self._num_attempts:  # a first attempt has its turn from admission
-            await self._turns.take()
+            await self._turns.wait_for_turn()
         while (placement := self._place()) is None:
             self._remaining_s()
             if self._placer.num_waiting < MAX_EXPECTING:
@@ -205,7 +205,7 @@ class OpenCall:
             until = min(give_up_at, self._expires_at)
             await self._placer.wait_for_change(failure, num_tokens, until)
             await self._recovery.wait_to_be_tried()
-            await self._turns.take()
+            await self._turns.wait_for_turn()
         self._remaining_s()
         return placement
 

@@ -54,10 +54,10 @@ class OutputBuffer:
         """Add the next token, which has no logprobs and no finish reason."""
         self.token_ids.append(token_id)
         if self._waiter is not None:
-            self._wake_ups.add(self._waiter)
+            self._wake_ups.add_waiter(self._waiter)
             self._waiter = None
 
-    def add(self, delta: RequestDelta) -> None:
+    def add_delta(self, delta: RequestDelta) -> None:
         """Add the next tokens, with their logprobs, receipt and finish reason."""
         self.token_ids.extend(delta.token_ids)
         self._logprobs += delta.logprobs
@@ -87,7 +87,7 @@ class OutputBuffer:
             return
         self._sleeper = asyncio.get_running_loop().create_future()
         if self._num_pending:
-            self._wake_ups.add(self._sleeper)
+            self._wake_ups.add_waiter(self._sleeper)
         else:
             self._waiter = self._sleeper
         try:
@@ -95,7 +95,7 @@ class OutputBuffer:
         finally:
             self._waiter = self._sleeper = None
 
-    def take(self) -> TextDelta | None:
+    def pop_delta(self) -> TextDelta | None:
         """Return the tokens since the last call as one delta without text, or None.
 
         Returns at most `MAX_TAKEN` tokens; the rest follows at the next call.

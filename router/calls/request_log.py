@@ -153,7 +153,7 @@ class RequestLog:
 
     # ------------------------------------------------------------------ for Following
 
-    def begin(self, record: RequestRecord) -> None:
+    def open_record(self, record: RequestRecord) -> None:
         self._open[id(record)] = record
         key = (record.tenant, record.request_id)
         self._records.pop(key, None)  # a reused id goes to the end of the order
@@ -162,7 +162,7 @@ class RequestLog:
         if len(self._records) > self._max_requests:
             self._records.popitem(last=False)
 
-    def end(self, record: RequestRecord) -> None:
+    def close_record(self, record: RequestRecord) -> None:
         del self._open[id(record)]
         self._num_ended_output_tokens += record.num_output_tokens
         if record.error_code:
@@ -183,7 +183,7 @@ class Following:
         self._record = record
 
     def __enter__(self) -> Following:
-        self._log.begin(self._record)
+        self._log.open_record(self._record)
         return self
 
     def __exit__(
@@ -202,7 +202,7 @@ class Following:
                 record.error_code, record.error = "INTERNAL", type(error).__name__
             else:
                 record.error_code, record.error = "CANCELLED", "its client went away"
-        self._log.end(record)
+        self._log.close_record(record)
 
     @property
     def accepted_s(self) -> float:
@@ -235,9 +235,9 @@ class Following:
             record.first_token_s = self._now_s()
         record.num_output_tokens = output.output_index + len(output.token_ids)
         if output.finish_reason is not None and output.receipt is not None:
-            self.finish(output.finish_reason, output.receipt)
+            self.note_finished(output.finish_reason, output.receipt)
 
-    def finish(self, reason: FinishReason, receipt: Receipt) -> None:
+    def note_finished(self, reason: FinishReason, receipt: Receipt) -> None:
         """Note that the call finished without error."""
         record = self._record
         record.finish_reason, record.receipt = reason, receipt

@@ -25,7 +25,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_counting = False  # a call of `_begin_round` is scheduled
 
-    async def take(self) -> None:
+    async def wait_for_turn(self) -> None:
         """Return at once if a turn is left in this round, else wait for a later round."""
         if not self._is_counting:
             self._is_counting = True

@@ -39,7 +39,7 @@ class WakeUps:
         self._waiters: list[asyncio.Future[None]] = []
         self._began = self._cpu_began = 0.0
 
-    def add(self, waiter: asyncio.Future[None]) -> None:
+    def add_waiter(self, waiter: asyncio.Future[None]) -> None:
         """Wake this reader with the next wave."""
         self._waiters.append(waiter)
         if len(self._waiters) == 1:  # so all tokens of one link message join the wave

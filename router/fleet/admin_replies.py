@@ -37,18 +37,18 @@ class AdminReplies:
         self._ids = itertools.count(1)
         self._open: dict[int, _Open] = {}
 
-    def begin(self) -> tuple[int, asyncio.Future[admin_pb2.NodeAdminResponse]]:
-        """Open a call and return its id and the future of its answer; close it with `end`."""
+    def open_call(self) -> tuple[int, asyncio.Future[admin_pb2.NodeAdminResponse]]:
+        """Open a call; return its id and the future of its answer. `close_call` closes it."""
         call_id = next(self._ids) % 2**32
         opened = self._open[call_id] = _Open(asyncio.get_running_loop().create_future())
         return call_id, opened.answer
 
-    def end(self, call_id: int) -> None:
+    def close_call(self, call_id: int) -> None:
         """Close a call, whose answer nobody awaits any more."""
         self._open.pop(call_id, None)
 
-    def take(self, reply: AdminReply) -> None:
-        """Take the next part of an answer."""
+    def on_reply(self, reply: AdminReply) -> None:
+        """Add the next part of an answer."""
         opened = self._open.get(reply.call_id)
         if opened is None or opened.answer.done():
             return

@@ -30,7 +30,7 @@ RETURN_S = 15.0
 
 
 class Fate(Enum):
-    """What became of a node that was lost."""
+    """Fate of a lost node."""
 
     OPEN = "open"
     RETURNED = "returned"

@@ -65,8 +65,8 @@ class LegDelta(msgspec.Struct, frozen=True, gc=False):
 class LegReader(Protocol):
     """Receive an attempt's deltas from nodes. Must not wait: a link serves many attempts."""
 
-    def take(self, item: LegDelta) -> None:
-        """Take any delta."""
+    def on_leg_delta(self, item: LegDelta) -> None:
+        """Handle a delta of any kind."""
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         """Take one token with nothing else attached, which is by far the most frequent case."""
@@ -126,7 +126,9 @@ class Node:
         self.identity = identity_of(self.registration.compatibility)
         self.num_bytes = num_bytes_of(self.registration)
 
-    def begin(self, shared: SharedRates, health: NodeHealth, clock: Callable[[], float]) -> None:
+    def start_measuring(
+        self, shared: SharedRates, health: NodeHealth, clock: Callable[[], float]
+    ) -> None:
         """Set up load and health when the pool takes the node in, from shared measurements."""
         self.clock = clock
         self.load = NodeLoad(self.registration, shared, clock)
@@ -258,7 +260,7 @@ class Node:
                 error = RequestError(printable(delta.error.code), printable(delta.error.message))
                 delta = msgspec.structs.replace(delta, error=error)
             self._learn(leg, delta)
-            leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
+            leg.reader.on_leg_delta(LegDelta(self.registration.role, delta, node_lost))
 
     def deliver_step(self, step: StepDeltas) -> None:
         """Pass an engine step's rows and deltas to their attempts."""

@@ -193,7 +193,7 @@ class NodePool:
             )
         return ""
 
-    def add(self, node: Node) -> None:
+    def add_node(self, node: Node) -> None:
         """Add a node that the gate lets in, and introduce it to its peers.
 
         Its process may still be listed: the node may notice a broken link before the router does.
@@ -208,7 +208,7 @@ class NodePool:
             for other in self._nodes.values()
         )
         health = NodeHealth(node.name, self._note_change, is_canary=is_canary, clock=self.clock)
-        node.begin(self._rates, health, self.clock)
+        node.start_measuring(self._rates, health, self.clock)
         self._nodes[node.engine_id] = node
         self.lost_nodes.note_joined(node.engine_id, node.name)
         self.lost_nodes.forget(node.name)
@@ -268,7 +268,7 @@ class NodePool:
                 registration.prefix_hash,
                 cache_namespace(registration.compatibility),
             )
-            self.prefix_index.add(node.engine_id, kind)
+            self.prefix_index.add_node(node.engine_id, kind)
             node.send(SendKVSnapshot())
 
     def _note_kv_sizes(self) -> None:
@@ -332,7 +332,7 @@ class NodePool:
         self.remove(node, "says what cannot be", on_purpose=True)
         node.hang_up()
 
-    def take(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:
+    def on_event(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:
         """Handle a node's event; hang up if it is impossible, unless it was checked before."""
         if self._nodes.get(node.engine_id) is not node:
             return  # removed, but its link has not ended yet
@@ -351,11 +351,11 @@ class NodePool:
         elif isinstance(event, NodeBeat):
             self._take_beat(node, event)
         elif isinstance(event, KVCacheEvents):
-            if self.prefix_index.take(node.engine_id, event):
+            if self.prefix_index.apply_events(node.engine_id, event):
                 logger.warning("%s: KV cache events were lost; asking for all again", node.name)
                 node.send(SendKVSnapshot())
         elif isinstance(event, AdminReply):
-            node.replies.take(event)
+            node.replies.on_reply(event)
         elif (
             isinstance(event, PeerReport)
             and (peer := self._nodes.get(event.engine_id)) is not None

@@ -128,10 +128,10 @@ class Admission:
             self._check_times(ticket, max_tokens, timeout_s)
             self._check_queue(ticket)
         self._of_key[principal.name] += 1
-        self._rates.take(principal, ticket.num_tokens)
+        self._rates.charge_limits(principal, ticket.num_tokens)
         try:
             if begins:
-                self._queue.begin(ticket)
+                self._queue.charge(ticket)
             else:
                 await self._wait(ticket, max_tokens)
             ticket.began_at = asyncio.get_running_loop().time()
@@ -146,7 +146,7 @@ class Admission:
             ticket.num_tokens_used = 0
         self._num_begun -= begun
         if ticket.is_charged:
-            self._queue.end(ticket)
+            self._queue.settle(ticket)
         used = ticket.num_tokens if ticket.num_tokens_used is None else ticket.num_tokens_used
         self._rates.give_back(principal, ticket.num_tokens - used, begun=begun)
         self._of_key[principal.name] -= 1
@@ -162,7 +162,7 @@ class Admission:
         return False
 
     def shed(self, least_urgent: float) -> None:
-        """From now on, refuse requests with a larger priority than this; infinity: none."""
+        """Refuse requests with a larger priority than this from now on; infinity: none."""
         self._least_urgent = least_urgent
 
     def note_first_token(self, ticket: Ticket) -> None:
@@ -185,7 +185,7 @@ class Admission:
         Raises OverloadedError if the caller's limits allow none now.
         """
         self._check_rates(principal, 1)
-        self._rates.take(principal, 1)
+        self._rates.charge_limits(principal, 1)
 
     def charge_tokens(self, principal: Principal, num_tokens: int) -> None:
         """Count a request's further tokens against its principal's rates, once they are known."""
@@ -320,7 +320,7 @@ class Admission:
         if ticket is None or ticket.turn is None or not self._has_room(ticket):
             return False
         turn = ticket.turn
-        self._queue.begin(ticket)
+        self._queue.charge(ticket)
         if not turn.done():
             turn.set_result(None)
         return True

@@ -65,7 +65,7 @@ class _Flow:
     entry: tuple[int, int, int] | None = None
 
     @property
-    def end(self) -> int:
+    def end_time(self) -> int:
         """Virtual time when all waiting requests have begun."""
         return self.start + self.charge
 
@@ -144,7 +144,7 @@ class FairQueue:
         assert entry is not None
         return (min(newcomer.order[0], 0), self._start_of(own), newcomer.order[1]) < entry
 
-    def begin(self, ticket: Ticket) -> None:
+    def charge(self, ticket: Ticket) -> None:
         """Charge a request to its tenant, whether it waited or begins at once."""
         flow = self._flows[ticket.tenant] if ticket.turn is not None else self._seen(ticket)
         was_active = flow.is_active
@@ -175,7 +175,7 @@ class FairQueue:
             self._outstanding -= ticket.charge
             self._num_active += flow.is_active - was_active
 
-    def end(self, ticket: Ticket) -> None:
+    def settle(self, ticket: Ticket) -> None:
         """End a begun request and correct its tenant's charge."""
         self.note_first_token(ticket)
         flow = self._flows[ticket.tenant]
@@ -203,8 +203,8 @@ class FairQueue:
         own = self._flows.get(newcomer.tenant)
         own_end = self._start_of(own) + newcomer.charge + (own.charge if own else 0)
         waiting = [flow for flow in self._flows.values() if flow.num_requests and flow is not own]
-        most = max(waiting, key=lambda flow: flow.end, default=None)
-        if most is None or most.end <= own_end:
+        most = max(waiting, key=lambda flow: flow.end_time, default=None)
+        if most is None or most.end_time <= own_end:
             most = own
         last = most.tail() if most is not None else None
         if last is None or (most is own and last < newcomer):

@@ -67,7 +67,7 @@ class RateLimits:
                 error.retry_delay_s = missing * 60 / per_minute
                 raise error
 
-    def take(self, principal: Principal, num_tokens: int) -> None:
+    def charge_limits(self, principal: Principal, num_tokens: int) -> None:
         """Take a request's amount from its key's buckets."""
         for kind, per_minute, wanted in _kinds(principal.limits, num_tokens):
             self._bucket(principal.name, kind, per_minute).level -= wanted

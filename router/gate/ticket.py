@@ -61,7 +61,7 @@ class Ticket:
 
     @property
     def charge(self) -> int:
-        """What its tenant is charged when it begins."""
+        """Amount that the tenant is charged when the request begins."""
         return charge_of(self.num_tokens, self.weight)
 
     @property

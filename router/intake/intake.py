@@ -182,7 +182,7 @@ class Intake:
     ) -> Call:
         principal = terms.principal
         self.check_key(principal)  # before anything costs time
-        await self._dispatcher.turns.take()
+        await self._dispatcher.turns.wait_for_turn()
         check_name("request_id", request_id, MAX_REQUEST_ID_CHARS)
         check_name("session_id", terms.session_id, MAX_SESSION_ID_CHARS)
         check_name("cache_salt", terms.cache_word, MAX_CACHE_WORD_CHARS)
@@ -228,7 +228,7 @@ class Intake:
         text = self._output_text(call, parser)
         num_own = self._own_prompts.num_tokens(call)
         log = self._prompt_log
-        output_log = None if log is None else log.begin(call)
+        output_log = None if log is None else log.log_prompt(call)
         try:
             with self._metrics.running() as record:
                 async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
@@ -244,7 +244,7 @@ class Intake:
                             yield delta
                             continue
                         # Here, because nodes do not see the text, in which stop strings count.
-                        record.finish(delta)
+                        record.on_last_delta(delta)
                         assert delta.receipt is not None
                         receipt = told(delta.receipt, num_own)
                         yield msgspec.structs.replace(delta, receipt=receipt)

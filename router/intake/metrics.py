@@ -91,7 +91,7 @@ class RequestRecord:
         self.outcome = "cancelled"
         self.receipt: Receipt | None = None
 
-    def finish(self, delta: TextDelta) -> None:
+    def on_last_delta(self, delta: TextDelta) -> None:
         """Note the last delta, before its client gets it."""
         assert delta.finish_reason is not None
         self.outcome = delta.finish_reason.value

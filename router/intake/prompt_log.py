@@ -24,7 +24,7 @@ class PromptLog:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
-    def begin(self, call: Call) -> OutputLog:
+    def log_prompt(self, call: Call) -> OutputLog:
         """Log a prompt and return the log of its output."""
         token_ids = call.prompt_token_ids[:_MAX_TOKENS]
         text = str(token_ids) if self._tokenizer is None else self._tokenizer.decode(token_ids)

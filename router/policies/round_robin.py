@@ -18,8 +18,8 @@ class RoundRobin:
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
         if not fleet.prefills:
             return None
-        prefill = self._prefill_turns.take(fleet.prefills)
-        return Placement(prefill, self._decode_turns.take(fleet.reached_by(prefill)))
+        prefill = self._prefill_turns.next_node(fleet.prefills)
+        return Placement(prefill, self._decode_turns.next_node(fleet.reached_by(prefill)))
 
 
 class _Turns:
@@ -29,7 +29,7 @@ class _Turns:
         self._turns: dict[str, float] = {}  # by engine id
         self._now = 0.0
 
-    def take(self, nodes: Sequence[NodeLoad]) -> NodeLoad:
+    def next_node(self, nodes: Sequence[NodeLoad]) -> NodeLoad:
         """Return the next node. A node of half the weight uses two turns at once."""
         turns = self._turns
         if len(turns) > 2 * len(nodes) + 16:  # most of these nodes have left

@@ -205,7 +205,7 @@ class NodeProcess:
         self._end.take_first(registered("", self._pool.router_id))
         self._router_knows = False
         link.joined = Node(self.registration, link.send, hang_up=link.hang_up)
-        self._pool.add(link.joined)
+        self._pool.add_node(link.joined)
         self._links = [*(old for old in self._links if old.joined is not None), link]
 
     def break_link(self, *, router_first: bool = False, lossy: bool = True) -> None:
@@ -283,7 +283,7 @@ class NodeProcess:
         elif link.joined is not None:
             event, problem = read_event(message)
             assert event is not None, problem
-            self._pool.take(link.joined, event)
+            self._pool.on_event(link.joined, event)
         return True
 
     def _obey(self) -> bool:

@@ -90,13 +90,13 @@ class HandNode:
         self.commands: list[RouterCommand] = []
         self.is_hung_up = False
         self.node = Node(registration, self._obey, hang_up=self._hang_up)
-        pool.add(self.node)
+        pool.add_node(self.node)
 
     def _obey(self, command: RouterCommand) -> None:
         self.commands.append(command)
         if isinstance(command, AdminCall):  # which operators would wait for
             problem = RequestError("UNIMPLEMENTED", "driven by hand")
-            self.pool.take(self.node, AdminReply(command.call_id, error=problem))
+            self.pool.on_event(self.node, AdminReply(command.call_id, error=problem))
 
     @property
     def engine_id(self) -> str:
@@ -108,13 +108,13 @@ class HandNode:
 
     def reach(self, other: HandNode, *, connected: bool = True, problem: str = "") -> None:
         """Report whether this node reaches another."""
-        self.pool.take(self.node, PeerReport(other.engine_id, connected, "t", problem))
+        self.pool.on_event(self.node, PeerReport(other.engine_id, connected, "t", problem))
 
     def say(self, *deltas: RequestDelta) -> None:
         """Send the deltas of one step, as they come out of a link."""
         event = wire.node_event_from_proto(wire.node_event_to_proto(deltas))
         assert event is not None
-        self.pool.take(self.node, event)
+        self.pool.on_event(self.node, event)
 
     def _hang_up(self) -> None:
         self.is_hung_up = True

@@ -39,7 +39,7 @@ def make_reasoning_parser(name: str, prompt_end: str = "") -> OutputParser:
 def parse(parser: OutputParser, pieces: Iterable[str]) -> Found:
     """What it finds, with neighbours of one kind joined."""
     parts = [part for piece in pieces for part in parser.push(piece)]
-    return put_together([*parts, *parser.finish()])
+    return put_together([*parts, *parser.flush()])
 
 
 def put_together(parts: Iterable[Part]) -> Found:

@@ -113,7 +113,7 @@ class SimPair:
     ) -> None:
         """Send both legs of a request, as a router does."""
         self.send_decode(request_id, prompt, output=output, epoch=epoch, **params)
-        self.nodes["p"].take(
+        self.nodes["p"].handle_command(
             PrefillCommand(
                 request_id=request_id,
                 epoch=epoch,
@@ -135,7 +135,7 @@ class SimPair:
         prefill: str = "p",
         **params: Any,
     ) -> None:
-        self.nodes["d"].take(
+        self.nodes["d"].handle_command(
             DecodeCommand(
                 request_id=request_id,
                 epoch=epoch,
@@ -149,7 +149,7 @@ class SimPair:
 
     def cancel(self, request_id: str, epoch: int = 1) -> None:
         for name in "dp":
-            self.nodes[name].take(CancelCommand(request_id, epoch))
+            self.nodes[name].handle_command(CancelCommand(request_id, epoch))
 
     def deltas(self, request_id: str, who: str = "pd") -> list[tuple[float, RequestDelta]]:
         """What the halves said of a request, and when, in order of the output."""
@@ -173,7 +173,7 @@ class SimPair:
 
     def lose(self, who: str, peer: str) -> None:
         """The router tells a node that a peer is gone."""
-        self.nodes[who].take(PeerUpdate(peer, removed=True))
+        self.nodes[who].handle_command(PeerUpdate(peer, removed=True))
 
     def check_nothing_is_held(self) -> None:
         for node in self.nodes.values():

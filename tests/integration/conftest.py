@@ -20,13 +20,13 @@ READY_TIMEOUT_S = 90.0
 @pytest.fixture(autouse=True)
 def what_is_killed_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated nodes are processes to those who kill them: what they held is gone with them."""
-    end = Simulation.end
+    end = Simulation.kill
 
     def end_for_good(self: Simulation) -> None:
         let_die(self.engine)
         end(self)
 
-    monkeypatch.setattr(Simulation, "end", end_for_good)
+    monkeypatch.setattr(Simulation, "kill", end_for_good)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.kernel_library import build
+from baton.kernel_library import ahead, build
 from baton.kernel_library.state import BUILDING, SLOWER
 from baton.processes.free_address import free_address
 from baton_kernels.dispatch import native_ops
@@ -251,3 +251,54 @@ def test_what_was_built_ahead_is_loaded_where_there_is_no_compiler(
     assert (generated.returncode, errors) == (0, ""), errors
     assert printed.count(",") == 5
     assert not (tmp_path / "cache" / "native").exists()
+
+
+HERE = [one for one in ahead.INSTRUCTION_SETS if one.machine == platform.machine()]
+
+
+@pytest.fixture(scope="module")
+def built_ahead(quick_cc: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of libraries for all instruction sets of this machine type."""
+    folder = tmp_path_factory.mktemp("libraries")
+    building = (
+        "from pathlib import Path; from baton.kernel_library import ahead; "
+        f"ahead.build_libraries(Path({str(folder)!r}))"
+    )
+    assert start(building, CC=quick_cc).communicate(timeout=BUILD_TIMEOUT_S)[1] == ""
+    return folder
+
+
+@needs_compiler
+@pytest.mark.parametrize("one", HERE, ids=lambda one: one.name)
+def test_each_library_built_ahead_is_bit_for_bit_the_one_that_is_built_here(
+    built_ahead: Path, quick_cc: str, tmp_path: Path, one: ahead.InstructionSet
+) -> None:
+    """Equal machine code computes equal bits."""
+    building = "from baton.kernel_library.build import open_library; open_library('libgomp')"
+    compiler = " ".join((quick_cc, *one.flags))
+    finish(start(building, BATON_CACHE=str(tmp_path), CC=compiler))
+    (here,) = (tmp_path / "native").iterdir()
+    assert here.read_bytes() == (built_ahead / f"{one.name}.so").read_bytes()
+
+
+@needs_compiler
+@pytest.mark.parametrize("one", HERE, ids=lambda one: one.name)
+def test_each_library_that_this_cpu_can_run_computes_the_tokens(
+    built_ahead: Path, tmp_path: Path, one: ahead.InstructionSet
+) -> None:
+    """The log names the library; a CPU that lacks something says so."""
+    environment = {
+        "CC": "no-compiler",
+        "BATON_CACHE": str(tmp_path),
+        "BATON_NATIVE_LIBRARIES": str(built_ahead),
+        "BATON_NATIVE_KERNELS": one.name,
+    }
+    model = str(ROOT / "examples" / "demo_model")
+    generate = GENERATE.replace('level="WARNING"', 'level="INFO"')
+    tokens, log = finish(start(generate, model, "fp32", **environment))
+    if ahead.cpu_features().issuperset(one.needs):
+        assert f"native kernels: built ahead for {one.name}, OpenMP threads" in log
+    else:
+        assert f"no library {one.name} for this CPU" in log
+    without = {"BATON_NATIVE_KERNELS": "0", "BATON_CACHE": str(tmp_path)}
+    assert tokens == finish(start(GENERATE, model, "fp32", **without))[0]

@@ -57,7 +57,7 @@ def _has_new_beat(node: Node, before: NodeBeat) -> bool:
 class Inbox(asyncio.Queue[LegDelta]):
     """What nodes say of a request, but for tokens alone."""
 
-    def take(self, item: LegDelta) -> None:
+    def on_leg_delta(self, item: LegDelta) -> None:
         self.put_nowait(item)
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None: ...
@@ -189,7 +189,7 @@ async def check_snapshots(site: Site) -> None:
     assert {role: site.held(role) for role in NodeRole} == held
 
     prefill, index = site.node(NodeRole.PREFILL), site.pool.prefix_index
-    site.pool.take(prefill, KVCacheEvents(10**9, False))
+    site.pool.on_event(prefill, KVCacheEvents(10**9, False))
     assert not index.is_exact(prefill.engine_id)
     await until(lambda: index.is_exact(prefill.engine_id), "a snapshot after a gap")
     await site.settle()

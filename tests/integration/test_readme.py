@@ -51,9 +51,8 @@ def snippets() -> list[tuple[str, str]]:
     """Language and text of all that can be run while a router runs."""
     pages = [(ROOT / name).read_text(encoding="utf-8") for name in PAGES]
     blocks = re.findall(r"^```(python|sh)\n(.*?)^```", "".join(pages), re.MULTILINE | re.DOTALL)
-    found = [
-        (kind, text) for kind, text in blocks if not text.startswith(("make", "pip", ".venv/bin/"))
-    ]
+    left_out = ("make", "pip", "uv", ".venv/bin/")
+    found = [(kind, text) for kind, text in blocks if not text.startswith(left_out)]
     assert {kind for kind, _ in found} == {"python", "sh"}
     return found
 

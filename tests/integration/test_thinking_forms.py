@@ -218,7 +218,7 @@ def test_an_output_goes_on_alike_wherever_its_node_died(llm: LLM, family: str) -
                 max_model_len=llm.engine.max_model_len,
                 output_token_ids=whole.token_ids[:num_tokens],
             )
-            llm.engine.add(request)
+            llm.engine.add_request(request)
             while llm.engine.has_work or request.awaits_grammar:
                 llm.engine.step()
             assert tuple(request.output_token_ids) == whole.token_ids, num_tokens

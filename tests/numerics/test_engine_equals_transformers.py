@@ -156,7 +156,7 @@ def make_requests(
 def run(llm: LLM, requests: Sequence[Request]) -> list[list[int]]:
     """Output tokens in the order of the requests; the engine's invariants hold after each step."""
     for request in requests:
-        llm.engine.add(request)
+        llm.engine.add_request(request)
     while llm.engine.has_work:
         llm.engine.step()
         llm.engine.check()
@@ -305,7 +305,7 @@ def test_a_long_output_holds_what_each_group_of_layers_looks_at(checkpoint: Chec
     windows = llm.engine.kv_memory.spec.sliding_windows
     num_free = llm.engine.block_pool.num_free
     [request] = make_requests(llm, [PROMPT[:5]], 120)
-    llm.engine.add(request)
+    llm.engine.add_request(request)
     while True:
         llm.engine.step()
         if not llm.engine.has_work:

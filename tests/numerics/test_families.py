@@ -72,7 +72,7 @@ def run(llm: LLM, examples: Sequence[Example], num_tokens: int) -> list[Request]
         for index, example in enumerate(examples)
     ]
     for request in requests:
-        llm.engine.add(request)
+        llm.engine.add_request(request)
     while llm.engine.has_work:
         llm.engine.step()
         llm.engine.check()

@@ -81,7 +81,7 @@ class FairQueueMachine(RuleBasedStateMachine):
             num_others = len(self.waiting) - len(mine)
             if not mine:
                 self.starts[tenant] = start
-            self.queue.begin(ticket)
+            self.queue.charge(ticket)
             self.note_begun(ticket, num_others)
             return
         self.starts[tenant] = start
@@ -97,7 +97,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         assert ticket is not None
         assert ticket is self.heads()[0][1]
         num_others = len(self.waiting) - len(self.waiting_of(ticket.tenant))
-        self.queue.begin(ticket)
+        self.queue.charge(ticket)
         self.waiting.remove(ticket)
         self.note_begun(ticket, num_others)
 
@@ -116,7 +116,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         if has_token:
             self.queue.note_first_token(ticket)
         ticket.num_tokens_used = used
-        self.queue.end(ticket)
+        self.queue.settle(ticket)
         self.begun.remove(ticket)
         if used is not None:
             self.starts[ticket.tenant] += charge_of(used, ticket.weight) - ticket.charge
@@ -171,8 +171,8 @@ def begin_in_turn(
                 ticket.turn = loop.create_future()
                 queue.push(ticket)
         ticket = queue.head() or order[-1]
-        queue.begin(ticket)
-        queue.end(ticket)
+        queue.charge(ticket)
+        queue.settle(ticket)
         order.append(ticket)
     return order
 
@@ -223,9 +223,9 @@ def test_estimates_that_are_wrong_change_no_share_in_the_long_run(
                 ticket.turn = loop.create_future()
                 queue.push(ticket)
         ticket = queue.head() or ticket
-        queue.begin(ticket)
+        queue.charge(ticket)
         ticket.num_tokens_used = ticket.num_tokens * (factor if ticket.tenant == "d" else 1)
-        queue.end(ticket)
+        queue.settle(ticket)
         used[ticket.tenant] += ticket.num_tokens_used
     loop.close()
     if factor:

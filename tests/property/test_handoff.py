@@ -86,7 +86,7 @@ def reference_tokens(
 def reference_kv(prompt: tuple[int, ...], *, mixed: bool = False) -> torch.Tensor:
     llm = reference(mixed=mixed)
     request = llm._make_choices(list(prompt), SamplingParams(max_tokens=5, ignore_eos=True))[0]
-    llm.engine.add(request)
+    llm.engine.add_request(request)
     while request.num_computed_tokens < len(prompt):
         llm.engine.step()
     kv = kv_of(llm.engine, request.block_ids, len(prompt))

@@ -198,7 +198,7 @@ class InputBatchMachine(RuleBasedStateMachine):
     def add(self, name: str, num_tokens: int, token_id: int, params: SamplingParams) -> None:
         if name not in self.scheduler.requests:
             self.num_seeds += 1
-            self.scheduler.add(
+            self.scheduler.add_request(
                 make_request(
                     name,
                     prompt=[token_id] * num_tokens,

@@ -140,7 +140,7 @@ def say(hand: HandNode, message: node_pb2.NodeMessage) -> None:
     """What `NodeLinkService` does with a message."""
     event = wire.node_event_from_proto(message)
     if event is not None:
-        hand.pool.take(hand.node, event)
+        hand.pool.on_event(hand.node, event)
 
 
 def assert_sane(node: Node) -> None:
@@ -207,7 +207,7 @@ def test_whatever_a_node_says_no_other_nodes_request_notices(
 class _Deaf:
     """Reads what a node says of its own request, and nothing comes of it."""
 
-    def take(self, item: object) -> None:
+    def on_leg_delta(self, item: object) -> None:
         pass
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
@@ -290,8 +290,8 @@ def test_decode_times_that_cannot_be_are_refused(
 def test_a_bad_value_is_told_in_one_line() -> None:
     scene = Scene()
     pool = scene.pool
-    pool.take(scene.prefill.node, NodeBeat(num_free_blocks=11))
-    pool.take(scene.decode.node, PeerReport("p0-0", True, bandwidth_bytes_per_s=math.nan))
+    pool.on_event(scene.prefill.node, NodeBeat(num_free_blocks=11))
+    pool.on_event(scene.decode.node, PeerReport("p0-0", True, bandwidth_bytes_per_s=math.nan))
     assert pool.nodes == []
     assert scene.prefill.is_hung_up
     assert scene.decode.is_hung_up

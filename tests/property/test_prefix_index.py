@@ -70,7 +70,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: str) -> None:
         self.nodes[name] = HandPool(name)
-        self.index.add(name, KIND)
+        self.index.add_node(name, KIND)
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
@@ -80,7 +80,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         node.feed.after_step(busy=False)
         node.sent.clear()
         node.is_believed = node.is_behind = node.was_unheard = False
-        self.index.add(node.engine_id, KIND)
+        self.index.add_node(node.engine_id, KIND)
         node.feed.request_snapshot()
 
     @precondition(lambda self: self.nodes)
@@ -151,7 +151,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         node.sent.clear()
 
     def _hear(self, node: HandPool, message: KVCacheEvents) -> None:
-        if self.index.take(node.engine_id, message):
+        if self.index.apply_events(node.engine_id, message):
             node.feed.request_snapshot()
         if message.snapshot:
             node.is_believed, node.was_unheard = True, False

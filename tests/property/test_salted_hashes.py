@@ -86,7 +86,7 @@ def test_the_router_places_nobody_by_what_others_sent(
 ) -> None:
     """Check blocks that nodes report, and recent placements."""
     index = PrefixIndex()
-    index.add("node", HashKind(BLOCK_SIZE, "blake2b"))
+    index.add_node("node", HashKind(BLOCK_SIZE, "blake2b"))
     index.note_placement("node", PromptHashes(token_ids, SALTS.of(one)))
     found = index.match_tokens(PromptHashes(token_ids, SALTS.of(other)))
     shared = who_shares(one) == who_shares(other)

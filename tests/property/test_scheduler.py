@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         structured: bool,
     ) -> None:
         prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 1]
-        self.scheduler.add(self.new_request(prompt, max_tokens, salt, structured))
+        self.scheduler.add_request(self.new_request(prompt, max_tokens, salt, structured))
 
     @rule(
         num_prompt_tokens=st.integers(1, LONGEST - 1),
@@ -144,14 +144,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = ([1] * num_prompt_tokens)[: self.max_model_len - 1]
         first, *rest = (self.new_request(prompt, max_tokens, ()) for _ in range(num_siblings + 1))
         first.siblings = rest
-        self.scheduler.add(first)
+        self.scheduler.add_request(first)
 
     @rule(data=st.data(), num_more=st.integers(0, 4), max_tokens=st.integers(1, 6))
     def add_the_next_turn(self, data: st.DataObject, num_more: int, max_tokens: int) -> None:
         if self.ended:
             before = self.requests[data.draw(st.sampled_from(sorted(self.ended)))]
             prompt = [*before.token_ids, *[4] * num_more][: self.max_model_len - 1]
-            self.scheduler.add(self.new_request(prompt, max_tokens, before.extra_keys))
+            self.scheduler.add_request(self.new_request(prompt, max_tokens, before.extra_keys))
 
     @rule(
         num_shared=shared_lengths,

@@ -14,8 +14,8 @@ import pytest
 
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
+from engine.core.drafts import ALL
 from engine.core.metrics import EngineMetrics
-from engine.core.scheduler import ALL
 from engine.speculation import PROPOSERS
 from engine.speculation.speculation import Speculation
 from kvconnector.peer_process import PeerProcess
@@ -56,11 +56,11 @@ def alone() -> Alone:
 
 @pytest.fixture(autouse=True)
 def some_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some requests are not read by who guesses, as where no guesses pay."""
+    """Have the drafter read only some requests, as where no drafts pay."""
     draw, num_to_read = random.Random(9), Speculation.num_to_read
 
     def some(speculation: Speculation) -> int:
-        return draw.choice([0, 1, ALL]) if speculation._drafter_reads else num_to_read(speculation)
+        return draw.choice([0, 1, ALL]) if speculation.drafter_reads else num_to_read(speculation)
 
     monkeypatch.setattr(Speculation, "num_to_read", some)
 
@@ -149,7 +149,7 @@ def test_in_a_split_system(
 def record_guesses(
     metrics: Sequence[EngineMetrics], record_property: Callable[[str, object], None]
 ) -> None:
-    """Some guesses were wrong, and of many some were right."""
+    """Record the drafts; some were wrong, and some of many were right."""
     num_right = sum(one.accepted_drafts_total for one in metrics)
     num_drafts = sum(one.drafts_total for one in metrics)
     record_property("guesses", num_drafts)

@@ -103,7 +103,7 @@ class Alone:
 
     def kv(self, prompt: list[int]) -> torch.Tensor:
         request = self.llm._make_choices(prompt, SamplingParams(max_tokens=5, ignore_eos=True))[0]
-        self.llm.engine.add(request)
+        self.llm.engine.add_request(request)
         while request.num_computed_tokens < len(prompt):
             self.llm.engine.step()
         kv = kv_of(self.llm.engine, request.block_ids, len(prompt))

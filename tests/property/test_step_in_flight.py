@@ -80,7 +80,7 @@ class InFlightMachine(SchedulerMachine):
             for item in step.scheduled
         ]
         output = self.run(next_token, SchedulerOutput(tuple(seen), step.num_scheduled_tokens))
-        self.scheduler.begin(step)
+        self.scheduler.begin_step(step)
         self.in_flight.append(Flight(step, output, seen))
         if len(self.in_flight) == 2:
             self.end_step()

@@ -64,8 +64,8 @@ def test_blocks_of_a_dead_prefill_node_are_free_when_its_sockets_are_empty_and_n
 
 def test_a_drain_takes_both_reads_and_time() -> None:
     drained = Drains()
-    drained.add("p", 10.0, 5)
-    drained.add("p", 11.0, 50)  # known already
+    drained.add_dead_peer("p", 10.0, 5)
+    drained.add_dead_peer("p", 11.0, 50)  # known already
     assert drained.take_done(10.0 + drains.MIN_S, 5 + drains.MIN_READS - 1) == []
     assert drained.take_done(9.9 + drains.MIN_S, 5 + drains.MIN_READS) == []
     assert drained.take_done(10.0 + drains.MIN_S, 5 + drains.MIN_READS) == ["p"]

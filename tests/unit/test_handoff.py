@@ -273,7 +273,7 @@ def test_a_grant_of_another_decode_node_does_not_move_a_block() -> None:
     cluster.sender.connect(stranger)
     cluster.round("p")
     grant = Grant(engine_id="x", request_id="a", epoch=1, block_ids=[0, 1, 2])
-    cluster.sender.machine.take(grant, cluster.clock())
+    cluster.sender.machine.handle_input(grant, cluster.clock())
     assert cluster.sender.machine.transfers["a", 1].granted is None
     cluster.sender.loop.round()
     assert cluster.network.writes == []

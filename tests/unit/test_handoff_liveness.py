@@ -126,7 +126,7 @@ def test_a_process_that_stands_still_just_before_a_post_looks_at_its_lease(
 ) -> None:
     cluster = make_cluster(20)
     machine = cluster.sender.machine
-    take = machine.take
+    take = machine.handle_input
     stops = [seconds]
 
     def stand_still(item: Input, now: float) -> list[Action]:
@@ -135,7 +135,7 @@ def test_a_process_that_stands_still_just_before_a_post_looks_at_its_lease(
             cluster.clock.advance(stops.pop())  # behind all other checks of this round
         return take(item, cluster.clock())
 
-    monkeypatch.setattr(machine, "take", stand_still)
+    monkeypatch.setattr(machine, "handle_input", stand_still)
     place(cluster, "a", 17)
     for _ in range(20):
         go_on(cluster)

@@ -16,7 +16,8 @@ from baton.checkpoint.weights_cache import used_bytes
 from baton.cli.doctor.finding import Finding, Grade
 from baton.kernel_library.build import find_compiler
 from baton.kernel_library.compilers import BuildError, run_tool
-from baton.kernel_library.state import ADVICE, SLOWER, SWITCH_VARIABLE, KernelState
+from baton.kernel_library.state import ADVICE, SLOWER, KernelState
+from baton.kernel_library.switch import SWITCH_VARIABLE
 from baton.version import __version__
 
 _OF_NODES = ("torch", "numpy", "safetensors", "gguf", "nixl")
@@ -64,6 +65,8 @@ def look_at_kernels(kernels: KernelState) -> Finding:
         return Finding("kernels", f"none: {kernels.problem}", Grade.SLOW, f"until then {SLOWER}")
     if kernels.path is None:
         return Finding("kernels", "not built yet: the first start builds them, about a minute")
+    if kernels.instruction_set:
+        return Finding("kernels", f"built ahead for {kernels.instruction_set}: {kernels.path}")
     return Finding("kernels", f"built: {kernels.path}")
 
 

@@ -96,7 +96,7 @@ class DraftChooser:
                 own[int(positions[index])] = token_ids[index], drawn_from[index]
         return token_ids
 
-    def take(self, step: DraftingStep) -> dict[int, Floats]:
+    def pop_distributions(self, step: DraftingStep) -> dict[int, Floats]:
         """Return the distributions of a step's drafts, by index of the sampled token.
 
         Drafts that another node made are left out, as their distributions are unknown.

@@ -65,7 +65,7 @@ class LentCores:
             return
         kept = [share for share in self._borrowed if not share.is_busy()]
         new = (share for share in self._others.values() if share not in self._borrowed)
-        self._use(kept + [share for share in new if share.take()])
+        self._use(kept + [share for share in new if share.borrow()])
 
     def rest(self) -> None:
         """Lend the own cores, as there is nothing to compute, and give back borrowed ones."""
@@ -157,7 +157,7 @@ class _Share:
         fcntl.flock(self._busy, fcntl.LOCK_UN)
         return False
 
-    def take(self) -> bool:
+    def borrow(self) -> bool:
         """Borrow the cores; return False if they are busy or already borrowed."""
         return not self.is_busy() and _lock(self._lent)
 

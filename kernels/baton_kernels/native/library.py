@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from baton.kernel_library.ahead import open_library_built_ahead
-from baton.kernel_library.build import OpenedLibrary, find_sources, open_library
+from baton.kernel_library.build import find_sources, open_library
 from baton.kernel_library.compilers import BuildError
 from baton.kernel_library.state import BUILDING, SLOWER
 from baton_kernels.native.layouts import check_layouts
@@ -326,15 +326,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Load the library, built if need be; None, and one line in the log, where that fails."""
+    """Load the library, and build it if needed; if that fails, log a line and return None."""
     try:
         check_layouts(find_sources(), _STRUCTS)
         runtime = _openmp_runtime()
         if runtime is not None:
             # Two OpenMP runtimes in a process would fight for its cores: ours is torch's.
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        ahead = open_library_built_ahead(runtime)
-        opened = OpenedLibrary(*ahead) if ahead else open_library(runtime, _tell_of_build)
+        opened = open_library_built_ahead(runtime) or open_library(runtime, _tell_of_build)
         library = _load(opened.descriptor, opened.path)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
@@ -345,7 +344,9 @@ def load_library() -> ctypes.CDLL | None:
     if opened.problem:
         logger.warning("native kernels are kept in %s, as %s", opened.path.parent, opened.problem)
     threads = "OpenMP" if runtime else "no"
-    logger.info("native kernels: %s, %s threads", opened.path.name, threads)
+    ahead, name = opened.instruction_set, opened.path.name
+    origin = f"built ahead for {ahead}" if ahead else f"built on this machine ({name})"
+    logger.info("native kernels: %s, %s threads", origin, threads)
     return library
 
 

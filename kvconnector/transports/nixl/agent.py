@@ -94,7 +94,7 @@ class NixlAgent:
             raise ConfigError(f"kv_connector: NIXL cannot start: {_words(error)}") from error
 
     def metadata(self) -> bytes:
-        """What a peer needs for `add_peer`."""
+        """Return the agent's metadata, which a peer needs for `add_peer`."""
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
@@ -157,7 +157,7 @@ class NixlAgent:
                 self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:
-        """A table of ranges that writes are posted from or to, by index.
+        """Make a table of memory ranges, between which writes are posted by index.
 
         Args:
             name: the peer that owns the memory; empty for this process.
@@ -228,7 +228,7 @@ class NixlAgent:
             raise TransferError(f"NIXL message failed: {_words(error)}") from error
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Messages that came in, each with its agent's name; drives NIXL's progress.
+        """Return arrived messages, each with its agent's name; drives NIXL's progress.
 
         Any process that reaches our port may connect, and under any name.
         """

@@ -63,8 +63,8 @@ class _Peer:
     Attributes:
         slices: what of our units its ranks have.
         ranks: agents that NIXL knows; each is learnt when it is first needed.
-        tables: by its rank, kind of unit, and layers.
-        scratch_tables: of self-tests, by its rank.
+        tables: tables of blocks, by the peer's rank, kind of unit, and layers.
+        scratch_tables: tables of self-tests, by the peer's rank.
     """
 
     info: PeerInfo
@@ -74,7 +74,7 @@ class _Peer:
     scratch_tables: dict[int, _Table] = field(default_factory=dict)
 
     def name_of(self, rank: int) -> str:
-        """Of an agent."""
+        """Return the name of a rank's agent."""
         return agent_name(self.info.engine_id, rank, self.info.manifest.leader)
 
 

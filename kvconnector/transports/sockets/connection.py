@@ -22,8 +22,8 @@ class Connection:
     """A connection whose TCP part is there; its handshake is done by `progress`.
 
     Args:
-        raw: of which the connection is made; not blocking, owned from now on.
-        context: with which it is encrypted.
+        raw: connected socket; not blocking, owned from now on.
+        context: TLS context of the connection.
         is_server: whether it was accepted.
         reader: takes what comes.
         on_frame: called for each frame; may raise FrameError.
@@ -181,7 +181,7 @@ class Connection:
 
 
 def describe(error: Exception) -> str:
-    """What went wrong, in the words of a log."""
+    """Describe an error for a log."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

@@ -39,7 +39,7 @@ class FrameError(TransferError):
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     HELLO = 1
     MESSAGE = 2
@@ -98,16 +98,16 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Sink(Protocol):
-    """Where a payload goes."""
+    """Destination of a payload."""
 
     def buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty before all have come."""
+        """Return the memory for the next bytes; never empty before all have come."""
 
     def advance(self, num_bytes: int) -> None:
         """Note that this many bytes have arrived in the buffer."""
 
-    def finish(self) -> bool:
-        """All have come; whether they were taken."""
+    def finish_payload(self) -> bool:
+        """Finish a payload whose bytes have all come; return whether it was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Frame:
 
 
 def encode_frame(kind: Kind, head: Head | bytes = b"", payload_bytes: int = 0) -> bytes:
-    """Everything of a frame but its payload."""
+    """Encode a frame without its payload."""
     encoded = head if isinstance(head, bytes) else _encoder.encode(head)
     return HEADER.pack(kind, len(encoded), payload_bytes) + encoded
 
@@ -163,7 +163,7 @@ class FrameReader:
         return self._kind is not None or self._num_filled > 0
 
     def buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
+        """Return the memory for the next bytes; never empty."""
         if self._sink is not None:
             return self._sink.buffer()
         return self._part[self._num_filled :]
@@ -176,7 +176,7 @@ class FrameReader:
         if self._sink is not None:
             self._sink.advance(num_bytes)
             self._payload_bytes -= num_bytes
-            return self._end(self._sink.finish()) if self._payload_bytes == 0 else None
+            return self._end(self._sink.finish_payload()) if self._payload_bytes == 0 else None
         self._num_filled += num_bytes
         if self._num_filled < len(self._part):
             return None

@@ -31,27 +31,27 @@ _VALID_DAYS = 36500  # as long as the process; what ends it is that nobody knows
 
 
 class Identity(Protocol):
-    """What this process shows, and what it makes of what others show."""
+    """A process's proof of identity, and its judgement of peers' proofs."""
 
     @property
     def own(self) -> bytes:
-        """What peers are to know this process by."""
+        """Bytes by which peers know this process."""
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
-        """For the next connection."""
+        """Return the TLS context of the next connection."""
 
     def learn(self, identity: bytes) -> None:
-        """A peer will show this; raises TransferError if that cannot be."""
+        """Accept a peer's identity from now on; raise TransferError if it is impossible."""
 
     def forget(self, identity: bytes) -> None:
-        """No peer will show this any more."""
+        """Stop accepting a peer's identity."""
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
-        """What the other end of a connection has shown and proved."""
+        """Return the identity that the other end of a connection has proved."""
 
 
 def identity_of(files: CertificateFiles | None) -> Identity:
-    """Raises ConfigError."""
+    """Make the identity from certificate files, if any; raises ConfigError."""
     return PinnedIdentity() if files is None else NamedIdentity(files)
 
 

@@ -23,15 +23,15 @@ class BlockMemory(Protocol):
     """Blocks by their bytes. Ids and layers are checked by the caller."""
 
     def num_bytes(self, num_blocks: int, layers: LayerRange | None) -> int:
-        """Of so many blocks, or of these layers of them."""
+        """Return the bytes of ``num_blocks`` blocks, or of these layers of the blocks."""
 
     def read(self, block_ids: Sequence[int], layers: LayerRange | None) -> list[memoryview]:
-        """Their bytes, in this order; valid while the blocks do not change."""
+        """Return the blocks' bytes in this order; valid while the blocks do not change."""
 
     def sink(
         self, block_ids: Sequence[int], layers: LayerRange | None, may_write: MayWrite
     ) -> Sink:
-        """Takes their bytes, in this order; drops them once they may not be written."""
+        """Return a sink for the blocks' bytes in this order; drops bytes that may not land."""
 
 
 def memory_of(blocks: torch.Tensor) -> BlockMemory:
@@ -63,7 +63,7 @@ class _Spans:
         else:
             self._spans.pop()
 
-    def finish(self) -> bool:
+    def finish_payload(self) -> bool:
         return self._is_taken
 
 
@@ -80,7 +80,7 @@ class Discard:
     def advance(self, num_bytes: int) -> None:
         self._left -= num_bytes
 
-    def finish(self) -> bool:
+    def finish_payload(self) -> bool:
         return False
 
 
@@ -161,7 +161,7 @@ class _Staged(_Spans):
         super().__init__(spans, may_write)
         self._store = store
 
-    def finish(self) -> bool:
+    def finish_payload(self) -> bool:
         if not (self._is_taken and self._may_write()):
             return False
         self._store()

@@ -181,7 +181,7 @@ class TlsTransport:
     # ------------------------------------------------------------------ in
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Also all progress: goes on for a moment while bytes of blocks come or go."""
+        """Return arrived messages; drives all progress, longer while block bytes move."""
         until = time.monotonic() + ROUND_S  # (not of the injected clock: this waits for sockets)
         self._look(0.0)
         self._progress()

@@ -61,7 +61,7 @@ class NodeCalls:
             InvalidRequestError: the node rejects a value.
         """
         timeout_s = self._timeout_s + min(max(more_s, 0.0), MAX_SECONDS)
-        call_id, answer = node.replies.begin()
+        call_id, answer = node.replies.open_call()
         try:
             node.send(AdminCall(call_id, request.SerializeToString(), timeout_s, self._operator))
             async with asyncio.timeout(timeout_s):
@@ -75,7 +75,7 @@ class NodeCalls:
         except BatonError as error:
             raise NodeUnavailableError(f"{node.name}: {error}") from None
         finally:
-            node.replies.end(call_id)
+            node.replies.close_call(call_id)
         if response.WhichOneof("response") != request.WhichOneof("request"):
             raise NodeUnavailableError(f"{node.name}: answered something else")
         return response

@@ -118,7 +118,7 @@ class MessageEvents:
         self._blanks = ""
         self._call_index = -1
 
-    def begin(self) -> Iterator[Event]:
+    def first_events(self) -> Iterator[Event]:
         yield Event("message_start", message=msgspec.structs.replace(self._message, content=[]))
 
     def push(self, message: MessageDelta, num_tokens: int) -> Iterator[Event]:
@@ -136,7 +136,7 @@ class MessageEvents:
         for call in message.tool_calls or ():
             yield from self._push_call(call)
 
-    def finish(self, reason: str, delta: TextDelta) -> Iterator[Event]:
+    def last_events(self, reason: str, delta: TextDelta) -> Iterator[Event]:
         if reason == "abort":
             yield self.fail(_CUT_SHORT)
             return

@@ -87,7 +87,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             hang_up=lambda: outgoing.put_nowait(None),
             address=context.address,
         )
-        self._pool.add(node)
+        self._pool.add_node(node)
         self._note(AuditKind.JOINED, context, registration)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
         try:
@@ -152,14 +152,14 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         """Pass a message's event to the pool; return why the message is invalid, or ""."""
         event, problem = read_event(message)
         if event is not None:
-            self._pool.take(node, event)
+            self._pool.on_event(node, event)
         return problem
 
     async def _take_long(self, node: Node, message: Unread) -> str:
         pieces, problem = await self._long.read(node, message, self._pool.vocabulary)
         for piece in pieces:
             async with self._one_piece:
-                self._pool.take(node, piece, is_checked=True)
+                self._pool.on_event(node, piece, is_checked=True)
                 await asyncio.sleep(0)  # let other tasks run
         return problem
 

@@ -160,7 +160,7 @@ class ChatDialect:
         assert reason is not None
         return ChatChoice(index, message, self._logprobs(delta), reason)
 
-    def take(self, index: int, delta: TextDelta) -> None:
+    def on_delta(self, index: int, delta: TextDelta) -> None:
         parts = _parts(delta)
         self._num_calls[index] += sum(isinstance(part, CallBegins) for part in parts)
         self._parts[index] += parts

@@ -72,7 +72,7 @@ class CompletionDialect:
     def chunk(self, index: int, delta: TextDelta) -> CompletionChoice:
         return self.choice(index, delta)
 
-    def take(self, index: int, delta: TextDelta) -> None:
+    def on_delta(self, index: int, delta: TextDelta) -> None:
         pass  # an output's text comes with its deltas
 
     def choice(self, index: int, delta: TextDelta) -> CompletionChoice:

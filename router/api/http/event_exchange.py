@@ -41,7 +41,7 @@ class AnswerEvent(msgspec.Struct):
 class AnswerEvents(Protocol):
     """How an API words one answer, as it comes."""
 
-    def begin(self) -> Iterator[AnswerEvent]:
+    def first_events(self) -> Iterator[AnswerEvent]:
         """Yield the events at the first token."""
         ...
 
@@ -49,7 +49,7 @@ class AnswerEvents(Protocol):
         """Yield the events of the next part of the answer."""
         ...
 
-    def finish(self, reason: str, delta: TextDelta) -> Iterator[AnswerEvent]:
+    def last_events(self, reason: str, delta: TextDelta) -> Iterator[AnswerEvent]:
         """Yield the last events; the delta has the receipt, ``reason`` is that of a chat."""
         ...
 
@@ -147,12 +147,12 @@ class EventExchange:
         async with contextlib.aclosing(self._run()) as events:
             async for event in events:
                 await stream.send(event, kind=event.type)
-        await stream.end()
+        await stream.end_response()
 
     async def _fail(self, stream: EventStream, error: BatonError | ApiError) -> None:
         event = self.events.fail(error)
         await stream.send(event, kind=event.type)
-        await stream.end()
+        await stream.end_response()
 
     async def _run(self) -> AsyncGenerator[AnswerEvent, None]:
         """Yield events from the first token on; earlier errors have a status of their own."""
@@ -163,12 +163,12 @@ class EventExchange:
                 async for delta in deltas:
                     if not has_begun:
                         has_begun = True
-                        for event in self.events.begin():
+                        for event in self.events.first_events():
                             yield event
                     self.request[ENTRY].note_tokens(len(delta.token_ids))
                     choice = self.dialect.chunk(0, delta)
                     for event in self.events.push(choice.delta, len(delta.token_ids)):
                         yield event
                     if choice.finish_reason is not None:
-                        for event in self.events.finish(choice.finish_reason, delta):
+                        for event in self.events.last_events(choice.finish_reason, delta):
                             yield event

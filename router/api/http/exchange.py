@@ -113,7 +113,7 @@ class Dialect(Protocol):
         """
         ...
 
-    def take(self, index: int, delta: TextDelta) -> None:
+    def on_delta(self, index: int, delta: TextDelta) -> None:
         """Read a piece of an output that is returned whole: reading all at once would block."""
         ...
 
@@ -156,7 +156,7 @@ class Exchange:
             async with contextlib.aclosing(self._merged()) as merged:
                 async for index, delta in merged:
                     deltas[index].append(delta)
-                    self.dialect.take(index, delta)
+                    self.dialect.on_delta(index, delta)
                     entry.note_tokens(len(delta.token_ids))
                     num_logprobs += count_logprobs(delta)
                     if num_logprobs > MAX_LOGPROBS_AT_ONCE:
@@ -223,7 +223,7 @@ class Exchange:
             in_order = [receipts[index] for index in range(len(self.calls))]
             chunk.usage = usage_of(in_order, self.num_choices)
             await events.send(chunk)
-        await events.finish()
+        await events.end_with_mark()
 
     def _with_ids(self, choice: Choice, delta: TextDelta) -> Choice:
         if self.body.return_token_ids:

@@ -80,7 +80,7 @@ class TokenTexts:
         found = CompletionLogprobs([], [], [], [])
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             found.tokens.append(self.text(token_id))
-            found.text_offset.append(offsets.take(token_id))
+            found.text_offset.append(offsets.next_offset(token_id))
             found.token_logprobs.append(entry.logprob if entry else None)
             found.top_logprobs.append(self._by_text(entry) if entry else None)
         return found
@@ -141,7 +141,7 @@ class TextOffsets:
         self._is_between = True  # not within a character
         self._num_chars_of: dict[int, int] = {}  # of tokens that are whole characters
 
-    def take(self, token_id: int) -> int:
+    def next_offset(self, token_id: int) -> int:
         """Return where the next token begins."""
         begins_at = self._num_chars
         if self._is_between and self._has_begun and not self._num_to_strip:

@@ -48,7 +48,7 @@ class Response(msgspec.Struct, kw_only=True):
 
     Attributes:
         object: kind of response, such as ``"chat.completion.chunk"``.
-        prompt_token_ids, prompt_logprobs: of a chat, if requested.
+        prompt_token_ids, prompt_logprobs: figures of a chat's prompt, if requested.
         usage: unset in chunks unless the stream asks for it.
     """
 

@@ -46,19 +46,19 @@ class EventStream:
         name = f"event: {kind}\n".encode() if kind else b""
         await self._write(name + b"data: " + self._encoder.encode(event) + b"\n\n")
 
-    async def finish(self) -> None:
+    async def end_with_mark(self) -> None:
         """Send OpenAI's end mark, and end the response."""
         await self._write(_DONE)
-        await self.end()
+        await self.end_response()
 
-    async def end(self) -> None:
+    async def end_response(self) -> None:
         """End the response without OpenAI's end mark."""
         await self.response.write_eof()
 
     async def fail(self, error: BatonError | ApiError) -> None:
         """Send an error as the last event."""
         await self._write(b"data: " + error_body(error) + b"\n\n")
-        await self.end()
+        await self.end_response()
 
     async def _write(self, data: bytes) -> None:
         if not self.begun:

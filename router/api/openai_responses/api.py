@@ -34,7 +34,7 @@ class ResponseEvents:
         self._num_events = 0
         self._whole: dict[str, Any] = {}
 
-    def begin(self) -> Iterator[Event]:
+    def first_events(self) -> Iterator[Event]:
         for kind in ("created", "in_progress"):
             response = self._head.response("in_progress")
             yield self._numbered(Event(f"response.{kind}", response=response))
@@ -42,10 +42,10 @@ class ResponseEvents:
     def push(self, message: MessageDelta, num_tokens: int) -> Iterator[Event]:
         yield from map(self._numbered, self._items.push(message, num_tokens))
 
-    def finish(self, reason: str, delta: TextDelta) -> Iterator[Event]:
+    def last_events(self, reason: str, delta: TextDelta) -> Iterator[Event]:
         status = _STATUS.get(reason, "completed")
         of_items = "completed" if status == "completed" else "incomplete"
-        yield from map(self._numbered, self._items.finish(of_items))
+        yield from map(self._numbered, self._items.end_answer(of_items))
         assert delta.receipt is not None
         self._whole = self._head.response(
             status,

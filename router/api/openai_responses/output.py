@@ -143,7 +143,7 @@ class Items:
         for call in message.tool_calls or ():
             yield from self._push_call(call)
 
-    def finish(self, status: str) -> Iterator[Event]:
+    def end_answer(self, status: str) -> Iterator[Event]:
         """End the answer."""
         if not self.items:  # an answer has a message, even if empty
             yield from self._begin_text(MessageItem)

@@ -136,10 +136,10 @@ class Recovery:
         """Return whether this pair, or one of its nodes, failed the call before."""
         return self._choice.has_failed(placement)
 
-    def begin(self, placement: Placement) -> None:
+    def note_attempt(self, placement: Placement) -> None:
         """Note that an attempt begins at this placement."""
         if self._suspicion is not None:
-            self._suspicion.begin(placement)
+            self._suspicion.note_placed(placement)
 
     def note_progress(self, attempt: Attempt) -> None:
         """Note that tokens of an attempt came."""
@@ -149,7 +149,7 @@ class Recovery:
     def close(self) -> None:
         """Note that the call has ended."""
         if self._suspicion is not None:
-            self._suspicion.end()
+            self._suspicion.note_ended()
 
     # ------------------------------------------------------------------ whose fault it is
 

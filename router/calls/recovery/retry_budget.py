@@ -89,10 +89,10 @@ class RetryBudget:
         self._seconds: deque[list[int]] = deque()  # [second, calls, retries] each, oldest first
 
     def note_call(self) -> None:
-        """A new call came."""
+        """Count a new call."""
         self._now()[1] += 1
 
-    def take(self) -> bool:
+    def acquire_retry(self) -> bool:
         """Count one more retry if the budget allows it, and return whether it does."""
         now = self._now()
         if sum(second[2] for second in self._seconds) >= self._allowance():
@@ -186,7 +186,7 @@ class CallRetries:
     def may_begin(self) -> bool:
         """Return whether the next attempt may begin now; if not, ask again later."""
         self._count_failures()
-        return self._latest not in self._failures or self._budget.take()
+        return self._latest not in self._failures or self._budget.acquire_retry()
 
     @property
     def needs_pause(self) -> bool:

@@ -130,7 +130,7 @@ class Suspicion:
         pairs = {("", node.engine_id) for node in fleet.self_prefilling}  # not on a decode node
         return fleet.only(prefill=is_room, ruled_out=pairs) or fleet
 
-    def begin(self, placement: Placement) -> None:
+    def note_placed(self, placement: Placement) -> None:
         """Note that the call was placed; begin its trial if it is on the node kept for it."""
         prefill, decode = placement.prefill, placement.decode
         computes = prefill if prefill is not None and self._work is Work.PROMPT else decode
@@ -154,7 +154,7 @@ class Suspicion:
             self._tried_on = ""
         self._leave_room()
 
-    def end(self) -> None:
+    def note_ended(self) -> None:
         """Note that the call has ended; a verdict may follow later."""
         self.close()
         if self._verdict is not None:

@@ -253,7 +253,7 @@ class NodeLoad:
             else:
                 account.unmeasured = account.num_uncomputed, busy_s
         if account.promise is not None:
-            self.promises.begin(account.promise)
+            self.promises.begin_promise(account.promise)
         account.num_decoding, account.num_arriving = account.num_arriving, 0
         self._num_decoding += 1
         self._num_decoding_tokens += account.num_decoding

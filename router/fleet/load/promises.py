@@ -45,7 +45,7 @@ class Promises:
         self._open.add(promise)
         return promise
 
-    def begin(self, promise: Promise) -> None:
+    def begin_promise(self, promise: Promise) -> None:
         """Count its steps from now on, because its first token came."""
         promise.ends_with = self.num_steps + promise.num_steps
 

@@ -108,7 +108,7 @@ class PrefixIndex:
 
     # ------------------------------------------------------------------ nodes
 
-    def add(self, engine_id: str, kind: HashKind) -> None:
+    def add_node(self, engine_id: str, kind: HashKind) -> None:
         """Add a node; placements count for it until its snapshot comes.
 
         A node with one kind too many is left out: nothing is known of its cache.
@@ -129,7 +129,7 @@ class PrefixIndex:
             self._leaving.append(holder)
             self._kinds = {holder.kind for holder in self._holders.values()}
 
-    def take(self, engine_id: str, events: KVCacheEvents) -> bool:
+    def apply_events(self, engine_id: str, events: KVCacheEvents) -> bool:
         """Apply a node's events; return whether the node must send a snapshot.
 
         Events after a gap are dropped until the snapshot comes.

@@ -90,7 +90,7 @@ class DividedText:
             texts.append(self._text.push(step, last=ends, ended_by_token=ends and ended_by_token))
             self._take(self._parser.push(self._with_close(step, texts[-1])))
             if ends and not self.stopped:
-                self._take(self._parser.finish())
+                self._take(self._parser.flush())
             if self.stopped:
                 break
         if last and not self.stopped:

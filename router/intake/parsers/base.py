@@ -54,7 +54,7 @@ class OutputParser(Protocol):
         """Yield the parts that are certain now; a possible beginning of a tag is held back."""
         ...
 
-    def finish(self) -> Iterator[Part]:
+    def flush(self) -> Iterator[Part]:
         """Yield the rest, because the output has ended."""
         ...
 

@@ -67,7 +67,7 @@ def _script(source: Source, prompt_end: str) -> Steps[None]:
 def _end(source: Source) -> Steps[str]:
     """Consume the mark that ends a message, if it is next; return it or ""."""
     for mark in _ENDS:
-        if (yield from source.take(mark)):
+        if (yield from source.consume(mark)):
             return mark
     return ""
 
@@ -88,7 +88,7 @@ def _message(source: Source, header: str) -> Steps[str]:
         if (yield from source.peek()) == "{":
             yield CallBegins(recipient[1], new_call_id())
             return (yield from source.until(_ENDS, CallArguments))
-        written = "null" if (yield from source.take("null")) else ""
+        written = "null" if (yield from source.consume("null")) else ""
         if ended := (yield from _end(source)):
             yield CallBegins(recipient[1], new_call_id())
             yield CallArguments(NO_ARGUMENTS)

@@ -55,7 +55,7 @@ def list_steps(source: Source, read: str, *, make_id: MakeId = new_call_id) -> S
     is_first = True
     while True:
         read += yield from source.match(_COMMA)
-        if (yield from source.take("]")):
+        if (yield from source.consume("]")):
             return f"{read}]" if is_first else None
         if (yield from source.peek()) != "{":
             return read if is_first else None
@@ -170,7 +170,7 @@ class _CallReader:
 
     def _expect(self, sign: str) -> Steps[bool]:
         yield from self._space()
-        if not (yield from self._source.take(sign)):
+        if not (yield from self._source.consume(sign)):
             return False
         self._keep(sign)
         return True

@@ -53,7 +53,7 @@ class JsonForm:
 
         def block(source: Source) -> Steps[str | None]:
             read = yield from source.match(SPACE)
-            if (yield from source.take("[")):
+            if (yield from source.consume("[")):
                 return (yield from list_steps(source, read + "[", make_id=make_id))
             no_call = yield from call_steps(source, make_id=make_id)
             if no_call is not None:
@@ -87,7 +87,7 @@ class BareJsonForm:
 
         def script(source: Source) -> Steps[None]:
             blanks = yield from source.match(SPACE)
-            if (yield from source.take(self.tag)):
+            if (yield from source.consume(self.tag)):
                 blanks = yield from source.match(SPACE)
             before = blanks
             while (yield from source.peek()) == "{":

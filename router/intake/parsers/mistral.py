@@ -42,7 +42,7 @@ class MistralForm:
         def script(source: Source) -> Steps[None]:
             while (yield from source.until((TAG,), as_text)):
                 read = yield from source.match(SPACE)
-                if (yield from source.take("[")):
+                if (yield from source.consume("[")):
                     no_call = yield from list_steps(source, read + "[", make_id=make_id)
                 else:
                     no_call = yield from _named(source, read, make_id)
@@ -57,12 +57,12 @@ def _named(source: Source, read: str, make_id: MakeId) -> Steps[str | None]:
     read += name
     tag_before = ""
     for tag in (CALL_ID, ARGS):
-        if (yield from source.take(tag)):
+        if (yield from source.consume(tag)):
             read, tag_before = read + tag, tag
             if tag == CALL_ID:
                 read += yield from source.match(_NAME)
     read += yield from source.match(SPACE)
-    if name and tag_before == ARGS and (yield from source.take("null")):
+    if name and tag_before == ARGS and (yield from source.consume("null")):
         yield CallBegins(name, make_id(name))
         yield CallArguments(NO_ARGUMENTS)
         return None

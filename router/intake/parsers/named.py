@@ -81,7 +81,7 @@ class _Reader:
         form = self._form
         name = yield from source.match(_NAME)
         read = name + (yield from source.match(SPACE))
-        if not (yield from source.take(form.separator)):
+        if not (yield from source.consume(form.separator)):
             return read
         read += form.separator + (yield from source.match(SPACE))
         if (yield from source.peek()) != "{":
@@ -89,7 +89,7 @@ class _Reader:
             read += word + (yield from source.match(_FENCE if form.is_fenced else SPACE))
             inner = word if form.is_fenced else ""
             called = name if is_nothing(word) else inner
-            if called and (yield from source.take(form.close)):
+            if called and (yield from source.consume(form.close)):
                 yield self._begin(called)
                 yield CallArguments(NO_ARGUMENTS)
                 return None
@@ -99,7 +99,7 @@ class _Reader:
         yield self._begin(name)
         yield from value_steps(source, CallArguments)
         yield from source.match(_FENCE if form.is_fenced else BEHIND)
-        yield from source.take(form.close)
+        yield from source.consume(form.close)
         return None
 
     def _begin(self, written: str) -> CallBegins:

@@ -23,7 +23,7 @@ class PlainText:
         if text:
             yield text
 
-    def finish(self) -> Iterator[Part]:
+    def flush(self) -> Iterator[Part]:
         return iter(())
 
 
@@ -67,11 +67,11 @@ class CallsOrText:
             self._chosen = self._calls if is_call else PlainText()
         yield from self._chosen.push(text)
 
-    def finish(self) -> Iterator[Part]:
+    def flush(self) -> Iterator[Part]:
         if self._chosen is None:
             self._chosen = PlainText()
             yield from self._chosen.push(self._held)
-        yield from self._chosen.finish()
+        yield from self._chosen.flush()
 
 
 class FirstCall:
@@ -88,8 +88,8 @@ class FirstCall:
     def push(self, text: str) -> Iterator[Part]:
         return filter(self._is_kept, self._parts.push(text))
 
-    def finish(self) -> Iterator[Part]:
-        return filter(self._is_kept, self._parts.finish())
+    def flush(self) -> Iterator[Part]:
+        return filter(self._is_kept, self._parts.flush())
 
     def _is_kept(self, part: Part) -> bool:
         self._num_begun += isinstance(part, CallBegins)

@@ -56,7 +56,7 @@ class PythonForm:
 
         def block(source: Source) -> Steps[str | None]:
             read = yield from source.match(SPACE)
-            if (yield from source.take("[")):
+            if (yield from source.consume("[")):
                 read += "[" + (yield from source.match(SPACE))
             if (yield from source.peek()) == "{":  # some templates show JSON
                 return (yield from list_steps(source, read, make_id=make_id))
@@ -66,11 +66,11 @@ class PythonForm:
             return no_call
 
         def script(source: Source) -> Steps[None]:
-            yield from source.take(self.open)
+            yield from source.consume(self.open)
             read: str | None = yield from source.match(SPACE)
-            if (yield from source.take("[")):
+            if (yield from source.consume("[")):
                 read = yield from _calls(source, names, f"{read}[", make_id)
-            yield from source.take(self.close)
+            yield from source.consume(self.close)
             if read:
                 yield read
             yield from rest_as_text(source)
@@ -94,7 +94,7 @@ def _calls(
         name = yield from source.match(_NAME)
         read += name
         is_name = bool(name) if names is None else name in names
-        if not is_name or not (yield from source.take("(")):
+        if not is_name or not (yield from source.consume("(")):
             break
         yield CallBegins(name, make_id(name))
         rest = yield from _arguments(source)
@@ -103,8 +103,8 @@ def _calls(
             break
         is_first, read = False, ""
         yield from source.match(SPACE)
-        if not (yield from source.take(",")) and names is not None:
-            yield from source.take("]")
+        if not (yield from source.consume(",")) and names is not None:
+            yield from source.consume("]")
             return None
     if is_first:
         return read
@@ -118,12 +118,12 @@ def _arguments(source: Source) -> Steps[str | None]:
     sign = "{"
     while True:
         yield from source.match(SPACE)
-        if (yield from source.take(")")):
+        if (yield from source.consume(")")):
             yield CallArguments("{}" if sign == "{" else "}")
             return None
         name = yield from source.match(_NAME)
         yield from source.match(SPACE)
-        if not name or not (yield from source.take("=")):
+        if not name or not (yield from source.consume("=")):
             yield CallArguments("{}" if sign == "{" else "}")
             return name
         text = yield from _value(source)
@@ -134,7 +134,7 @@ def _arguments(source: Source) -> Steps[str | None]:
         yield CallArguments(f"{sign}{json.dumps(name)}: {written}")
         sign = ", "
         yield from source.match(SPACE)
-        yield from source.take(",")
+        yield from source.consume(",")
 
 
 def _value(source: Source) -> Steps[str]:

@@ -37,7 +37,7 @@ class Source:
         self._text = self._text[self._position :] + text
         self._position = 0
 
-    def end(self) -> None:
+    def close_input(self) -> None:
         """Note that no more text comes."""
         self._has_ended = True
 
@@ -90,7 +90,7 @@ class Source:
                 return False
         return True
 
-    def take(self, text: str) -> Steps[bool]:
+    def consume(self, text: str) -> Steps[bool]:
         """Consume exactly this text if it is next; return whether it was."""
         if not (yield from self.comes(text)):
             return False
@@ -136,8 +136,8 @@ class ScriptedParser:
             self._source.feed(text)
             yield from self._run()
 
-    def finish(self) -> Iterator[Part]:
-        self._source.end()
+    def flush(self) -> Iterator[Part]:
+        self._source.close_input()
         yield from self._run()
 
     def _run(self) -> Iterator[Part]:

@@ -94,7 +94,7 @@ class _Reader:
             ended = yield from self._arguments(source, ArgumentTypes(self._tools(name)))
             if ended == form.end and tag == form.open:
                 yield from source.match(SPACE)
-                yield from source.take(form.close)
+                yield from source.consume(form.close)
             is_next = ended in self._tags  # the model omitted the end
             tag = ended if is_next else (yield from source.until(self._tags, as_text))
 
@@ -106,7 +106,7 @@ class _Reader:
         form, read = self._form, tag
         if tag == form.open:
             read += yield from source.match(SPACE)
-            if not (yield from source.take(form.function)):
+            if not (yield from source.consume(form.function)):
                 yield read
                 return ""
             read += form.function
@@ -114,7 +114,7 @@ class _Reader:
         read += name
         name = name.strip()
         if form.name_end:
-            is_call = bool(name) and (yield from source.take(form.name_end))
+            is_call = bool(name) and (yield from source.consume(form.name_end))
         else:
             read += yield from source.match(SPACE)
             is_call = bool(_PLAIN_NAME.fullmatch(name)) and (yield from self._goes_on(source))
@@ -134,11 +134,11 @@ class _Reader:
         form, sign = self._form, "{"
         while (ended := (yield from source.until(self._ends, _nothing))) == form.key:
             name = (yield from source.match(_NAME)).strip()
-            if not (yield from source.take(form.key_end)):
+            if not (yield from source.consume(form.key_end)):
                 continue
             if form.value:
                 yield from source.match(SPACE)
-                if not (yield from source.take(form.value)):
+                if not (yield from source.consume(form.value)):
                     continue
             yield CallArguments(f"{sign}{json.dumps(name, ensure_ascii=False)}: ")
             sign = ", "
@@ -149,10 +149,10 @@ class _Reader:
     def _value(self, source: Source, value: _Value) -> Steps[None]:
         ends: tuple[str, ...] = (self._form.value_end,)
         if self._form.has_lines:
-            yield from source.take("\n")
+            yield from source.consume("\n")
             ends = (f"\n{self._form.value_end}", self._form.value_end)
         yield from source.until(ends, value.push)
-        yield CallArguments(value.finish())
+        yield CallArguments(value.rest())
 
 
 def _nothing(text: str) -> None:
@@ -184,7 +184,7 @@ class _Value:
         self._is_text = True
         return CallArguments('"' + _escaped(begun))
 
-    def finish(self) -> str:
+    def rest(self) -> str:
         """Return the rest of the argument's JSON."""
         if self._is_text:
             return '"'

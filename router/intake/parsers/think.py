@@ -39,7 +39,7 @@ class ThinkForm:
                 yield from rest_as_text(source)
                 return
             blanks = yield from source.match(_SPACE)
-            if (yield from source.take(opening)) or thinks:
+            if (yield from source.consume(opening)) or thinks:
                 yield from source.match(_NEWLINES)
                 yield from _reasoning(source, closing)
                 yield from source.match(_NEWLINES)
@@ -75,10 +75,10 @@ class ThinkFirst:
         for part in self._reasoning.push(text):
             yield from self._divide(part)
 
-    def finish(self) -> Iterator[Part]:
-        for part in self._reasoning.finish():
+    def flush(self) -> Iterator[Part]:
+        for part in self._reasoning.flush():
             yield from self._divide(part)
-        yield from self._rest.finish()
+        yield from self._rest.flush()
 
     def _divide(self, part: Part) -> Iterator[Part]:
         if isinstance(part, str):

@@ -49,7 +49,7 @@ def test_a_router_tells_of_requests(prefix: str) -> None:
     metrics = RouterMetrics(pool, Admission(Capacity(lambda: pool.fleet)))
     metrics.show_names_of("demo")
     with metrics.running() as record:
-        record.finish(TextDelta("a", 4, (1,), "x", FinishReason.LENGTH, RECEIPT))
+        record.on_last_delta(TextDelta("a", 4, (1,), "x", FinishReason.LENGTH, RECEIPT))
     found = samples(metrics.text().decode())
     for name, total in OF_ROUTERS.items():
         (one,) = found[f"{prefix}{name}_sum"]

@@ -99,6 +99,12 @@ def test_a_missing_compiler_is_missed_only_without_kernels(
     ("state", "grade", "value", "advice"),
     [
         (KernelState(path=Path("/c/x.so")), Grade.OK, "built: /c/x.so", ""),
+        (
+            KernelState(path=Path("/p/v3.so"), instruction_set="v3"),
+            Grade.OK,
+            "built ahead for v3: /p/v3.so",
+            "",
+        ),
         (KernelState(), Grade.OK, "not built yet", ""),
         (KernelState(problem="no C compiler"), Grade.SLOW, "no C compiler", "4 to 5 times slower"),
         (KernelState(is_off=True), Grade.SLOW, "off", "unset BATON_NATIVE_KERNELS"),

@@ -63,7 +63,7 @@ async def until(holds: Callable[[], object]) -> None:
 class Inbox(asyncio.Queue[int]):
     """The tokens of one request."""
 
-    def take(self, item: LegDelta) -> None:
+    def on_leg_delta(self, item: LegDelta) -> None:
         for token_id in item.delta.token_ids:
             self.put_nowait(token_id)
 

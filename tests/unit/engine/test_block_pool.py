@@ -169,16 +169,16 @@ def test_how_many_of_some_blocks_are_free() -> None:
     assert [pool.num_free_among(ids) for ids in ([], [1], [0, 1, 2])] == [0, 0, 2]
 
 
-def test_of_a_content_in_two_blocks_the_one_is_found_that_was_read() -> None:
+def test_a_look_up_finds_no_block_of_a_higher_class() -> None:
     pool = cached_pool()
     assert pool.allocate(2) == [0, 1]
-    pool.cache([0], [b"a"], None, is_read=False)
-    assert (pool.find(b"a"), pool.find_read(b"a")) == (0, None)
+    pool.cache([0], [b"a"], None, cache_class=1)
+    assert (pool.find(b"a", 1), pool.find(b"a")) == (0, None)
     pool.cache([1], [b"a"], None)
-    assert pool.find_read(b"a") == 1
+    assert (pool.find(b"a", 1), pool.find(b"a")) == (0, 1)
     pool.release([1, 0])
     assert pool.allocate(3) == [2, 3, 1]
-    assert (pool.find(b"a"), pool.find_read(b"a")) == (0, None)
+    assert (pool.find(b"a", 1), pool.find(b"a")) == (0, None)
     pool.check()
 
 

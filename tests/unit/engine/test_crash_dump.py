@@ -27,7 +27,7 @@ def test_a_dump_says_what_ran_and_who_held_which_blocks(
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     request = llm._make_choices("import os\n" * 10, SamplingParams(max_tokens=4))[0]
-    llm.engine.add(request)
+    llm.engine.add_request(request)
     llm.engine.step()
     path = dump_crash(llm.engine, RuntimeError("the floor is lava"))
     assert path is not None
@@ -101,7 +101,7 @@ def test_no_text_of_a_client_is_in_a_dump(
         structured_output=StructuredOutput(regex="SECRET-[a-z]+"),
     )
     request = llm._make_choices("SECRET prompt\n", params)[0]
-    llm.engine.add(request)
+    llm.engine.add_request(request)
     path = dump_crash(llm.engine, raised("SECRET"))
     llm.engine.abort(request.request_id)
     assert path is not None

@@ -226,7 +226,7 @@ def test_a_token_that_the_step_in_flight_samples_is_read_on_the_device() -> None
     before = stage(batch, a, b)
     inputs.upload(before)
     rows = inputs.section("rows", 2).tolist()
-    a.begin(1)
+    a.add_in_flight(1)
     staged = stage(batch, b, a)  # b's token is known: it is not in flight
     assert staged.staging != before.staging
     inputs.last_tokens[rows[0]] = 77
@@ -277,7 +277,7 @@ def test_an_eager_step_names_the_tokens_it_does_not_know() -> None:
     batch = make_batch(make_inputs())
     a, b = decoding("a", 5, 20), decoding("b", 4, 30)
     batch.fill(plan(a))
-    a.begin(1)
+    a.add_in_flight(1)
     prepared = batch.fill(plan(b, a))
     assert prepared.model.input_ids.tolist() == [13, 0]
     assert prepared.unknown is not None

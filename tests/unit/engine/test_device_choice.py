@@ -72,7 +72,7 @@ def test_steps_are_launched_on_the_engines_device_whichever_thread_runs_them(
 
     monkeypatch.setattr(ModelRunner, "launch", noted)
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-    engine.add(
+    engine.add_request(
         Request.create("a", [5] * 9, params, seed=0, eos_token_ids=frozenset(), max_model_len=99)
     )
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from baton.engine_config import EngineConfig
+from engine.core.drafts import ALL
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
-from engine.core.scheduler import ALL
 from engine.speculation.draft_lengths import (
     TRIAL_SHARE,
     TRIED,

@@ -248,7 +248,7 @@ def test_an_engine_is_woken_when_a_grammar_is_ready_and_says_what_waits(llm: LLM
     engine.wake_with(woken.set)
     params = choosing("some text that nobody compiled before", max_tokens=60, temperature=0)
     request = request_of(params, None)
-    engine.add(request)
+    engine.add_request(request)
     assert [r["status"] for r in describe(engine, ValueError())["requests"]] == [
         "WAITING_FOR_GRAMMAR"
     ]

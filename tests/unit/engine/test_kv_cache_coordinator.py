@@ -150,7 +150,7 @@ def test_a_long_output_of_a_mixed_model_holds_what_theory_says(prefix_cache: boo
     )
     pool = scheduler.kv_cache_manager.block_pool
     request = make_request("a", 3, 40)
-    scheduler.add(request)
+    scheduler.add_request(request)
     runner = ContentRunner(2, windows)
     while scheduler.has_work:
         step(scheduler, runner)
@@ -169,10 +169,10 @@ def test_a_hit_needs_every_group_and_takes_only_what_each_looks_at() -> None:
     scheduler = make_scheduler(60, 2, sliding_windows=windows, prefix_cache=True)
     runner = ContentRunner(2, windows)
     prompt = list(range(10, 22))
-    scheduler.add(make_request("a", prompt=prompt, max_tokens=1))
+    scheduler.add_request(make_request("a", prompt=prompt, max_tokens=1))
     step(scheduler, runner)
     again = make_request("b", prompt=prompt, max_tokens=2)
-    scheduler.add(again)
+    scheduler.add_request(again)
     assert step(scheduler, runner)[0] == {"b": 2}
     assert again.num_cached_tokens == 10
     assert again.block_ids[1::2].count(0) >= 3

@@ -107,7 +107,7 @@ def test_what_slid_out_together_is_given_out_again_tail_first() -> None:
 def test_a_window_lets_a_long_output_run_in_few_blocks() -> None:
     scheduler = make_scheduler(12, 2, sliding_windows=[4])
     request = make_request("a", 3, 18)
-    scheduler.add(request)
+    scheduler.add_request(request)
     runner = ContentRunner(2, sliding_windows=[4])
     most_held = 0
     while scheduler.has_work:
@@ -122,10 +122,10 @@ def test_a_prefix_hit_under_a_window_takes_only_the_blocks_in_the_window() -> No
     scheduler = make_scheduler(20, 2, prefix_cache=True, sliding_windows=[4])
     prompt = list(range(10, 22))
     runner = ContentRunner(2, sliding_windows=[4])
-    scheduler.add(make_request("a", prompt=prompt, max_tokens=1))
+    scheduler.add_request(make_request("a", prompt=prompt, max_tokens=1))
     step(scheduler, runner)
     again = make_request("b", prompt=prompt, max_tokens=1)
-    scheduler.add(again)
+    scheduler.add_request(again)
     assert step(scheduler, runner)[0] == {"b": 2}
     assert again.num_cached_tokens == 10
 
@@ -148,6 +148,6 @@ def test_remote_kv_that_slides_out_before_the_prompt_ends_gets_no_block_and_is_n
     scheduler.commit("remote", 5)
     scheduler.check()
     step(scheduler, runner)
-    scheduler.add(make_request("shorter", prompt=prompt[:7], max_tokens=2))
+    scheduler.add_request(make_request("shorter", prompt=prompt[:7], max_tokens=2))
     while scheduler.has_work:
         step(scheduler, runner)

@@ -103,7 +103,7 @@ def test_too_little_memory_and_small_chunks_change_no_token(llm: LLM, folder: st
         small._make_choices(prompt, params)[0] for prompt in PROMPTS
     ]  # to see that they were preempted
     for request in requests:
-        small.engine.add(request)
+        small.engine.add_request(request)
     while small.engine.has_work:
         small.engine.step()
         small.engine.check()
@@ -122,10 +122,10 @@ def test_every_block_is_free_after_generate(llm: LLM) -> None:
 def test_prompts_of_a_batch_are_not_cut_for_those_who_decode() -> None:
     llm = LLM(str(DEMO), kv_cache_bytes=2**24)
     [first] = llm._make_choices([300, 301], SamplingParams(max_tokens=5, ignore_eos=True))
-    llm.engine.add(first)
+    llm.engine.add_request(first)
     llm.engine.step()
     [long] = llm._make_choices(list(range(300, 400)), SamplingParams(max_tokens=1))
-    llm.engine.add(long)
+    llm.engine.add_request(long)
     llm.engine.step()
     assert long.status.is_finished
     while llm.engine.has_work:

@@ -94,7 +94,7 @@ def test_a_mask_that_takes_long_holds_up_no_other_request_and_changes_no_token()
     requests = [structured(f"dear-{index}") for index in range(8)]
     held = [hold(request) for request in requests]
     for request in (plain, *requests):
-        scheduler.add(request)
+        scheduler.add_request(request)
     assert set(step(scheduler, RUNNER)[0]) == {"plain", *(one.request_id for one in requests)}
     for _ in range(5):  # the second masks are not ready: the other requests go on
         assert step(scheduler, RUNNER)[0] == {"plain": 1}
@@ -111,7 +111,7 @@ def test_a_mask_that_takes_long_holds_up_no_other_request_and_changes_no_token()
     assert ends == {"plain": FinishReason.LENGTH} | {
         request.request_id: FinishReason.STOP for request in requests
     }
-    scheduler.add(alone)
+    scheduler.add_request(alone)
     while scheduler.has_work:
         step(scheduler, RUNNER)
     assert all(request.output_token_ids == alone.output_token_ids for request in requests)
@@ -125,10 +125,10 @@ def test_a_prompts_middle_needs_no_mask_in_a_step_that_was_scheduled_ahead() -> 
     held, dear.grammar.has_mask = hold(dear), False
     decoding = structured("decoding")
     for request in (decoding, dear):
-        scheduler.add(request)
+        scheduler.add_request(request)
     first = scheduler.schedule()
     scheduler.plan(first)
-    scheduler.begin(first)
+    scheduler.begin_step(first)
     ahead = scheduler.schedule()
     assert shares(ahead) == {"decoding": 1, "dear": 64}
     slow = hold(decoding)
@@ -141,7 +141,7 @@ def test_a_prompts_middle_needs_no_mask_in_a_step_that_was_scheduled_ahead() -> 
 def test_one_whose_mask_is_not_ready_can_be_aborted() -> None:
     scheduler, request = make_scheduler(), structured("dear")
     held = hold(request)
-    scheduler.add(request)
+    scheduler.add_request(request)
     step(scheduler, RUNNER)
     assert step(scheduler, RUNNER)[0] == {}
     assert scheduler.has_work  # the request runs, and waits
@@ -156,7 +156,7 @@ def test_a_mask_that_goes_wrong_fails_its_request_alone() -> None:
     held = hold(request)
     held.error = RuntimeError("a panic")
     held.may_go_on.set()
-    scheduler.add(request)
+    scheduler.add_request(request)
     for _ in range(200):
         if scheduler.failures:
             break
@@ -164,7 +164,7 @@ def test_a_mask_that_goes_wrong_fails_its_request_alone() -> None:
     [(request_id, error)] = scheduler.failures
     assert (request_id, str(error)) == ("wrong", "structured_output: a panic")
     other = structured("other")
-    scheduler.add(other)
+    scheduler.add_request(other)
     while scheduler.has_work:
         step(scheduler, RUNNER)
     assert other.num_output_tokens
@@ -177,13 +177,13 @@ def test_cheap_masks_are_computed_at_once_until_those_of_a_step_have_taken_long(
     for state in states:
         state.accept(next_of(state))
         state.mask_s = 0.0
-    masks.begin(states[0])
+    masks.begin_mask(states[0])
     assert states[0].has_mask
     assert not masks._threads
     monkeypatch.setattr(mask_threads, "AT_ONCE_S", 0.0)
     masks.wait()
-    masks.begin(states[1])
-    masks.begin(states[2])
+    masks.begin_mask(states[1])
+    masks.begin_mask(states[2])
     assert masks._threads
     for _ in range(100):
         masks.wait_for_any()

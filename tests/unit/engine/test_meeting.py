@@ -31,5 +31,5 @@ def test_strangers_keep_no_rank_out_and_no_thread_each(monkeypatch: pytest.Monke
             link.sendall(_HELLO.pack(meeting.invitation.key, 1, kind))
         (rank,) = meeting.wait(10.0, lambda: None)
         assert rank.rank == 1
-        rank.end()
+        rank.end_rank()
         rank.beside.close()

@@ -91,7 +91,7 @@ def test_work_is_counted_by_tokens_and_by_what_they_attend_to(folder: str) -> No
 def test_work_grows_while_a_request_runs_and_stays_when_it_ends(folder: str) -> None:
     llm = make_llm(folder)
     seen = [llm.metrics()]
-    llm.engine.add(request(llm, PROMPTS[2], 6))
+    llm.engine.add_request(request(llm, PROMPTS[2], 6))
     while llm.engine.requests:
         llm.engine.step()
         seen.append(llm.metrics())
@@ -105,7 +105,7 @@ def test_ends_are_counted_by_their_reason(folder: str) -> None:
     llm = make_llm(folder)
     first = llm.generate([PROMPTS[0]], greedy(6))[0].token_ids
     llm.generate([PROMPTS[0]], greedy(6, stop_token_ids=(first[2],)))
-    llm.engine.add(request(llm, PROMPTS[1]))
+    llm.engine.add_request(request(llm, PROMPTS[1]))
     llm.engine.step()
     [left] = llm.engine.requests
     llm.engine.abort(left)
@@ -158,7 +158,7 @@ def test_requests_are_counted_where_they_are(folder: str) -> None:
     llm = make_llm(folder, max_num_requests=1)
     engine = llm.engine
     for prompt in PROMPTS:
-        engine.add(request(llm, prompt))
+        engine.add_request(request(llm, prompt))
     engine.step()
     parked = request(llm, PROMPTS[2])
     engine.park(parked)
@@ -184,7 +184,7 @@ def test_requests_are_counted_where_they_are(folder: str) -> None:
 def test_totals_never_shrink(folder: str) -> None:
     llm = make_llm(folder, block_size=2, num_blocks=13)
     for prompt in PROMPTS:
-        llm.engine.add(request(llm, prompt, 12))
+        llm.engine.add_request(request(llm, prompt, 12))
     names = [field.name for field in dataclasses.fields(llm.metrics()) if "_total" in field.name]
     assert len(names) == 21
     before = llm.metrics()

@@ -35,7 +35,7 @@ def start() -> tuple[Engine, list[Request]]:
         for index, params in enumerate(PARAMS)
     ]
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     return engine, requests
 
 

@@ -62,7 +62,7 @@ def found_hashes(pool: BlockPool, candidates: Sequence[BlockHash]) -> set[BlockH
 
 def run_one(scheduler: Scheduler, runner: ContentRunner, request: Request) -> tuple[int, Request]:
     """Run a request to its end; the tokens that were computed for it."""
-    scheduler.add(request)
+    scheduler.add_request(request)
     num_computed = 0
     while scheduler.has_work:
         num_computed += step(scheduler, runner)[0].get(request.request_id, 0)
@@ -140,11 +140,11 @@ def test_requests_that_run_together_share_what_is_computed_already_and_nothing_e
     scheduler = make_scheduler(prefix_cache=True, long_prefill_token_threshold=8)
     runner = ContentRunner(BLOCK_SIZE)
     first, second, third = (make_request(name, prompt=PROMPT, max_tokens=9) for name in "abc")
-    scheduler.add(first)
-    scheduler.add(second)  # the same step: nothing is computed yet, both compute
+    scheduler.add_request(first)
+    scheduler.add_request(second)  # the same step: nothing is computed yet, both compute
     assert step(scheduler, runner)[0] == {"a": 8, "b": 8}
     assert not set(first.block_ids) & set(second.block_ids)
-    scheduler.add(third)
+    scheduler.add_request(third)
     assert step(scheduler, runner)[0] == {"a": 8, "b": 8, "c": 8}
     assert third.num_cached_tokens == 8
     assert third.block_ids[:2] in (first.block_ids[:2], second.block_ids[:2])
@@ -248,12 +248,12 @@ def test_a_request_that_does_not_fit_beside_its_own_prefix_changes_nothing(num_s
 
 def test_the_watermark_keeps_blocks_free_for_those_that_run_and_a_lone_one_may_take_all() -> None:
     scheduler = make_scheduler(num_blocks=200, max_num_batched_tokens=1000)
-    scheduler.add(make_request("lone", 796, 10, max_model_len=800))
+    scheduler.add_request(make_request("lone", 796, 10, max_model_len=800))
     assert "lone" in step(scheduler)[0]  # 199 of 200 blocks
-    scheduler.add(make_request("late", 1, 1))
+    scheduler.add_request(make_request("late", 1, 1))
     assert "late" not in step(scheduler)[0]  # it would leave no block, one percent is 2
     scheduler.abort("lone")
-    scheduler.add(make_request("next", 4 * 197, 10))
+    scheduler.add_request(make_request("next", 4 * 197, 10))
     assert set(step(scheduler)[0]) == {"late", "next"}  # it leaves exactly 2
 
 
@@ -262,8 +262,8 @@ def test_a_preempted_request_resumes_from_its_own_prefix() -> None:
     runner = ContentRunner(BLOCK_SIZE)
     old = make_request("old", prompt=[1] * 8, max_tokens=12)
     new = make_request("new", prompt=PROMPT[:11], max_tokens=8)
-    scheduler.add(old)
-    scheduler.add(new)
+    scheduler.add_request(old)
+    scheduler.add_request(new)
     while new.status is not RequestStatus.PREEMPTED:
         step(scheduler, runner)
     assert (new.block_ids, new.num_computed_tokens, new.num_cached_blocks) == ([], 0, 0)
@@ -284,7 +284,7 @@ def test_a_reset_forgets_what_was_computed_and_disturbs_no_request() -> None:
     scheduler, runner = make_scheduler(prefix_cache=True), ContentRunner(BLOCK_SIZE)
     pool = scheduler.kv_cache_manager.block_pool
     running = make_request("running", prompt=PROMPT[:9], max_tokens=9)
-    scheduler.add(running)
+    scheduler.add_request(running)
     step(scheduler, runner)
     pool.reset_prefix_cache()
     scheduler.check()

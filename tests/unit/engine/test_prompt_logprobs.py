@@ -79,7 +79,7 @@ def test_a_warm_prefix_cache_does_not_shorten_them_and_is_left_warm(
     for prompt, found in zip(PROMPTS, llm.generate(PROMPTS, asking()), strict=True):
         assert_right(found, prompt, theirs)
     request = llm._make_choices(PROMPTS[-1], SamplingParams(max_tokens=1))[0]
-    llm.engine.add(request)
+    llm.engine.add_request(request)
     while llm.engine.has_work:
         llm._step()
     assert request.num_cached_tokens == 48

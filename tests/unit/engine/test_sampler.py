@@ -133,7 +133,7 @@ def test_words_computed_ahead_are_those_computed_alone(
             seeds[row] += np.uint64(10)
         rows = np.array([row, (row + 1) % 4])
         positions = np.array([position, number])
-        taken = table.take(rows, seeds[rows], positions)
+        taken = table.words_at(rows, seeds[rows], positions)
         np.testing.assert_array_equal(taken, counter_words(seeds[rows], positions))
 
 

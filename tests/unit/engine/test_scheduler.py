@@ -40,7 +40,7 @@ def assert_complete(outputs: list[RequestDelta], request_id: str, num_tokens: in
 
 def test_a_long_prompt_is_computed_in_chunks_and_samples_only_after_the_last() -> None:
     scheduler = make_scheduler(long_prefill_token_threshold=4)
-    scheduler.add(make_request("a", 10, 2))
+    scheduler.add_request(make_request("a", 10, 2))
     runs = [step(scheduler) for _ in range(4)]
     assert [computed["a"] for computed, _ in runs] == [4, 4, 2, 1]
     assert [len(result.outputs) for _, result in runs] == [0, 0, 1, 1]
@@ -50,7 +50,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_only_after_the_last() -
 def test_a_step_computes_no_more_than_its_budget_and_uses_all_of_it() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     for name in "abc":
-        scheduler.add(make_request(name, 6))
+        scheduler.add_request(make_request(name, 6))
     scheduled = scheduler.schedule()
     assert shares(scheduled) == {"a": 6, "b": 4}
     assert scheduled.num_scheduled_tokens == 10
@@ -60,19 +60,19 @@ def test_running_requests_come_before_waiting_ones_and_the_rest_of_the_budget_is
     None
 ):
     scheduler = make_scheduler(max_num_batched_tokens=8)
-    scheduler.add(make_request("a", 3))
+    scheduler.add_request(make_request("a", 3))
     step(scheduler)
-    scheduler.add(make_request("b", 20))
-    scheduler.add(make_request("c", 1))
+    scheduler.add_request(make_request("b", 20))
+    scheduler.add_request(make_request("c", 1))
     assert step(scheduler)[0] == {"a": 1, "b": 7}
     assert step(scheduler)[0] == {"a": 1, "b": 7}
 
 
 def test_a_request_joins_the_batch_in_the_step_after_it_came() -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", 4, 10))
+    scheduler.add_request(make_request("a", 4, 10))
     step(scheduler)
-    scheduler.add(make_request("b", 4, 10))
+    scheduler.add_request(make_request("b", 4, 10))
     assert step(scheduler)[0] == {"a": 1, "b": 4}
     assert step(scheduler)[0] == {"a": 1, "b": 1}
 
@@ -80,7 +80,7 @@ def test_a_request_joins_the_batch_in_the_step_after_it_came() -> None:
 def test_no_more_requests_run_than_allowed_and_the_next_takes_a_free_place_at_once() -> None:
     scheduler = make_scheduler(max_num_requests=2)
     for name, max_tokens in (("a", 2), ("b", 5), ("c", 5)):
-        scheduler.add(make_request(name, 4, max_tokens))
+        scheduler.add_request(make_request(name, 4, max_tokens))
     assert list(step(scheduler)[0]) == ["a", "b"]
     assert list(step(scheduler)[0]) == ["a", "b"]  # a ends here
     assert list(step(scheduler)[0]) == ["b", "c"]
@@ -88,9 +88,9 @@ def test_no_more_requests_run_than_allowed_and_the_next_takes_a_free_place_at_on
 
 def test_first_come_is_first_served_even_if_a_later_one_would_fit() -> None:
     scheduler = make_scheduler(num_blocks=4)
-    scheduler.add(make_request("a", 8, 2))
-    scheduler.add(make_request("b", 12, 2))
-    scheduler.add(make_request("c", 1, 2))
+    scheduler.add_request(make_request("a", 8, 2))
+    scheduler.add_request(make_request("b", 12, 2))
+    scheduler.add_request(make_request("c", 1, 2))
     assert list(step(scheduler)[0]) == ["a"]
     assert_complete(run_to_end(scheduler), "b", 2)
 
@@ -120,7 +120,7 @@ def test_an_output_ends_for_the_right_reason_and_frees_its_blocks(
     token_id: int, max_tokens: int, max_model_len: int, num_outputs: int, reason: FinishReason
 ) -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", 4, max_tokens, max_model_len=max_model_len))
+    scheduler.add_request(make_request("a", 4, max_tokens, max_model_len=max_model_len))
     outputs: list[RequestDelta] = []
     finished: list[Request] = []
     while scheduler.has_work:
@@ -136,7 +136,7 @@ def test_an_output_ends_for_the_right_reason_and_frees_its_blocks(
 
 def test_a_request_may_use_every_block_there_is() -> None:
     scheduler = make_scheduler(num_blocks=3)
-    scheduler.add(make_request("a", 5, 100, max_model_len=12))
+    scheduler.add_request(make_request("a", 5, 100, max_model_len=12))
     assert_complete(run_to_end(scheduler), "a", 7)
 
 
@@ -146,8 +146,8 @@ def test_a_request_may_use_every_block_there_is() -> None:
 def test_when_blocks_run_out_the_newest_request_gives_way_and_the_oldest_goes_on() -> None:
     scheduler = make_scheduler(num_blocks=4)
     old, new = make_request("old", 8, 6), make_request("new", 8, 6)
-    scheduler.add(old)
-    scheduler.add(new)
+    scheduler.add_request(old)
+    scheduler.add_request(new)
     assert step(scheduler)[0] == {"old": 8, "new": 8}
     assert step(scheduler)[0] == {"old": 1}
     assert new.status is RequestStatus.PREEMPTED
@@ -159,7 +159,7 @@ def test_a_preempted_request_comes_back_and_loses_and_repeats_nothing() -> None:
     scheduler = make_scheduler(num_blocks=4)
     requests = [make_request(name, 6, 9) for name in "abc"]
     for request in requests:
-        scheduler.add(request)
+        scheduler.add_request(request)
     outputs = run_to_end(scheduler)
     assert sum(request.num_preemptions for request in requests) > 0
     for name in "abc":
@@ -171,7 +171,7 @@ def test_a_preempted_request_is_recomputed_with_its_outputs_and_comes_before_new
     scheduler = make_scheduler(num_blocks=5, max_num_requests=2)
     old, new, late = make_request("old", 8, 9), make_request("new", 7, 9), make_request("late", 1)
     for request in (old, new, late):  # the third has no place yet
-        scheduler.add(request)
+        scheduler.add_request(request)
     while not new.num_preemptions:
         step(scheduler)
     num_tokens = new.num_tokens
@@ -186,7 +186,7 @@ def test_a_preempted_request_is_recomputed_with_its_outputs_and_comes_before_new
 def test_who_lost_its_blocks_does_not_come_back_in_the_same_step() -> None:
     scheduler = make_scheduler(num_blocks=5)
     remote = make_request("remote", 6, 9)
-    scheduler.add(make_request("local", 7, 9))
+    scheduler.add_request(make_request("local", 7, 9))
     step(scheduler)
     scheduler.park(remote)
     scheduler.grant("remote")  # 3 blocks, of which it needs 2 yet: it would fit again at once
@@ -206,7 +206,7 @@ def test_a_parked_request_is_never_scheduled_and_is_no_work() -> None:
     assert not scheduler.has_work
     assert step(scheduler)[0] == {}
     scheduler.grant("parked")
-    scheduler.add(make_request("other", 4, 5))
+    scheduler.add_request(make_request("other", 4, 5))
     for _ in range(3):
         assert list(step(scheduler)[0]) == ["other"]
 
@@ -231,7 +231,7 @@ def test_a_grant_is_the_prompts_blocks_and_holds_room_to_go_on(
 def test_a_grant_that_does_not_fit_takes_nothing_and_can_be_asked_for_again() -> None:
     scheduler = make_scheduler(num_blocks=4)
     running = make_request("running", 8, 2)
-    scheduler.add(running)
+    scheduler.add_request(running)
     step(scheduler)
     scheduler.park(make_request("parked", 8, 5))
     assert scheduler.grant("parked") is None
@@ -247,9 +247,9 @@ def test_a_committed_request_runs_in_the_very_next_step_and_computes_no_prompt_t
     request = make_request("parked", 8, 3)
     scheduler.park(request)
     scheduler.grant("parked")
-    scheduler.add(make_request("running", 4, 9))
+    scheduler.add_request(make_request("running", 4, 9))
     step(scheduler)
-    scheduler.add(make_request("waiting", 4, 9))  # came before the commit: must not overtake it
+    scheduler.add_request(make_request("waiting", 4, 9))  # came before the commit
     scheduler.commit("parked", 5)
     assert scheduler.has_work
     computed, result = step(scheduler)
@@ -274,7 +274,7 @@ def test_a_committed_request_gives_token_two_up_to_the_last_and_frees_all() -> N
 def test_a_committed_request_that_is_preempted_recomputes_all_and_repeats_no_output() -> None:
     scheduler = make_scheduler(num_blocks=5)
     remote, local = make_request("remote", 6, 9), make_request("local", 7, 9)
-    scheduler.add(local)
+    scheduler.add_request(local)
     step(scheduler)
     scheduler.park(remote)
     scheduler.grant("remote")
@@ -293,14 +293,14 @@ def bring_to(state: str, scheduler: Scheduler) -> Request:
     """A request "a" in the given state; the pool has 6 blocks of 4 tokens."""
     request = make_request("a", 8, 20)
     if state == "waiting":
-        scheduler.add(request)
+        scheduler.add_request(request)
     elif state == "running":
-        scheduler.add(request)
+        scheduler.add_request(request)
         step(scheduler)
         assert request.status is RequestStatus.RUNNING
     elif state == "preempted":
-        scheduler.add(make_request("older", 12, 20))
-        scheduler.add(request)
+        scheduler.add_request(make_request("older", 12, 20))
+        scheduler.add_request(request)
         while request.status is not RequestStatus.PREEMPTED:
             step(scheduler)
     else:
@@ -335,7 +335,7 @@ def test_the_id_of_an_aborted_request_can_be_used_again(state: str) -> None:
     bring_to(state, scheduler)
     scheduler.abort("a")
     scheduler.abort("older")
-    scheduler.add(make_request("a", 4, 3))
+    scheduler.add_request(make_request("a", 4, 3))
     assert_complete(run_to_end(scheduler), "a", 3)
 
 
@@ -345,8 +345,8 @@ def test_aborting_a_request_that_is_not_here_is_harmless() -> None:
 
 def test_a_request_that_is_aborted_while_its_step_runs_gives_no_output() -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a"))
-    scheduler.add(make_request("b"))
+    scheduler.add_request(make_request("a"))
+    scheduler.add_request(make_request("b"))
     scheduled = scheduler.schedule()
     output = FakeRunner().execute(scheduled)
     scheduler.abort("a")
@@ -357,7 +357,7 @@ def test_a_request_that_is_aborted_while_its_step_runs_gives_no_output() -> None
 
 def test_the_same_id_twice_at_once_is_a_programmers_error() -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a"))
+    scheduler.add_request(make_request("a"))
     with pytest.raises(AssertionError, match="a"):
         scheduler.park(make_request("a"))
 
@@ -367,10 +367,10 @@ def test_the_same_id_twice_at_once_is_a_programmers_error() -> None:
 
 def test_prompts_get_few_tokens_in_a_step_that_also_decodes() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=100, prefill_tokens_beside_decodes=6)
-    scheduler.add(make_request("old", 20, 5))
+    scheduler.add_request(make_request("old", 20, 5))
     assert step(scheduler)[0] == {"old": 20}  # nobody decodes yet
     for name in "ab":
-        scheduler.add(make_request(name, 8, 1))
+        scheduler.add_request(make_request(name, 8, 1))
     assert step(scheduler)[0] == {"old": 1, "a": 6}
     assert step(scheduler)[0] == {"old": 1, "a": 2, "b": 4}
     assert step(scheduler)[0] == {"old": 1, "b": 4}
@@ -378,11 +378,11 @@ def test_prompts_get_few_tokens_in_a_step_that_also_decodes() -> None:
 
 def test_a_step_beside_decodes_has_the_smaller_one_of_two_limits() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=100, prefill_tokens_beside_decodes=6)
-    scheduler.add(make_request("old", 20, 9))
+    scheduler.add_request(make_request("old", 20, 9))
     first = scheduler.schedule(num_beside_decodes=4)
     assert (first.num_scheduled_tokens, first.decodes) == (20, False)  # nobody decodes yet
     scheduler.update(first, FakeRunner().execute(first))
-    scheduler.add(make_request("new", 12, 1))
+    scheduler.add_request(make_request("new", 12, 1))
     for limit, num_tokens in ((4, 4), (100, 6), (5, 2), (5, 0)):
         scheduled = scheduler.schedule(num_beside_decodes=limit)
         assert scheduled.decodes
@@ -393,10 +393,10 @@ def test_a_step_beside_decodes_has_the_smaller_one_of_two_limits() -> None:
 
 def test_chunks_of_one_token_count_as_tokens_of_prompts() -> None:
     scheduler = make_scheduler(long_prefill_token_threshold=1, prefill_tokens_beside_decodes=1)
-    scheduler.add(make_request("old", 1, 9))
+    scheduler.add_request(make_request("old", 1, 9))
     step(scheduler)
     for name in "ab":
-        scheduler.add(make_request(name, 2, 1))
+        scheduler.add_request(make_request(name, 2, 1))
     assert step(scheduler)[0] == {"old": 1, "a": 1}
 
 
@@ -404,7 +404,7 @@ def test_a_prompt_alone_is_computed_in_whole_chunks() -> None:
     """Requests of a prefill node sample one token and never decode."""
     scheduler = make_scheduler(max_num_batched_tokens=100, prefill_tokens_beside_decodes=6)
     for name in "ab":
-        scheduler.add(make_request(name, 50, 1))
+        scheduler.add_request(make_request(name, 50, 1))
     assert step(scheduler)[0] == {"a": 50, "b": 50}
     assert not scheduler.has_work
 
@@ -415,14 +415,14 @@ def test_a_request_whose_kv_has_come_counts_as_one_that_decodes() -> None:
     scheduler.park(request)
     assert scheduler.grant("remote") is not None
     scheduler.commit("remote", 7)
-    scheduler.add(make_request("here", 40, 2))
+    scheduler.add_request(make_request("here", 40, 2))
     assert step(scheduler)[0] == {"remote": 1, "here": 6}
 
 
 def test_a_prompt_that_waits_for_its_turn_in_a_step_delays_no_grant() -> None:
     scheduler = make_scheduler(num_blocks=30, block_size=4, prefill_tokens_beside_decodes=3)
     for name in ("old", "first", "second"):
-        scheduler.add(make_request(name, 12, 9))
+        scheduler.add_request(make_request(name, 12, 9))
         step(scheduler)
     assert scheduler.num_waiting == 1  # "first" has all tokens of a step
     for name in ("fits", "does not fit"):
@@ -433,8 +433,8 @@ def test_a_prompt_that_waits_for_its_turn_in_a_step_delays_no_grant() -> None:
 
 def test_a_preempted_request_is_computed_again_in_small_parts_beside_decodes() -> None:
     scheduler = make_scheduler(num_blocks=9, block_size=4, prefill_tokens_beside_decodes=3)
-    scheduler.add(make_request("a", 12, 14))
-    scheduler.add(make_request("b", 12, 14))
+    scheduler.add_request(make_request("a", 12, 14))
+    scheduler.add_request(make_request("b", 12, 14))
     outputs = run_to_end(scheduler)
     assert scheduler.num_preemptions
     assert_complete(outputs, "a", 14)

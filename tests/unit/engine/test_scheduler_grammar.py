@@ -65,11 +65,11 @@ def assert_clean(scheduler: Scheduler, num_blocks: int = 100) -> None:
 def test_one_that_waits_for_its_grammar_holds_up_nobody() -> None:
     scheduler = make_scheduler(max_num_requests=1)
     first = structured("first")
-    scheduler.add(first)
+    scheduler.add_request(first)
     assert first.status is RequestStatus.WAITING_FOR_GRAMMAR
     assert not scheduler.has_work
     for name in "ab":
-        scheduler.add(make_request(name))
+        scheduler.add_request(make_request(name))
     assert run_to_end(scheduler) == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
     assert first.block_ids == []
     assert step(scheduler)[0] == {}
@@ -81,10 +81,10 @@ def test_one_that_waits_for_its_grammar_holds_up_nobody() -> None:
 
 def test_it_takes_the_place_of_its_arrival() -> None:
     scheduler = make_scheduler(max_num_requests=1)
-    scheduler.add(make_request("a", max_tokens=1))
+    scheduler.add_request(make_request("a", max_tokens=1))
     late = structured("late")
-    scheduler.add(late)
-    scheduler.add(make_request("b", max_tokens=1))
+    scheduler.add_request(late)
+    scheduler.add_request(make_request("b", max_tokens=1))
     scheduler.set_grammar(late, grammar_of(late))
     assert list(run_to_end(scheduler)) == ["a", "late", "b"]
 
@@ -145,7 +145,7 @@ def test_a_token_1_that_does_not_fit_fails_the_request(grammar_first: bool) -> N
 def test_an_abort_while_it_waits_for_its_grammar_is_clean_and_the_grammar_finds_nobody() -> None:
     scheduler = make_scheduler()
     added, committed = structured("a"), parked(scheduler)
-    scheduler.add(added)
+    scheduler.add_request(added)
     scheduler.commit("r", 66)
     scheduler.check()
     assert scheduler.abort("a") is added
@@ -159,9 +159,9 @@ def test_an_abort_while_it_waits_for_its_grammar_is_clean_and_the_grammar_finds_
 def test_a_grammar_of_an_older_request_of_that_id_is_not_the_new_ones() -> None:
     scheduler = make_scheduler()
     old, new = structured("a"), structured("a")
-    scheduler.add(old)
+    scheduler.add_request(old)
     scheduler.abort("a")
-    scheduler.add(new)
+    scheduler.add_request(new)
     scheduler.set_grammar(old, grammar_of(old))
     assert new.status is RequestStatus.WAITING_FOR_GRAMMAR
     assert new.grammar is None
@@ -171,8 +171,8 @@ def test_one_that_cannot_be_compiled_fails_alone_and_a_parked_one_is_left_to_its
     scheduler = make_scheduler()
     wrong, other = structured("wrong"), make_request("other")
     waits = parked(scheduler)
-    scheduler.add(wrong)
-    scheduler.add(other)
+    scheduler.add_request(wrong)
+    scheduler.add_request(other)
     error = InvalidRequestError("structured_output.regex", "no")
     scheduler.set_grammar(wrong, error)
     scheduler.set_grammar(waits, error)
@@ -188,7 +188,7 @@ def test_preemption_keeps_how_far_the_output_has_come() -> None:
     scheduler = make_scheduler(num_blocks=5)
     requests = [structured(name, 8) for name in ("old", "new")]
     for request in requests:
-        scheduler.add(request)
+        scheduler.add_request(request)
         scheduler.set_grammar(request, grammar_of(request))
     assert run_to_end(scheduler) == {"old": FinishReason.STOP, "new": FinishReason.STOP}
     assert scheduler.num_preemptions
@@ -199,7 +199,7 @@ def test_preemption_keeps_how_far_the_output_has_come() -> None:
 def test_a_token_that_does_not_fit_is_not_in_the_output() -> None:
     scheduler = make_scheduler()
     request = structured("a")
-    scheduler.add(request)
+    scheduler.add_request(request)
     scheduler.set_grammar(request, grammar_of(request))
     _, result = step(scheduler, FakeRunner(lambda request: 0))
     assert result.outputs == ()

@@ -62,7 +62,7 @@ def test_what_comes_behind_the_end_is_dropped(
 ) -> None:
     scheduler = make_scheduler(prefix_cache=True)
     request = make_request("a", 4, params=SamplingParams(**params), max_model_len=max_model_len)
-    scheduler.add(request)
+    scheduler.add_request(request)
     start(scheduler, 7, (2, 3, EOS))
     logprobs = tuple(TokenLogprobs(-float(index)) for index in range(4))
     [output] = scheduler.update(
@@ -101,7 +101,7 @@ def first_allowed(request: Request, num: int) -> tuple[int, ...]:
 def test_a_grammar_takes_each_token_and_ends_the_output_where_it_ends() -> None:
     scheduler, request = make_scheduler(), structured("[a]{3}")
     first, *rest = first_allowed(request, 3)
-    scheduler.add(request)
+    scheduler.add_request(request)
     start(scheduler, first, (*rest, 5))
     scheduled = scheduler.schedule()
     assert scheduled.scheduled[0].draft_token_ids == tuple(rest)  # what the grammar allows of them
@@ -112,7 +112,7 @@ def test_a_grammar_takes_each_token_and_ends_the_output_where_it_ends() -> None:
 def test_a_token_that_a_grammar_refuses_fails_the_request_and_none_before_it_comes() -> None:
     scheduler, request = make_scheduler(), structured("[a]{4}")
     first, second, third = first_allowed(request, 3)
-    scheduler.add(request)
+    scheduler.add_request(request)
     start(scheduler, first, (second, third))
     wrong = scheduler.update(scheduler.schedule(), ModelRunnerOutput({"a": (second, 0)}))
     assert (wrong.outputs, request.output_token_ids) == ((), [first])
@@ -179,7 +179,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none() -> None:
         ("half", lambda request: (*propose_right(request, 1), 0, 0)),
     ):
         scheduler = make_scheduler(prefix_cache=True)
-        scheduler.add(make_request("a", 4, max_tokens=21))
+        scheduler.add_request(make_request("a", 4, max_tokens=21))
         found[name] = run(scheduler, ContentRunner(4, next_token=count, propose=propose))
     outputs = [outputs for outputs, _ in found.values()]
     assert outputs == [outputs[0]] * 4
@@ -193,7 +193,7 @@ def test_the_prefix_cache_names_what_was_sampled_and_nothing_else() -> None:
     stored = []
     for propose in (lambda request: (), lambda request: (*propose_right(request, 2), 0, 0)):
         scheduler = make_scheduler(prefix_cache=True)
-        scheduler.add(make_request("a", 5, max_tokens=30))
+        scheduler.add_request(make_request("a", 5, max_tokens=30))
         run(scheduler, ContentRunner(4, next_token=count, propose=propose))
         events = scheduler.kv_cache_manager.block_pool.take_events()
         stored.append([h for e in events if isinstance(e, BlocksStored) for h in e.hashes])
@@ -204,8 +204,8 @@ def test_the_prefix_cache_names_what_was_sampled_and_nothing_else() -> None:
 def test_drafts_take_what_is_left_of_a_step_and_not_more() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6, long_prefill_token_threshold=4)
     runner = FakeRunner(count, lambda request: propose_right(request, 9))
-    scheduler.add(make_request("a", 3, max_tokens=20))
-    scheduler.add(make_request("b", 3, max_tokens=20))
+    scheduler.add_request(make_request("a", 3, max_tokens=20))
+    scheduler.add_request(make_request("b", 3, max_tokens=20))
     assert step(scheduler, runner)[0] == {"a": 3, "b": 3}
     assert step(scheduler, runner)[0] == {"a": 4, "b": 2}
     scheduler.abort("b")
@@ -217,7 +217,7 @@ def test_drafts_take_what_is_left_of_a_step_and_not_more() -> None:
 def test_no_more_drafts_are_computed_than_tokens_may_come() -> None:
     scheduler = make_scheduler()
     runner = FakeRunner(count, lambda request: propose_right(request, 9))
-    scheduler.add(make_request("a", 4, max_tokens=4))
+    scheduler.add_request(make_request("a", 4, max_tokens=4))
     assert step(scheduler, runner)[0] == {"a": 4}
     computed, result = step(scheduler, runner)
     assert computed == {"a": 3}
@@ -229,13 +229,13 @@ def test_nobody_is_preempted_for_drafts() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     runner = FakeRunner(count, lambda request: propose_right(request, 4))
     for name in "ab":
-        scheduler.add(make_request(name, 6, max_tokens=3))
+        scheduler.add_request(make_request(name, 6, max_tokens=3))
     assert step(scheduler, runner)[0] == {"a": 6, "b": 6}
     assert step(scheduler, runner)[0] == {"a": 2, "b": 2}  # within the second block
     assert scheduler.num_preemptions == 0
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     for name in "ab":
-        scheduler.add(make_request(name, 7, max_tokens=5))
+        scheduler.add_request(make_request(name, 7, max_tokens=5))
     assert step(scheduler, runner)[0] == {"a": 7, "b": 7}
     assert step(scheduler, runner)[0] == {"a": 1, "b": 1}  # a third block is not free
     assert scheduler.num_preemptions == 0
@@ -247,7 +247,7 @@ def test_who_is_preempted_comes_back_without_drafts() -> None:
         4, next_token=count, propose=lambda request: (*propose_right(request, 1), 0)
     )
     for name in "ab":
-        scheduler.add(make_request(name, 6, max_tokens=8))
+        scheduler.add_request(make_request(name, 6, max_tokens=8))
     outputs, _ = run(scheduler, runner)
     assert scheduler.num_preemptions > 0
     assert outputs == {name: [10 + position for position in range(6, 14)] for name in "ab"}
@@ -256,13 +256,13 @@ def test_who_is_preempted_comes_back_without_drafts() -> None:
 
 def test_nothing_is_scheduled_behind_drafts_before_they_are_known() -> None:
     scheduler, runner = make_scheduler(), FakeRunner(count, propose_right)
-    scheduler.add(make_request("a", 5, 20))
+    scheduler.add_request(make_request("a", 5, 20))
     first = scheduler.schedule()
-    scheduler.begin(first)
+    scheduler.begin_step(first)
     second = scheduler.schedule()
     assert shares(second) == {"a": 1}  # nobody knows that drafts will come
     output = runner.execute(first)
-    scheduler.begin(second)
+    scheduler.begin_step(second)
     scheduler.update(first, output)
     assert not scheduler.schedule().scheduled  # for they are behind another token
     token_id = count(scheduler.requests["a"])
@@ -271,7 +271,7 @@ def test_nothing_is_scheduled_behind_drafts_before_they_are_known() -> None:
     third = scheduler.schedule()
     assert shares(third) == {"a": 3}
     assert third.scheduled[0].draft_token_ids == (17, 0)
-    scheduler.begin(third)
+    scheduler.begin_step(third)
     assert not scheduler.schedule().scheduled
     assert scheduler.has_work
     [result] = scheduler.update(third, ModelRunnerOutput({"a": (17, 18)})).outputs

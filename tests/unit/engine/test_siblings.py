@@ -23,7 +23,7 @@ MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "demo_model")
 def add_family(scheduler: Scheduler, num_prompt_tokens: int, names: str = "abc") -> list[Request]:
     family = [make_request(name, num_prompt_tokens) for name in names]
     family[0].siblings = family[1:]
-    scheduler.add(family[0])
+    scheduler.add_request(family[0])
     return family
 
 

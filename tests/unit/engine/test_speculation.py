@@ -84,7 +84,7 @@ class NotingProposer:
         self.asked: list[Request] = []
         self.forgotten: list[Request] = []
 
-    def take(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+    def store_drafts(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
         pass
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:

@@ -25,7 +25,7 @@ def load_demo(**options: Any) -> Engine:
 
 def answer(engine: Engine) -> list[int]:
     params = SamplingParams(max_tokens=8, temperature=0)
-    engine.add(
+    engine.add_request(
         Request.create(
             "a", [*range(5, 45)], params, seed=0, eos_token_ids=frozenset(), max_model_len=99
         )

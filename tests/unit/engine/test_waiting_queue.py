@@ -29,7 +29,7 @@ def drain(queue: WaitingQueue) -> list[str]:
 def filled(requests: list[Request]) -> WaitingQueue:
     queue = WaitingQueue()
     for request in requests:
-        queue.add(request)
+        queue.add_new(request)
     return queue
 
 
@@ -82,6 +82,6 @@ def test_preempted_ones_come_before_later_ones_and_in_their_own_order() -> None:
 def test_one_that_comes_late_goes_before_those_that_arrived_after_it() -> None:
     requests = arrived(4)
     queue = filled([requests[1], requests[3]])
-    queue.add(requests[2])
-    queue.add(requests[0])
+    queue.add_new(requests[2])
+    queue.add_new(requests[0])
     assert drain(queue) == ["r0", "r1", "r2", "r3"]

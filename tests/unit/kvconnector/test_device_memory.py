@@ -168,7 +168,7 @@ class AlwaysMoving:
         piece = Piece((0,), (0,))
         self._actions: list[Action] = [Write("d", ("r", 0), piece, [0])]
 
-    def take(self, item: Input, now: float) -> list[Action]:
+    def handle_input(self, item: Input, now: float) -> list[Action]:
         return []
 
     def tick(self, now: float) -> list[Action]:

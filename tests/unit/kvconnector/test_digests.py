@@ -289,7 +289,7 @@ def test_digests_that_fit_nothing_are_data(message: Digests) -> None:
     for _ in range(6):
         go_on(cluster)
         assert cluster.receiver.verifier is not None
-        cluster.receiver.verifier.take(message, cluster.clock())
+        cluster.receiver.verifier.handle_input(message, cluster.clock())
         while cluster.network.messages:
             cluster.network.deliver(0)
     cluster.settle()
@@ -340,7 +340,7 @@ class WritesOnly:
     def __init__(self, writes: Sequence[Write]) -> None:
         self._left = list(writes)
 
-    def take(self, item: Input, now: float) -> list[Action]:
+    def handle_input(self, item: Input, now: float) -> list[Action]:
         del now
         is_next = not isinstance(item, WriteEnded) and self._left
         return [self._left.pop(0)] if is_next else []
@@ -358,11 +358,11 @@ def test_digests_of_a_write_that_was_not_posted_are_not_told_for_the_one_before(
     channels.learn(peer_info("d", public_key=theirs.public_key))
     memory = memory_of(torch.rand(NUM_BLOCKS, *BLOCK_SHAPE))
     teller = DigestTeller(WritesOnly(writes), SentDigests(BlockDigests(memory), "p"), channels)
-    teller.take(Drop(key, "d"), 0)  # anything
-    teller.take(Posted(writes[0]), 0)
-    teller.take(Posted(writes[1]), 0)
-    assert teller.take(Posted(writes[2], problem="the link is down"), 0) == []
-    told = [teller.take(WriteEnded("d", key), 0) for _ in range(2)]
+    teller.handle_input(Drop(key, "d"), 0)  # anything
+    teller.handle_input(Posted(writes[0]), 0)
+    teller.handle_input(Posted(writes[1]), 0)
+    assert teller.handle_input(Posted(writes[2], problem="the link is down"), 0) == []
+    told = [teller.handle_input(WriteEnded("d", key), 0) for _ in range(2)]
     said = [action.message for actions in told for action in actions if isinstance(action, Send)]
     assert [list(one.indices) for one in said if isinstance(one, Digests)] == [[0], [1]]
 

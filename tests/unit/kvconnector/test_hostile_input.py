@@ -145,14 +145,14 @@ def test_why_no_block_can_be_copied_to_a_peer(change: dict[str, Any], problem: s
 def test_a_record_of_another_version_ends_its_transfer() -> None:
     machine = ReceiveMachine(peer_info("d"))
     p = peer_info("p")
-    machine.take(Meet(p), 0.0)
-    machine.take(ConnectEnded(Connect(p), path="scripted"), 0.0)
+    machine.handle_input(Meet(p), 0.0)
+    machine.handle_input(ConnectEnded(Connect(p), path="scripted"), 0.0)
     later = HandoffRecord(num_tokens=1, token_id=1, version=HANDOFF_VERSION + 1)
-    actions = machine.take(msgspec.structs.replace(COMMIT, record=later), 0.1)
+    actions = machine.handle_input(msgspec.structs.replace(COMMIT, record=later), 0.1)
     [event] = [action for action in actions if isinstance(action, TransferEvent)]
     assert event.kind is TransferEventKind.FAILED
     assert event.reason == "its hand-off record is of version 2, not 1"
-    actions = machine.take(COMMIT, 0.1)
+    actions = machine.handle_input(COMMIT, 0.1)
     [event] = [action for action in actions if isinstance(action, TransferEvent)]
     assert (event.kind, event.record) == (TransferEventKind.COMMITTED, COMMIT.record)
 

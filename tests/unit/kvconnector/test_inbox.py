@@ -36,7 +36,7 @@ class Scene:
         self.inbox.put(name, payload, self.clock())
 
     def take(self) -> list[Message]:
-        return self.inbox.take(self.clock())
+        return self.inbox.pop_round(self.clock())
 
     def say(self, name: str, number: int) -> None:
         message = Beat(engine_id=name, sent_at_s=float(number))

@@ -49,14 +49,14 @@ class Machine:
         self.told: list[tuple[int, Input]] = []
         self._error = error
 
-    def take(self, item: Input, now: float) -> list[Action]:
+    def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
         self.told.append((threading.get_ident(), item))
         if isinstance(item, Meet):
             self.peers.meet(item.peer)
         elif isinstance(item, ConnectEnded):
             self.peers.take_connected(item)
-        return self._turn.take()
+        return self._turn.pop_actions()
 
     def tick(self, now: float) -> list[Action]:
         if self._error is not None:

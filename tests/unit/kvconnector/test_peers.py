@@ -45,7 +45,7 @@ class Scene:
 
     def carry_out(self) -> None:
         """Do what the peers ask for, and tell what came of it."""
-        while actions := self.turn.take():
+        while actions := self.turn.pop_actions():
             for action in actions:
                 match action:
                     case Connect():

@@ -16,8 +16,8 @@ def due(repeats: Repeats, now: float) -> list[str]:
 
 def test_a_message_is_due_again_and_again_until_its_peer_answers() -> None:
     repeats = Repeats()
-    repeats.add(("a", 1), "d", start("a"), 0.0)
-    repeats.add(("b", 1), "d", start("b"), REPEAT_S / 2)
+    repeats.add_message(("a", 1), "d", start("a"), 0.0)
+    repeats.add_message(("b", 1), "d", start("b"), REPEAT_S / 2)
     assert due(repeats, REPEAT_S * 0.9) == []
     assert due(repeats, REPEAT_S) == ["a"]
     assert due(repeats, REPEAT_S * 1.5) == ["b"]
@@ -32,7 +32,7 @@ def test_a_message_is_due_again_and_again_until_its_peer_answers() -> None:
 
 def test_a_sign_of_the_transfer_puts_the_question_off() -> None:
     repeats = Repeats()
-    repeats.add(("a", 1), "d", start("a"), 0.0)
+    repeats.add_message(("a", 1), "d", start("a"), 0.0)
     repeats.put_off(("a", 1), "d", REPEAT_S * 0.9)
     repeats.put_off(("nobody", 1), "d", 0.0)
     assert due(repeats, REPEAT_S * 1.8) == []
@@ -41,8 +41,8 @@ def test_a_sign_of_the_transfer_puts_the_question_off() -> None:
 
 def test_a_peer_that_is_gone_is_asked_nothing_more() -> None:
     repeats = Repeats()
-    repeats.add(("a", 1), "d", start("a"), 0.0)
-    repeats.add(("b", 1), "e", start("b"), 0.0)
+    repeats.add_message(("a", 1), "d", start("a"), 0.0)
+    repeats.add_message(("b", 1), "e", start("b"), 0.0)
     repeats.remove_peer("d")
     assert due(repeats, REPEAT_S) == ["b"]
     assert len(repeats) == 1

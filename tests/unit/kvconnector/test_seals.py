@@ -153,21 +153,21 @@ def test_the_tag_is_over_number_and_message() -> None:
 @given(st.permutations(range(1, 60)))
 def test_numbers_come_in_any_order_and_once(numbers: list[int]) -> None:
     window = ReplayWindow()
-    assert all(window.take(number) for number in numbers)
-    assert not any(window.take(number) for number in numbers)
+    assert all(window.accept_number(number) for number in numbers)
+    assert not any(window.accept_number(number) for number in numbers)
 
 
 def test_what_came_much_too_late_counts_as_lost() -> None:
     window = ReplayWindow()
-    assert window.take(5)
-    assert window.take(5 + WINDOW - 1)
-    assert not window.take(5)
-    assert window.take(6)
-    assert window.take(2**64 - 1)
-    assert not window.take(7)
-    assert window.take(2**64 - WINDOW)
-    assert not window.take(2**64 - WINDOW - 1)
-    assert not window.take(0)
+    assert window.accept_number(5)
+    assert window.accept_number(5 + WINDOW - 1)
+    assert not window.accept_number(5)
+    assert window.accept_number(6)
+    assert window.accept_number(2**64 - 1)
+    assert not window.accept_number(7)
+    assert window.accept_number(2**64 - WINDOW)
+    assert not window.accept_number(2**64 - WINDOW - 1)
+    assert not window.accept_number(0)
 
 
 def test_no_churn_of_others_takes_the_channel_of_a_peer_that_is_here(

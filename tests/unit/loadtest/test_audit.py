@@ -92,7 +92,7 @@ def audited(texts: list[str], monkeypatch: pytest.MonkeyPatch, problem: str = ""
             Auditor(address, ""),
         )
         await schedule.play(RunClock(time.perf_counter))
-        await schedule.finish()
+        await schedule.check_leaks()
         return schedule
 
     try:

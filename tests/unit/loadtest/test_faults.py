@@ -124,7 +124,7 @@ def test_real_processes_stop_go_on_and_die() -> None:
         await playing
         kills = Schedule([Fault.parse("kill p0 @0.1s")], site, None)
         await kills.play(RunClock(time.perf_counter))
-        await kills.finish()
+        await kills.check_leaks()
         return stops.events + kills.events
 
     try:

@@ -34,7 +34,7 @@ class Traced:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.spans: list[Span] = []
-        scene.dispatcher.log.on_traced = RequestSpans("demo", self._take).take
+        scene.dispatcher.log.on_traced = RequestSpans("demo", self._take).on_request_end
 
     def _take(self, spans: Sequence[Span], zero_ns: int) -> None:
         self.spans += spans

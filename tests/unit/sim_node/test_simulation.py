@@ -235,7 +235,7 @@ def test_a_start_may_come_before_its_command_and_after_the_end() -> None:
     pair = SimPair()
     late = prompt(20)
     pair.send("r", late, max_tokens=5, epoch=1)
-    pair.nodes["d"].take(AbortAll(""))  # the decode node has lost its router
+    pair.nodes["d"].handle_command(AbortAll(""))  # the decode node has lost its router
     pair.timers.run(1.0)
     assert pair.tokens("r", "d") == ()
     pair.send("r", late, max_tokens=5, epoch=2)
@@ -281,7 +281,7 @@ def test_the_prefix_cache_is_told_to_a_router_that_asks() -> None:
     pair.send("one", prompt(8), max_tokens=2)
     pair.timers.run(1.0)
     assert pair.cache_events("p") == []
-    pair.nodes["p"].take(SendKVSnapshot())
+    pair.nodes["p"].handle_command(SendKVSnapshot())
     pair.send("two", prompt(12), max_tokens=2)
     pair.timers.run(2.0)
     hashes: list[bytes] = []

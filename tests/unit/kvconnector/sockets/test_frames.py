@@ -228,7 +228,7 @@ def test_both_memories_read_and_take_the_same_bytes(
     assert memory.num_bytes(3, layers) == len(data)
     sink = memory.sink([2, 3, 4], layers, lambda: True)
     fill(sink, data)
-    assert sink.finish()
+    assert sink.finish_payload()
     expected = torch.zeros_like(source)
     expected[[2, 3, 4], part] = source[[5, 0, 1], part]
     assert torch.equal(target, expected)
@@ -244,11 +244,11 @@ def test_a_grant_that_ends_amid_a_payload_ends_the_writing_there(
     fill(sink, b"\x01" * (BLOCK_BYTES + 10))
     allowed = False
     fill(sink, b"\x02" * (BLOCK_BYTES - 10))
-    assert not sink.finish()
+    assert not sink.finish_payload()
     assert not (target == 2).any()
     assert int((target == 1).sum()) == (BLOCK_BYTES + 10 if kind is HostMemory else 0)
     allowed = True  # too late: what did not come in would be missing
-    assert not sink.finish()
+    assert not sink.finish_payload()
 
 
 def test_only_host_memory_is_written_where_it_lies() -> None:

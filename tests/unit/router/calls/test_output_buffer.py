@@ -23,14 +23,14 @@ LOST = LegDelta(NodeRole.DECODE, failure("a", "UNAVAILABLE", "gone", epoch=1))
 
 def test_all_that_came_since_the_last_time_is_one_piece() -> None:
     buffer = OutputBuffer("a", WakeUps())
-    assert buffer.take() is None
-    buffer.add(token_1("a", 10, epoch=1))
+    assert buffer.pop_delta() is None
+    buffer.add_delta(token_1("a", 10, epoch=1))
     buffer.add_token(11)
-    assert buffer.take() == TextDelta("a", 0, (10, 11))
-    assert buffer.take() is None
+    assert buffer.pop_delta() == TextDelta("a", 0, (10, 11))
+    assert buffer.pop_delta() is None
     buffer.add_token(12)
-    buffer.add(token("a", 3, 13, epoch=1, finish=FinishReason.STOP))
-    assert buffer.take() == TextDelta("a", 2, (12, 13), finish_reason=FinishReason.STOP)
+    buffer.add_delta(token("a", 3, 13, epoch=1, finish=FinishReason.STOP))
+    assert buffer.pop_delta() == TextDelta("a", 2, (12, 13), finish_reason=FinishReason.STOP)
     assert buffer.decode_receipt == DECODE_RECEIPT
     assert list(buffer.token_ids) == [10, 11, 12, 13]
 
@@ -40,15 +40,15 @@ def test_logprobs_stay_with_their_tokens_and_those_of_the_prompt_come_once() -> 
     one, two, three = (TokenLogprobs(-float(number)) for number in (1, 2, 3))
     replace = msgspec.structs.replace
     first = token_1("a", 10, epoch=1)
-    buffer.add(replace(first, logprobs=(one,), prompt_logprobs=(None, two)))
+    buffer.add_delta(replace(first, logprobs=(one,), prompt_logprobs=(None, two)))
     second = token("a", 1, 11, epoch=1)
-    buffer.add(replace(second, logprobs=(two,)))
-    assert buffer.take() == TextDelta(
+    buffer.add_delta(replace(second, logprobs=(two,)))
+    assert buffer.pop_delta() == TextDelta(
         "a", 0, (10, 11), logprobs=(one, two), prompt_logprobs=(None, two)
     )
     third = token("a", 2, 12, epoch=1)
-    buffer.add(replace(third, logprobs=(three,)))
-    assert buffer.take() == TextDelta("a", 2, (12,), logprobs=(three,))
+    buffer.add_delta(replace(third, logprobs=(three,)))
+    assert buffer.pop_delta() == TextDelta("a", 2, (12,), logprobs=(three,))
 
 
 @asynchronous
@@ -61,14 +61,14 @@ async def test_a_reader_sleeps_until_something_comes() -> None:
     buffer.add_token(2)
     await reader
     await buffer.wait()  # there still is
-    buffer.take()
+    buffer.pop_delta()
     reader = asyncio.create_task(buffer.wait())
     await asyncio.sleep(0)
     assert not reader.done()
     buffer.fail(LOST)
     await reader
     assert buffer.failure == LOST
-    assert buffer.take() is None
+    assert buffer.pop_delta() is None
 
 
 @asynchronous
@@ -79,7 +79,7 @@ async def test_a_long_piece_comes_in_parts_and_others_have_their_turn_between_th
     for index in range(num_tokens):
         finish = FinishReason.LENGTH if index == num_tokens - 1 else None
         delta = token("a", index, index, epoch=1, finish=finish)
-        buffer.add(msgspec.structs.replace(delta, logprobs=(one,)))
+        buffer.add_delta(msgspec.structs.replace(delta, logprobs=(one,)))
     pieces, num_rounds = list[TextDelta](), [0]
 
     async def count() -> None:
@@ -90,7 +90,7 @@ async def test_a_long_piece_comes_in_parts_and_others_have_their_turn_between_th
     counting = asyncio.create_task(count())
     while not pieces or pieces[-1].finish_reason is None:
         await buffer.wait()
-        piece = buffer.take()
+        piece = buffer.pop_delta()
         assert piece is not None
         pieces.append(piece)
     counting.cancel()
@@ -99,7 +99,7 @@ async def test_a_long_piece_comes_in_parts_and_others_have_their_turn_between_th
     assert [piece.output_index for piece in pieces] == [0, MAX_TAKEN, 2 * MAX_TAKEN]
     assert [piece.finish_reason for piece in pieces[:2]] == [None, None]
     assert num_rounds[0] >= 2
-    assert buffer.take() == TextDelta("a", num_tokens, (), finish_reason=FinishReason.LENGTH)
+    assert buffer.pop_delta() == TextDelta("a", num_tokens, (), finish_reason=FinishReason.LENGTH)
 
 
 @asynchronous

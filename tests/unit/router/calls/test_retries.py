@@ -316,14 +316,14 @@ async def test_an_engine_that_dies_of_a_request_counts_also_when_its_node_is_gon
 def test_the_budget_grows_with_calls_and_comes_back_with_time() -> None:
     now = 100.0
     budget = RetryBudget(clock=lambda: now)
-    assert [budget.take() for _ in range(11)] == [True] * 10 + [False]
+    assert [budget.acquire_retry() for _ in range(11)] == [True] * 10 + [False]
     for _ in range(10):
         budget.note_call()
-    assert [budget.take() for _ in range(3)] == [True, True, False]
+    assert [budget.acquire_retry() for _ in range(3)] == [True, True, False]
     now = 109.9
-    assert not budget.take()
+    assert not budget.acquire_retry()
     now = 110.0
-    assert [budget.take() for _ in range(11)] == [True] * 10 + [False]
+    assert [budget.acquire_retry() for _ in range(11)] == [True] * 10 + [False]
 
 
 def test_options_that_make_no_sense_are_refused() -> None:

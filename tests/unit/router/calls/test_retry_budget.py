@@ -57,7 +57,7 @@ async def test_a_silent_node_that_is_heard_again_is_no_suspect() -> None:
     make_silent(prefill)
     decode.say(failure("a", "UNAVAILABLE", "its prefill node is silent", epoch=command.epoch))
     await scene.pause()
-    scene.pool.take(prefill.node, NodeBeat(num_free_blocks=10))
+    scene.pool.on_event(prefill.node, NodeBeat(num_free_blocks=10))
     await until_attempt(scene, 2)
     assert not scene.dispatcher.suspects.rooms
 
@@ -67,7 +67,7 @@ async def test_a_call_waits_for_the_budget_and_ends_with_its_deadline() -> None:
     now = 100.0
     budget = RetryBudget(ratio=0, floor=2, clock=lambda: now)
     scene = scene_of(1, 3, budget)
-    assert [budget.take() for _ in range(3)] == [True, True, False]
+    assert [budget.acquire_retry() for _ in range(3)] == [True, True, False]
     await scene.call(timeout_s=30)
     _, decode, command = last(scene)
     decode.say(failure("a", "UNAVAILABLE", "refused", epoch=command.epoch))
@@ -77,7 +77,7 @@ async def test_a_call_waits_for_the_budget_and_ends_with_its_deadline() -> None:
     now = 110.0
     _, decode, command = await until_attempt(scene, 2)
     assert budget.num_waiting == 0
-    assert [budget.take(), budget.take()] == [True, False]
+    assert [budget.acquire_retry(), budget.acquire_retry()] == [True, False]
     decode.say(failure("a", "UNAVAILABLE", "refused", epoch=command.epoch))
     await scene.pause()
     assert budget.num_waiting == 1
@@ -91,7 +91,7 @@ async def test_a_call_waits_for_the_budget_and_ends_with_its_deadline() -> None:
 async def test_a_call_that_waits_for_the_budget_goes_on_when_it_was_a_loss_after_all() -> None:
     budget = RetryBudget(ratio=0, floor=1, clock=lambda: 100.0)
     scene = scene_of(2, 1, budget)
-    assert budget.take()
+    assert budget.acquire_retry()
     await scene.call()
     prefill, decode, command = last(scene)
     decode.say(failure("a", "UNAVAILABLE", "cannot be reached", epoch=command.epoch))

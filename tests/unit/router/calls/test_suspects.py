@@ -320,7 +320,7 @@ async def test_a_node_that_comes_back_too_late_ends_the_quarantine() -> None:
 
 
 class _Nobody:
-    def take(self, item: LegDelta) -> None:
+    def on_leg_delta(self, item: LegDelta) -> None:
         pass
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:

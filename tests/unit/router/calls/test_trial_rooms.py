@@ -29,7 +29,7 @@ class Reader:
     def __init__(self) -> None:
         self.codes: list[str] = []
 
-    def take(self, item: LegDelta) -> None:
+    def on_leg_delta(self, item: LegDelta) -> None:
         assert item.delta.error is not None
         self.codes.append(item.delta.error.code)
 

@@ -57,7 +57,7 @@ async def test_turns_are_handed_out_in_their_order_and_a_few_in_each_round() -> 
     turns, rounds, order = Turns(at_once=4), await Rounds.start(), list[int]()
 
     async def go_on(number: int) -> None:
-        await turns.take()
+        await turns.wait_for_turn()
         order.append(number)
         rounds.note()
 
@@ -71,7 +71,7 @@ async def test_turns_are_handed_out_in_their_order_and_a_few_in_each_round() -> 
 async def test_a_single_call_does_not_wait() -> None:
     turns = Turns(at_once=1)
     for _ in range(3):
-        taking = turns.take()
+        taking = turns.wait_for_turn()
         with contextlib.suppress(StopIteration):
             taking.send(None)
             raise AssertionError("it waited")
@@ -82,11 +82,11 @@ async def test_a_single_call_does_not_wait() -> None:
 @asynchronous
 async def test_one_that_gives_up_takes_no_turn() -> None:
     turns = Turns(at_once=1)
-    tasks = [asyncio.ensure_future(turns.take()) for _ in range(4)]
+    tasks = [asyncio.ensure_future(turns.wait_for_turn()) for _ in range(4)]
     await asyncio.sleep(0)
     tasks[1].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.wait_for(turns.take(), 5)
+    await asyncio.wait_for(turns.wait_for_turn(), 5)
 
 
 @asynchronous
@@ -95,7 +95,7 @@ async def test_readers_of_one_wave_are_woken_in_parts() -> None:
 
     async def read() -> None:
         waiter = asyncio.get_running_loop().create_future()
-        wake_ups.add(waiter)
+        wake_ups.add_waiter(waiter)
         await waiter
         rounds.note()
 
@@ -111,7 +111,7 @@ class Reader:
         self._rounds = rounds
         self.num_ended = 0
 
-    def take(self, item: LegDelta) -> None:
+    def on_leg_delta(self, item: LegDelta) -> None:
         assert item.node_lost
         self.num_ended += 1
         self._rounds.note()

@@ -21,7 +21,7 @@ class Clocks:
 
 def sleeper(wake_ups: WakeUps) -> asyncio.Future[None]:
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    wake_ups.add(waiter)
+    wake_ups.add_waiter(waiter)
     return waiter
 
 

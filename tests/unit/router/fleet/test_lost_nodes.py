@@ -64,7 +64,7 @@ def test_a_node_that_stood_still_and_then_ends_is_lost_once() -> None:
     _, decode = join_pair(pool)
     join_pair(pool, 1)
     stuck = NodeBeat(num_free_blocks=10, stalled_s=10.0, stalled_thread="engine")
-    pool.take(decode.node, stuck)
+    pool.on_event(decode.node, stuck)
     [loss] = pool.lost_nodes.lost_since(0)
     decode.leave()
     assert pool.lost_nodes.lost_since(0) == [loss]
@@ -75,8 +75,8 @@ def test_a_node_that_stood_still_and_goes_on_was_not_lost() -> None:
     _, decode = join_pair(pool)
     join_pair(pool, 1)
     stuck = NodeBeat(num_free_blocks=10, stalled_s=10.0, stalled_thread="engine")
-    pool.take(decode.node, stuck)
-    pool.take(decode.node, NodeBeat(num_free_blocks=10))
+    pool.on_event(decode.node, stuck)
+    pool.on_event(decode.node, NodeBeat(num_free_blocks=10))
     assert pool.lost_nodes.lost_since(0) == []
 
 

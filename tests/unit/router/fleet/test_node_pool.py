@@ -197,7 +197,7 @@ def test_a_request_goes_where_it_is_not_cut_short() -> None:
 def test_a_beat_replaces_the_one_before() -> None:
     pool = make_pool()
     prefill, _ = join_pair(pool)
-    pool.take(prefill.node, NodeBeat(num_running=3))
+    pool.on_event(prefill.node, NodeBeat(num_running=3))
     assert prefill.node.beat.num_running == 3
 
 
@@ -210,7 +210,7 @@ class Reader:
     def __init__(self) -> None:
         self.taken: list[LegDelta | tuple[NodeRole, int, int]] = []
 
-    def take(self, item: LegDelta) -> None:
+    def on_leg_delta(self, item: LegDelta) -> None:
         self.taken.append(item)
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
@@ -289,7 +289,7 @@ def test_a_node_whose_link_breaks_is_missing_until_it_is_back_and_one_that_drain
     assert [lost.node_name for lost in pool.lost] == ["d0"]
     again = HandNode(pool, dataclasses.replace(make_registration("d0", D), engine_id="d0-1"))
     assert pool.lost == []
-    pool.take(again.node, NodeBeat(serving_state=ServingState.DRAINING))
+    pool.on_event(again.node, NodeBeat(serving_state=ServingState.DRAINING))
     again.leave()
     assert pool.lost == []
 
@@ -312,7 +312,7 @@ def test_nodes_that_hang_up_on_a_router_that_stood_still_did_not_die(
     again = HandNode(pool, decode.node.registration)
     for _ in range(5):
         for node in (prefill, again):
-            pool.take(node.node, NodeBeat())
+            pool.on_event(node.node, NodeBeat())
         pool.count_missed_beats()
         clock.advance(0.25)
     again.leave()  # this time by itself
@@ -328,9 +328,9 @@ def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:
     reader = open_leg(decode.node, "a")
     for _ in range(5):
         assert pairs_of(pool) == [("p0", "d0")]
-        pool.take(prefill.node, NodeBeat())
+        pool.on_event(prefill.node, NodeBeat())
         pool.count_missed_beats()
-    pool.take(prefill.node, NodeBeat())
+    pool.on_event(prefill.node, NodeBeat())
     pool.count_missed_beats()
     assert hung_up == ["d0"]
     assert [node.name for node in pool.nodes] == ["p0"]
@@ -374,7 +374,7 @@ def test_who_waits_for_a_change_hears_of_each_kind() -> None:
         ):
             waiting = asyncio.create_task(pool.wait_for_change())
             await asyncio.sleep(0)
-            pool.take(prefill.node, NodeBeat())
+            pool.on_event(prefill.node, NodeBeat())
             await asyncio.sleep(0)
             assert not waiting.done()
             change()
@@ -390,7 +390,7 @@ def test_a_fleet_stays_the_same_until_nodes_or_their_peers_change() -> None:
     pool = make_pool()
     prefill, decode = join_pair(pool)
     fleet = pool.fleet
-    pool.take(decode.node, NodeBeat(num_running=1))
+    pool.on_event(decode.node, NodeBeat(num_running=1))
     open_leg(decode.node, "a")
     assert pool.fleet is fleet
     prefill.reach(decode, connected=False)
@@ -437,11 +437,11 @@ def test_a_node_is_asked_for_its_prefix_cache_when_it_joins_and_after_a_gap() ->
     pool = make_pool()
     node = HandNode(pool, caching("p"))
     assert len(node.of(SendKVSnapshot)) == 1
-    pool.take(node.node, KVCacheEvents(1, True, (1, 2)))
-    pool.take(node.node, KVCacheEvents(2, False, (3,)))
+    pool.on_event(node.node, KVCacheEvents(1, True, (1, 2)))
+    pool.on_event(node.node, KVCacheEvents(2, False, (3,)))
     assert pool.prefix_index.match([1, 2, 3]) == {"p-0": 3}
     assert len(node.of(SendKVSnapshot)) == 1
-    pool.take(node.node, KVCacheEvents(4, False, (), (1,)))
+    pool.on_event(node.node, KVCacheEvents(4, False, (), (1,)))
     assert len(node.of(SendKVSnapshot)) == 2
     assert pool.prefix_index.match([1, 2, 3]) == {}
 
@@ -451,18 +451,18 @@ def test_a_node_whose_names_nobody_here_could_compute_is_not_asked(prefix_hash: 
     pool = make_pool()
     node = HandNode(pool, caching("p", prefix_hash))
     assert node.of(SendKVSnapshot) == []
-    pool.take(node.node, KVCacheEvents(1, True, (1,)))
+    pool.on_event(node.node, KVCacheEvents(1, True, (1,)))
     assert pool.prefix_index.match([1]) == {}
 
 
 def test_with_a_node_goes_what_it_had_and_its_next_start_is_asked_anew() -> None:
     pool = make_pool()
     node = HandNode(pool, caching("p"))
-    pool.take(node.node, KVCacheEvents(1, True, (1,)))
+    pool.on_event(node.node, KVCacheEvents(1, True, (1,)))
     again = HandNode(pool, caching("p", incarnation=1))
     assert pool.prefix_index.match([1]) == {}
-    pool.take(node.node, KVCacheEvents(2, False, (2,)))  # was on its way
-    pool.take(again.node, KVCacheEvents(1, True, (1,)))
+    pool.on_event(node.node, KVCacheEvents(2, False, (2,)))  # was on its way
+    pool.on_event(again.node, KVCacheEvents(1, True, (1,)))
     assert pool.prefix_index.match([1]) == {"p-1": 1}
     again.leave()
     assert pool.prefix_index.match([1]) == {}
@@ -486,7 +486,7 @@ def test_a_node_that_computes_prompts_of_other_routers_is_not_ejected() -> None:
     pool = make_pool(clock=clock)
     prefill, _ = join_pair(pool)
     open_leg(prefill.node, "a")  # all of its prompt is cached there
-    pool.take(prefill.node, NodeBeat(num_uncomputed_tokens=1000))
+    pool.on_event(prefill.node, NodeBeat(num_uncomputed_tokens=1000))
     clock.advance(1000)
     prefill.node.watch()
     assert not prefill.node.health.is_unwanted(0)

@@ -133,7 +133,7 @@ def test_traffic_moves_as_nodes_come_and_go_forward_and_back() -> None:
     scene.join_all(NEW, 2, 2)
     assert scene.shares() == {OLD: 0.5, NEW: 0.5}
     beat = NodeBeat(serving_state=ServingState.DRAINING)
-    scene.pool.take(scene.nodes[f"p0{OLD}"].node, beat)  # drains: its half is gone at once
+    scene.pool.on_event(scene.nodes[f"p0{OLD}"].node, beat)  # drains: its half is gone at once
     assert scene.shares()[OLD] == pytest.approx((1 / 3) / (1 / 3 + 1 / 2), abs=0.001)
     for name in (f"p0{OLD}", f"p1{OLD}"):
         scene.leave(name)

@@ -64,7 +64,7 @@ class Fleet:
             self.clock.advance(SETTLE_S + 0.1)
 
     def say(self, name: str, beat: NodeBeat) -> None:
-        self.pool.take(self.nodes[name].node, beat)
+        self.pool.on_event(self.nodes[name].node, beat)
 
     @property
     def serving(self) -> list[str]:
@@ -229,8 +229,8 @@ async def test_an_output_never_goes_on_with_another_model() -> None:
     others[0].reach(others[1])
     scene.prefill.say(token_1("a", 10, epoch=scene.epoch))
     await scene.pause()
-    scene.pool.take(scene.prefill.node, DRAINED)
-    scene.pool.take(scene.decode.node, DRAINED)
+    scene.pool.on_event(scene.prefill.node, DRAINED)
+    scene.pool.on_event(scene.decode.node, DRAINED)
     assert scene.pool.fleet.decodes == [others[1].node.load]
     scene.decode.say(failure("a", "UNAVAILABLE", "it broke", epoch=scene.epoch))
     with pytest.raises(NodeUnavailableError, match="1 tokens are of a model that is no longer"):

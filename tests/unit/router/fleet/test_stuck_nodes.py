@@ -24,17 +24,17 @@ async def test_requests_of_a_node_that_stands_still_go_on_elsewhere() -> None:
     scene.prefill.say(token_1("a", 0, epoch=scene.epoch))
     stuck.say(token("a", 1, 1, epoch=scene.epoch))
     await scene.pause()
-    scene.pool.take(stuck.node, STUCK)
+    scene.pool.on_event(stuck.node, STUCK)
     await scene.pause()
     (command,) = other.of(DecodeCommand)
     assert command.output_token_ids == (0, 1)
     assert stuck.node in scene.pool.nodes  # it may go on, and is asked nothing until then
     assert [node.node_name for node in scene.pool.fleet.decodes] == [other.node.name]
     assert not stuck.is_hung_up
-    scene.pool.take(stuck.node, NodeBeat(num_free_blocks=10, longest_round_s=12.0))
+    scene.pool.on_event(stuck.node, NodeBeat(num_free_blocks=10, longest_round_s=12.0))
     assert len(scene.pool.fleet.decodes) == 2
     # It has done such long steps before: this one may be one of these.
-    scene.pool.take(stuck.node, NodeBeat(stalled_s=30.0, longest_round_s=12.0))
+    scene.pool.on_event(stuck.node, NodeBeat(stalled_s=30.0, longest_round_s=12.0))
     assert len(scene.pool.fleet.decodes) == 2
     assert scene.task is not None
     scene.task.cancel()
@@ -44,7 +44,7 @@ async def test_requests_of_a_node_that_stands_still_go_on_elsewhere() -> None:
 async def test_the_only_node_of_a_kind_keeps_its_requests() -> None:
     scene = Scene(options=OPTIONS)
     await scene.call()
-    scene.pool.take(scene.decode.node, STUCK)
+    scene.pool.on_event(scene.decode.node, STUCK)
     await scene.pause()
     assert scene.decode.node.legs
     assert scene.pool.fleet

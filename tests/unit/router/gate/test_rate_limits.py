@@ -28,7 +28,7 @@ def test_a_minutes_worth_may_come_at_once_and_then_one_after_the_other() -> None
     rates, alice = RateLimits(clock), key(requests_per_minute=30)
     for _ in range(30):
         assert delay_of(rates, alice) == 0
-        rates.take(alice, 1)
+        rates.charge_limits(alice, 1)
     with pytest.raises(OverloadedError, match="this API key has used its 30 requests per minute"):
         rates.check(alice)
     assert delay_of(rates, key("b", requests_per_minute=30)) == 0
@@ -56,7 +56,7 @@ def test_when_it_says_that_there_is_room_there_is_and_not_before(
             clock.advance(delay_s - 1e-3)
             assert delay_of(rates, alice, num_tokens) > 0
             clock.advance(1e-3 + 1e-6)
-        rates.take(alice, num_tokens)
+        rates.charge_limits(alice, num_tokens)
     assert refused
 
 
@@ -67,10 +67,10 @@ def test_what_a_request_did_not_need_is_given_back_and_what_it_took_more_is_owed
     def remaining() -> list[float]:
         return [rates.state(alice)[kind].remaining for kind in (REQUESTS, TOKENS)]
 
-    rates.take(alice, 100)
+    rates.charge_limits(alice, 100)
     rates.give_back(alice, 40, begun=True)
     assert remaining() == [9, 540]
-    rates.take(alice, 100)
+    rates.charge_limits(alice, 100)
     rates.give_back(alice, 100, begun=False)  # it never began
     assert remaining() == [9, 540]
     rates.give_back(alice, -1140, begun=True)
@@ -82,7 +82,7 @@ def test_what_a_request_did_not_need_is_given_back_and_what_it_took_more_is_owed
 def test_nothing_is_saved_up_beyond_a_minutes_worth() -> None:
     clock = VirtualClock()
     rates, alice = RateLimits(clock), key(tokens_per_minute=600)
-    rates.take(alice, 10)
+    rates.charge_limits(alice, 10)
     clock.advance(10_000)
     rates.give_back(alice, 500, begun=True)
     assert rates.state(alice)[TOKENS].remaining == 600
@@ -91,7 +91,7 @@ def test_nothing_is_saved_up_beyond_a_minutes_worth() -> None:
 def test_who_has_no_limits_has_none() -> None:
     rates = RateLimits()
     for principal in (ANYBODY, key()):
-        rates.take(principal, 10**9)
+        rates.charge_limits(principal, 10**9)
         rates.check(principal, 10**9)
         assert rates.state(principal) == {}
 
@@ -100,7 +100,7 @@ def test_a_limit_that_is_changed_counts_at_once() -> None:
     clock = VirtualClock()
     rates = RateLimits(clock)
     for _ in range(2):
-        rates.take(key(requests_per_minute=2), 1)
+        rates.charge_limits(key(requests_per_minute=2), 1)
     assert delay_of(rates, key(requests_per_minute=2)) == pytest.approx(30)
     assert delay_of(rates, key(requests_per_minute=120)) == pytest.approx(0.5)
     assert rates.state(key(requests_per_minute=2))[REQUESTS].limit == 2

@@ -31,7 +31,7 @@ class Scene:
         self.signals = ScalingSignals(self.pool, options, queue_s=lambda: queue_s, clock=self.clock)
 
     def say(self, node: HandNode, **beat: Any) -> None:
-        self.pool.take(node.node, NodeBeat(**{"num_free_blocks": 10, **beat}))
+        self.pool.on_event(node.node, NodeBeat(**{"num_free_blocks": 10, **beat}))
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(int(seconds * 4)):

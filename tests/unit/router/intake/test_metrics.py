@@ -64,7 +64,7 @@ def test_a_finished_request_is_counted_with_its_tokens_and_times() -> None:
     metrics = RouterMetrics()
     with metrics.running() as record:
         assert values(metrics)["requests_open"] == 1
-        record.finish(TextDelta("a", 4, (1,), "x", FinishReason.LENGTH, RECEIPT))
+        record.on_last_delta(TextDelta("a", 4, (1,), "x", FinishReason.LENGTH, RECEIPT))
     found = values(metrics)
     assert found['requests_total{outcome="length"}'] == 1
     assert found["requests_open"] == 0
@@ -98,7 +98,7 @@ def test_a_request_that_fails_is_counted_by_how(error: BaseException, outcome: s
 def test_a_finished_request_that_is_not_read_behind_its_end_is_finished() -> None:
     metrics = RouterMetrics()
     running = metrics.running()
-    running.__enter__().finish(TextDelta("a", 4, (1,), "x", FinishReason.STOP, RECEIPT))
+    running.__enter__().on_last_delta(TextDelta("a", 4, (1,), "x", FinishReason.STOP, RECEIPT))
     assert not running.__exit__(GeneratorExit, GeneratorExit(), None)  # it goes on
     assert values(metrics)['requests_total{outcome="stop"}'] == 1
 
@@ -170,7 +170,7 @@ def test_a_node_that_stands_still_takes_its_pairs_down() -> None:
     p0.reach(d1)
     for _ in range(10):
         for decode in (d0, d1):
-            pool.take(decode.node, NodeBeat())
+            pool.on_event(decode.node, NodeBeat())
         pool.count_missed_beats()
     found = values(metrics)
     assert found['nodes{role="prefill",state="lost"}'] == 1
@@ -217,7 +217,7 @@ def test_of_very_many_pairs_the_slowest_are_told(monkeypatch: pytest.MonkeyPatch
     prefill = HandNode(pool, make_registration("p", NodeRole.PREFILL))
     for name, rate in (("d0", 3e9), ("d1", 0.0), ("d2", 1e9), ("d3", 2e9)):
         decode = HandNode(pool, make_registration(name, NodeRole.DECODE))
-        pool.take(prefill.node, PeerReport(decode.engine_id, True, "tcp", "", rate))
+        pool.on_event(prefill.node, PeerReport(decode.engine_id, True, "tcp", "", rate))
     told = {name: rate for name, rate in values(RouterMetrics(pool)).items() if "pair_" in name}
     assert [re.findall(r'decode_node="(\w+)"', name)[0] for name in told] == ["d2", "d3"]
     assert list(told.values()) == [1e9, 2e9]

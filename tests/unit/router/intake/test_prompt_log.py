@@ -19,7 +19,7 @@ LAST = msgspec.structs.replace(
 
 def test_a_prompt_and_its_output_are_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    output = PromptLog(None).begin(Scene.make())
+    output = PromptLog(None).log_prompt(Scene.make())
     output.note(FIRST)
     assert [record.message for record in caplog.records] == ["prompt"]
     output.note(LAST)
@@ -29,6 +29,6 @@ def test_a_prompt_and_its_output_are_a_line_each(caplog: pytest.LogCaptureFixtur
 
 def test_long_ones_are_cut(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    output = PromptLog(None).begin(Scene.make())
+    output = PromptLog(None).log_prompt(Scene.make())
     output.note(msgspec.structs.replace(LAST, text="x" * 3 * MAX_CHARS))
     assert len(caplog.records[-1].text) == MAX_CHARS  # type: ignore[attr-defined]  # extra

@@ -109,7 +109,7 @@ async def test_drain_resume_and_remove_are_told_to_the_node_and_logged() -> None
             DrainCommand(resume=True),
             DrainCommand(stop=True),
         ]
-        scene.pool.take(scene.decode.node, NodeBeat(serving_state=ServingState.DRAINED))
+        scene.pool.on_event(scene.decode.node, NodeBeat(serving_state=ServingState.DRAINED))
         found = await call("GetNode", node="d0")
         assert found.beat.serving_state == node_pb2.SERVING_STATE_DRAINED
         assert (await call("GetNode", node="p0")).peers[0].node_name == "d0"

@@ -161,7 +161,7 @@ async def test_a_ledger_of_megabytes_comes_in_parts_between_which_tokens_go() ->
     heard_at: list[int] = []  # how many parts had come when a token did
 
     class Reader:
-        def take(self, item: Any) -> None:
+        def on_leg_delta(self, item: Any) -> None:
             heard_at.append(len(parts))
 
         def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
@@ -169,13 +169,13 @@ async def test_a_ledger_of_megabytes_comes_in_parts_between_which_tokens_go() ->
 
     async with joined(NodeAdmin(asked, 10).answer) as (node, links):
         node.open_leg("r", 1, 10, Reader())
-        take = node.replies.take
+        take = node.replies.on_reply
 
         def note(reply: AdminReply) -> None:
             parts.append(len(reply.part))
             take(reply)
 
-        node.replies.take = note  # type: ignore[method-assign]
+        node.replies.on_reply = note  # type: ignore[method-assign]
         call = asyncio.create_task(NodeCalls().list_blocks(node))
         index = 0
         while not call.done():
@@ -198,14 +198,14 @@ async def test_an_answer_that_is_too_large_is_an_error_on_both_sides() -> None:
     async with joined(answer) as (node, _):
         with pytest.raises(NodeUnavailableError, match="d0: the answer has 17825792 bytes, the"):
             await NodeCalls().list_blocks(node)
-        call_id, promise = node.replies.begin()  # of a node that keeps to no limit
+        call_id, promise = node.replies.open_call()  # of a node that keeps to no limit
         part = admin_pb2.NodeAdminResponse(
             list_blocks=admin_pb2.ListBlocksResponse(
                 holdings=[admin_pb2.BlockHolding(request_id="x" * 2**20)]
             )
         )
         for _ in range(17):
-            node.replies.take(AdminReply(call_id, part.SerializeToString(), last=False))
+            node.replies.on_reply(AdminReply(call_id, part.SerializeToString(), last=False))
         with pytest.raises(NodeUnavailableError, match="the answer has more than 16777216 bytes"):
             await promise
 
@@ -215,15 +215,15 @@ async def test_an_answer_of_millions_of_empty_parts_is_not_kept() -> None:
     """16 MiB of them, which are allowed, made 700 MiB."""
     async with joined(None) as (node, _):
         for num_bytes in (PART_BYTES, 2**20):
-            call_id, promise = node.replies.begin()
+            call_id, promise = node.replies.open_call()
             listed = admin_pb2.ListBlocksResponse.FromString(b"\x0a\x00" * (num_bytes // 2))
             part = admin_pb2.NodeAdminResponse(list_blocks=listed).SerializeToString()
             for _ in range(16 * 2**20 // len(part)):
-                node.replies.take(AdminReply(call_id, part, last=False))
+                node.replies.on_reply(AdminReply(call_id, part, last=False))
             with pytest.raises(NodeUnavailableError, match="the answer has more than 524288 parts"):
                 await promise
             assert len(node.replies._open[call_id].response.list_blocks.holdings) <= 2**19
-            node.replies.end(call_id)
+            node.replies.close_call(call_id)
 
 
 @asynchronous

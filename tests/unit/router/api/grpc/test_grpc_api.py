@@ -328,7 +328,7 @@ async def test_a_request_that_failed_can_be_tried_again_by_its_name() -> None:
         scene.pool.remove(scene.decode.node)
         with pytest.raises(NodeUnavailableError):
             await read()
-        scene.pool.add(scene.decode.node)
+        scene.pool.add_node(scene.decode.node)
         scene.prefill.reach(scene.decode)
         assert await read() == expected(100, 8)
 

@@ -51,7 +51,7 @@ class Reader:
     def __init__(self) -> None:
         self.items: list[LegDelta] = []
 
-    def take(self, item: LegDelta) -> None:
+    def on_leg_delta(self, item: LegDelta) -> None:
         self.items.append(item)
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
@@ -160,9 +160,9 @@ def test_what_a_node_says_of_a_peer_is_cut_to_what_pages_and_memory_have_room_fo
         HandNode(pool, make_registration("p", NodeRole.PREFILL)),
         HandNode(pool, make_registration("d", NodeRole.DECODE)),
     )
-    pool.take(prefill.node, PeerReport(decode.engine_id, False, problem="x" * 60_000))
+    pool.on_event(prefill.node, PeerReport(decode.engine_id, False, problem="x" * 60_000))
     assert len(prefill.node.reports[decode.engine_id].problem) == MAX_KEPT_CHARS
-    pool.take(prefill.node, PeerReport(decode.engine_id, True, "t" * 257))
+    pool.on_event(prefill.node, PeerReport(decode.engine_id, True, "t" * 257))
     assert prefill.is_hung_up
 
 
@@ -187,7 +187,7 @@ def test_what_a_node_says_to_people_is_short_and_moves_no_cursor() -> None:
     pool = make_pool()
     prefill = HandNode(pool, make_registration("p", NodeRole.PREFILL))
     decode = HandNode(pool, registration)
-    pool.take(prefill.node, PeerReport(decode.engine_id, False, problem=escape))
+    pool.on_event(prefill.node, PeerReport(decode.engine_id, False, problem=escape))
     assert prefill.node.reports[decode.engine_id].problem == "\\x1b[2J"
     reader = Reader()
     decode.node.open_leg("a", 1, 10, reader)
@@ -211,7 +211,7 @@ class Hearer:
     def __init__(self) -> None:
         self.told: list[RequestDelta] = []
 
-    def take(self, item: LegDelta) -> None:
+    def on_leg_delta(self, item: LegDelta) -> None:
         self.told.append(item.delta)
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
@@ -340,7 +340,7 @@ class Counter:
         self.turns: set[int] = set()
         self.turn = 0
 
-    def take(self, item: LegDelta) -> None:
+    def on_leg_delta(self, item: LegDelta) -> None:
         self.num_said += 1
         self.turns.add(self.turn)
 

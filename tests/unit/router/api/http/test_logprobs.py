@@ -35,7 +35,7 @@ def test_completion_logprobs_are_aligned_lists_and_offsets_go_on() -> None:
     assert found.tokens == ["def", "def"]
     assert found.token_logprobs == [None, -1.0]
     assert found.top_logprobs == [None, {"def": -0.5}]
-    assert (found.text_offset, offsets.take(DEF)) == ([4, 7], 10)
+    assert (found.text_offset, offsets.next_offset(DEF)) == ([4, 7], 10)
 
 
 def test_of_tokens_with_one_text_the_best_is_shown() -> None:
@@ -54,7 +54,7 @@ def test_without_a_tokenizer_tokens_are_shown_by_id() -> None:
 
 def offsets_of(token_ids: list[int], tokenizer: Tokenizer = TOKENIZER) -> list[int]:
     offsets = TextOffsets(TokenTexts(tokenizer))
-    return [offsets.take(token_id) for token_id in token_ids]
+    return [offsets.next_offset(token_id) for token_id in token_ids]
 
 
 def test_parts_of_a_character_begin_where_it_does_and_special_tokens_take_no_room() -> None:

@@ -345,7 +345,7 @@ async def test_steps_that_gave_thoughts_alone_are_counted(scene: HttpScene) -> N
         num_prompt_tokens=9, num_output_tokens=7, ttft_s=0.1, total_s=0.2, prefill_node="p",
         decode_node="d", prefill=None, decode=None,
     )  # fmt: skip
-    list(events.finish("stop", TextDelta("r", 6, (1,), ".", FinishReason.STOP, receipt)))
+    list(events.last_events("stop", TextDelta("r", 6, (1,), ".", FinishReason.STOP, receipt)))
     assert events.whole().usage.output_tokens_details.thinking_tokens == 3
 
 

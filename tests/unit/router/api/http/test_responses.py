@@ -293,7 +293,7 @@ def push_all(messages: list[MessageDelta], status: str = "completed") -> tuple[I
     def events() -> Iterator[Event]:
         for message in messages:
             yield from items.push(message, 1)
-        yield from items.finish(status)
+        yield from items.end_answer(status)
 
     return items, list(events())
 

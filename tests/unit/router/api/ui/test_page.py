@@ -41,7 +41,7 @@ def basic(key: str) -> dict[str, str]:
 async def test_it_shows_nodes_pairs_requests_and_the_life_of_one(scene: HttpScene) -> None:
     reply = scene.post(prompt="def add", max_tokens=9)
     command = await scene.command()
-    scene.pool.take(scene.decode.node, NodeBeat(num_running=1, num_free_blocks=4))
+    scene.pool.on_event(scene.decode.node, NodeBeat(num_running=1, num_free_blocks=4))
     shown = await page(scene)
     for words in ("d0", "p0", ">running<", "60%", "KV in use: 60%"):
         assert words in shown
@@ -93,7 +93,7 @@ async def test_drains_lost_nodes_and_revisions_are_told(scene: HttpScene) -> Non
     lost = make_registration("d9", NodeRole.DECODE)
     scene.pool.lost_nodes.note_missing(lost)
     beat = NodeBeat(serving_state=ServingState.DRAINING, num_transfers=3)
-    scene.pool.take(scene.decode.node, beat)
+    scene.pool.on_event(scene.decode.node, beat)
     shown = await page(scene)
     for words in ("incomplete", "v2", "fell silent", "is draining", "3 transfers"):
         assert words in shown

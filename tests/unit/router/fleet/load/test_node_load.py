@@ -357,7 +357,7 @@ def test_a_pool_feeds_all_of_this_from_what_nodes_say() -> None:
     prefill, decode = join_pair(pool)
 
     class Reader:
-        def take(self, item: object) -> None:
+        def on_leg_delta(self, item: object) -> None:
             pass
 
         def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
@@ -374,7 +374,7 @@ def test_a_pool_feeds_all_of_this_from_what_nodes_say() -> None:
         assert decode.node.load.step.num_measured == 0
         decode.say(token("a", index, 7, epoch=1))
     assert decode.node.load.step.num_measured == 1
-    pool.take(decode.node, NodeBeat(num_uncomputed_tokens=7))
+    pool.on_event(decode.node, NodeBeat(num_uncomputed_tokens=7))
     assert decode.node.load.prefill_queue_s > 0
 
 
@@ -383,7 +383,7 @@ def test_an_output_is_as_long_as_its_tokens_whatever_steps_they_took() -> None:
     _, decode = join_pair(pool, max_model_len=1000)
 
     class Reader:
-        def take(self, item: object) -> None:
+        def on_leg_delta(self, item: object) -> None:
             pass
 
         def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:

@@ -40,7 +40,7 @@ def test_steps_on_time_leave_the_spare_time_as_it_is_and_pauses_eat_it_up() -> N
     promises = Promises()
     promise = promises.open(finish_by=5.0, num_steps=20, arrives_at=0.0)
     promises.num_steps = 7
-    promises.begin(promise)
+    promises.begin_promise(promise)
     assert slack_s(promises, 1.0) == pytest.approx(2.0)
     promises.num_steps += 10
     assert slack_s(promises, 2.0) == pytest.approx(2.0)

@@ -30,7 +30,7 @@ class Scene:
         )
         self.sequences: dict[str, int] = {}
         for name in names:
-            self.index.add(name, KIND)
+            self.index.add_node(name, KIND)
 
     def say(
         self,
@@ -45,7 +45,7 @@ class Scene:
         sequence = self.sequences.get(name, 0) + 1 + lost
         self.sequences[name] = sequence
         events = KVCacheEvents(sequence, snapshot, tuple(stored), tuple(removed))
-        is_wanted = self.index.take(name, events)
+        is_wanted = self.index.apply_events(name, events)
         self.index.check()
         return is_wanted
 
@@ -130,7 +130,7 @@ def test_who_went_away_is_not_found_and_its_place_is_given_to_another() -> None:
     scene.index.remove("a")
     assert scene.index.match([1, 2]) == {"b": 1}
     assert not scene.say("a", stored=[5])  # on its way when the link broke
-    scene.index.add("c", KIND)
+    scene.index.add_node("c", KIND)
     scene.snapshot("c", 7)
     assert scene.index.match([1, 2]) == {"b": 1}
     assert len(scene.index._places) == 2
@@ -152,8 +152,8 @@ def test_what_a_lost_node_had_is_dropped_in_parts() -> None:
 def test_names_of_another_kind_are_another_prompts() -> None:
     scene = Scene("a")
     larger = HashKind(8, "sha256")
-    scene.index.add("b", larger)
-    scene.index.add("c", larger)
+    scene.index.add_node("b", larger)
+    scene.index.add_node("c", larger)
     asked = PromptHashes(range(21))
     scene.snapshot("a", *asked.of(KIND)[:3])
     scene.snapshot("b", *asked.of(larger))
@@ -212,11 +212,11 @@ def test_a_new_node_does_not_inherit_the_placements_of_one_that_went_away() -> N
     scene = Scene("a")
     scene.index.note_placement("a", prompt(1))
     scene.index.remove("a")
-    scene.index.add("b", KIND)
+    scene.index.add_node("b", KIND)
     assert scene.index.match_tokens(prompt(1)) == {}
     scene.clock.advance(LIFETIME_S)
-    scene.index.add("c", KIND)
-    scene.index.add("d", KIND)
+    scene.index.add_node("c", KIND)
+    scene.index.add_node("d", KIND)
     assert len(scene.index._places) == 3  # one of them has the place of a
     assert scene.index.match_tokens(prompt(1)) == {}
 
@@ -226,7 +226,7 @@ def test_a_node_that_was_sent_nothing_leaves_its_place_at_once() -> None:
     scene.index.note_placement("silent", prompt(1))
     scene.snapshot("a", 1)
     scene.index.remove("a")
-    scene.index.add("b", KIND)
+    scene.index.add_node("b", KIND)
     assert len(scene.index._places) == 2
 
 
@@ -235,7 +235,7 @@ def test_nodes_that_come_and_go_leave_no_memory_behind() -> None:
     scene = Scene(max_blocks=10_000)
 
     def live(number: int) -> None:
-        scene.index.add("a", KIND)
+        scene.index.add_node("a", KIND)
         scene.index.note_placement("a", prompt(1))  # it has not spoken yet
         scene.sequences.clear()
         scene.snapshot("a", *range(number * 1000, number * 1000 + 1000))
@@ -278,7 +278,7 @@ def test_a_node_is_exact_again_when_nothing_of_it_is_left_out(ends: str) -> None
         scene.say("a", removed=[4])
     else:
         scene.index.remove("a")
-        scene.index.add("a", KIND)
+        scene.index.add_node("a", KIND)
         scene.snapshot("a", 1, 2)
     assert scene.index.is_exact("a")
     assert scene.index.match([1, 2]) == {"a": 2}
@@ -287,15 +287,15 @@ def test_a_node_is_exact_again_when_nothing_of_it_is_left_out(ends: str) -> None
 def test_nodes_cannot_have_every_prompt_hashed_in_any_number_of_ways() -> None:
     scene = Scene("a")
     for size in range(1, 4 * MAX_KINDS):
-        scene.index.add(f"liar{size}", HashKind(100 + size, "sha256"))
+        scene.index.add_node(f"liar{size}", HashKind(100 + size, "sha256"))
     prompt = PromptHashes(range(1000))
     scene.index.match_tokens(prompt)
     assert len(prompt._known) == MAX_KINDS
     prompt = PromptHashes(range(32))
-    scene.index.add("b", KIND)  # of a kind that is known
+    scene.index.add_node("b", KIND)  # of a kind that is known
     scene.index.note_placement("b", prompt)
     assert "b" in scene.index.match_tokens(prompt)
     scene.index.remove("liar1")
-    scene.index.add("c", HashKind(8, "sha256"))  # there is room again
+    scene.index.add_node("c", HashKind(8, "sha256"))  # there is room again
     scene.index.note_placement("c", prompt)
     assert "c" in scene.index.match_tokens(prompt)

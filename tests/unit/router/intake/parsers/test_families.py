@@ -308,7 +308,7 @@ def ids_of(name: str, text: str, *, is_forced: bool = False, num_calls: int = 0)
     """Return the ids of the calls in an output."""
     context = ParserContext({"weather": {}}, num_calls=num_calls)
     parser = OutputParsers(None, name, "none").make(context, is_forced=is_forced)
-    parts = [*parser.push(text), *parser.finish()]
+    parts = [*parser.push(text), *parser.flush()]
     return [part.call_id for part in parts if isinstance(part, CallBegins)]
 
 

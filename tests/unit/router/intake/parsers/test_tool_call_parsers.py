@@ -182,7 +182,7 @@ def test_arguments_come_as_they_are_written(name: str) -> None:
     assert [part.name for part in parts if isinstance(part, CallBegins)] == ["f"]
     shown = "".join(p.text for p in parser.push(inside) if isinstance(p, CallArguments))
     assert "long text" in shown
-    (found,) = put_together([*parts, CallArguments(shown), *parser.push(behind), *parser.finish()])
+    (found,) = put_together([*parts, CallArguments(shown), *parser.push(behind), *parser.flush()])
     assert isinstance(found, tuple)
     assert json.loads(found[1])["x"] == "long text"
 
@@ -202,7 +202,7 @@ def test_short_text_is_not_held_back(name: str) -> None:
 def test_each_call_has_an_id_of_its_own_that_its_template_takes() -> None:
     for name, text in (("hermes", HERMES), ("mistral", '[TOOL_CALLS]f{"x": 1}')):
         parser = make_parser(name)
-        parts = [*parser.push(text * 2), *parser.finish()]
+        parts = [*parser.push(text * 2), *parser.flush()]
         ids = [part.call_id for part in parts if isinstance(part, CallBegins)]
         assert len(set(ids)) == 2
         if name == "mistral":
@@ -213,7 +213,7 @@ def test_each_call_has_an_id_of_its_own_that_its_template_takes() -> None:
 def test_the_id_of_a_forced_call_is_one_that_its_template_takes(name: str, is_short: bool) -> None:
     """Mistral's template refused the call in the next turn."""
     parser = OutputParsers(None, name, "none").make(ParserContext({"f": {}}), is_forced=True)
-    parts = [*parser.push('{"name": "f", "arguments": {}}'), *parser.finish()]
+    parts = [*parser.push('{"name": "f", "arguments": {}}'), *parser.flush()]
     (call_id,) = [part.call_id for part in parts if isinstance(part, CallBegins)]
     assert (len(call_id) == 9 and call_id.isalnum()) is is_short
 

@@ -1,0 +1,52 @@
+"""Switch of the native kernels: reads ``BATON_NATIVE_KERNELS``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.kernel_library.compilers import BuildError
+
+SWITCH_VARIABLE = "BATON_NATIVE_KERNELS"
+_OFF = ("0", "off", "false", "no")
+_ON = ("", "1", "on", "true", "yes")
+_BUILD = "build"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSwitch:
+    """Choice of native kernels that the environment makes.
+
+    Attributes:
+        must_build: whether to build the library on this machine even if one was built ahead.
+        instruction_set: name of the instruction set to load a library for; empty: the best one.
+    """
+
+    must_build: bool = False
+    instruction_set: str = ""
+
+
+def are_kernels_off() -> bool:
+    """Return whether the environment turns native kernels off."""
+    return os.environ.get(SWITCH_VARIABLE, "").lower() in _OFF
+
+
+def read_switch(instruction_sets: Sequence[str]) -> KernelSwitch:
+    """Return the environment's choice.
+
+    Args:
+        instruction_sets: names that the environment may give.
+
+    Raises:
+        BuildError: the environment names something else.
+    """
+    value = os.environ.get(SWITCH_VARIABLE, "").lower()
+    if value in _ON or value in _OFF:
+        return KernelSwitch()
+    if value == _BUILD:
+        return KernelSwitch(must_build=True)
+    if value in instruction_sets:
+        return KernelSwitch(instruction_set=value)
+    known = ", ".join(("0", "1", _BUILD, *instruction_sets))
+    raise BuildError(f"{SWITCH_VARIABLE}: must be one of {known}, got {value}")

@@ -1,0 +1,34 @@
+"""Puts libraries that were built ahead into a wheel, and tags the wheel with their machine type.
+
+hatchling runs this for every wheel. `tools/build_wheels.py` names the libraries' folder in
+``BATON_WHEEL_LIBRARIES``; without it, the wheel carries C sources alone and is for every platform.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER_VARIABLE = "BATON_WHEEL_LIBRARIES"
+GLIBC = "manylinux_2_28"  # of PyTorch's and NIXL's wheels, too
+
+
+class WheelHook(BuildHookInterface[Any]):
+    """Adds a folder of libraries to the package `baton_kernels`."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Change what hatchling is about to build."""
+        named = os.environ.get(FOLDER_VARIABLE)
+        if not named or version == "editable":
+            return
+        index = Path(named) / "libraries.json"
+        libraries = json.loads(index.read_text(encoding="utf-8"))["libraries"]
+        (machine,) = {one["machine"] for one in libraries}
+        for file in (index, *(index.with_name(f"{one['name']}.so") for one in libraries)):
+            build_data["force_include"][str(file)] = f"baton_kernels/libraries/{file.name}"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{GLIBC}_{machine}"
