@@ -87,7 +87,8 @@ def _of_many(one: Speed, many: Speed) -> Iterator[str]:
 
 def _of_memory(share: float) -> str:
     if share > 1:
-        return f"decoding takes {share:.0%} of memory's speed: the CPU's cache holds the model"
+        why = "the CPU's cache holds the model, or other programs slowed the measurement"
+        return f"decoding takes {share:.0%} of memory's speed: {why}"
     word = "near the limit" if share >= _NEAR else "some way from the limit"
     if share < _FAR:
         word = "far from the limit"
@@ -113,7 +114,7 @@ def _advice_for(machine: Machine, share: float | None) -> Iterator[str]:
         )
     if share is None:
         return
-    if share >= _NEAR:
+    if _NEAR <= share <= 1:
         yield "only fewer bits (--node-args '--weights int4') or faster memory give more tokens/s"
-    elif not machine.no_kernels and not is_busy:
+    elif share < _NEAR and not machine.no_kernels and not is_busy:
         yield "more cores may give more tokens/s; `baton doctor` says what this machine lacks"

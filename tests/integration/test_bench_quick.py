@@ -38,7 +38,6 @@ def test_a_system_is_started_measured_and_stopped() -> None:
     assert document["many"]["num_requests"] >= 8
     assert document["one"]["read_bytes_per_s"] > 0
     assert document["share_of_memory_speed"] > 0
-    assert document["one"]["handoff_s"] is not None
     assert [line.partition(":")[0] for line in done.stderr.splitlines()][-3:] == [
         "starting a router, a prefill and a decode node",
         "one reader, 4 s",

@@ -102,7 +102,11 @@ def test_the_grade_is_that_of_a_reader(token_s: float, grade: Grade, finding: st
         (14e9, "70% of memory's speed: near the limit"),
         (8e9, "40% of memory's speed: some way from the limit"),
         (2e9, "10% of memory's speed: far from the limit"),
-        (30e9, "150% of memory's speed: the CPU's cache holds the model"),
+        (
+            30e9,
+            "150% of memory's speed: the CPU's cache holds the model, or other programs slowed "
+            "the measurement",
+        ),
     ],
 )
 def test_the_limit_is_judged_in_words(read: float, words: str) -> None:
