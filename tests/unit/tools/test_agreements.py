@@ -17,7 +17,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def task(score: float, *judged: Any) -> dict[str, Any]:
-    """What one side says of a task."""
+    """Return what one side says about a task."""
     samples = [{"id": i, "answers": one, "judged": one} for i, one in enumerate(judged)]
     return {"scores": {"acc": score}, "samples": samples}
 

@@ -27,7 +27,7 @@ class Device:
 
 
 class Event:
-    """Its moment is when the device reaches it."""
+    """A point in the device's work, reached in order."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -48,7 +48,7 @@ def test_waiting_for_the_host_counts_as_idle(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     class Graphs:
-        """As `StepGraphs`: an upload that takes the host a while, then a replay."""
+        """Stand in for `StepGraphs`: upload for a while, then replay."""
 
         def __init__(self) -> None:
             self._replays = {4: lambda: device.launch(REPLAY_MS)}
