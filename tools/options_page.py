@@ -27,6 +27,7 @@ which files and variables, and who wins: [settings](settings.md). `--max-model-l
 own; a file says it in the program's table only. *Secret*: in no file, and never shown.
 """
 _NODES = ("prefill", "decode")
+_COMMANDS = {"loadtest-run": "loadtest run", "loadtest-compare": "loadtest compare"}
 
 
 def page() -> str:
@@ -42,7 +43,7 @@ def page() -> str:
                 _section("Both kinds of node", "Options of `prefill` and `decode`.", shared)
             )
         kept = [one for one in own.values() if name not in _NODES or one.name not in both]
-        parts.append(_section(f"baton {name}", entries[name].summary, kept))
+        parts.append(_section(f"baton {_COMMANDS.get(name, name)}", entries[name].summary, kept))
     return "\n".join(parts)
 
 

@@ -24,7 +24,8 @@ class _Shown(lazy_group(PROGRAM_ENTRIES | LOAD_TEST_ENTRIES)):  # type: ignore[m
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
         if command is not None:
-            command.help = f"Show the options of `baton {cmd_name}`, and where each comes from."
+            shown = cmd_name.replace("loadtest-", "loadtest ")
+            command.help = f"Show the options of `baton {shown}`, and where each comes from."
             command.invoke = lambda context: command.run_guarded(context, _show)
             for parameter in command.params:
                 parameter.required = False

@@ -33,12 +33,12 @@ PROGRAMS: Registry[type[Any]] = Registry(
         "prefill": "prefill_node.options:PrefillOptions",
         "decode": "decode_node.options:DecodeNodeOptions",
         "sim-node": "sim_node.options:SimNodeOptions",
-        "loadtest run": "loadtest.options:RunOptions",
-        "loadtest compare": "loadtest.options:CompareOptions",
+        "loadtest-run": "loadtest.options:RunOptions",
+        "loadtest-compare": "loadtest.options:CompareOptions",
     },
 )
 # A fleet is measured from outside: entries for all programs of the fleet are none of theirs.
-_NOT_OF_A_FLEET = ("loadtest run", "loadtest compare")
+_NOT_OF_A_FLEET = ("loadtest-run", "loadtest-compare")
 CONFIG = "config"
 _META = "baton.config_file"
 
@@ -87,9 +87,9 @@ def _take_file(context: typer.Context, value: str) -> str:
 
 
 def _name_of(context: Any) -> str:
-    """Return the command's name in `PROGRAMS`: a command of a group has both words."""
+    """Return the command's name in `PROGRAMS`: a command of a group has both words, joined."""
     own: str = context.info_name or ""
-    return own if own in PROGRAMS.names() else f"{context.parent.info_name} {own}"
+    return own if own in PROGRAMS.names() else f"{context.parent.info_name}-{own}"
 
 
 def file_of(context: Any) -> Path | None:

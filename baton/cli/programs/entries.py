@@ -26,12 +26,12 @@ PROGRAM_ENTRIES = {
         "Simulate prefill and decode nodes: the node protocol with a timing model, and no model.",
     ),
 }
-# Commands of a group, by both words.
+# Commands of a group, by both words, joined.
 LOAD_TEST_ENTRIES = {
-    "loadtest run": Entry(
+    "loadtest-run": Entry(
         "baton.cli.programs.loadtest:run", "Play one load against one server and measure it."
     ),
-    "loadtest compare": Entry(
+    "loadtest-compare": Entry(
         "baton.cli.programs.loadtest:compare",
         "Compare deployments, disaggregated or not, with the same requests on the same cores.",
     ),

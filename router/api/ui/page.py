@@ -17,6 +17,7 @@ import jinja2
 from aiohttp import hdrs, web
 
 from baton.api.errors import NotFoundError
+from baton.api.printable import printable
 from baton.link.words import scoped_id
 from baton.telemetry.rates import format_rate
 from baton.v1 import admin_pb2
@@ -201,7 +202,7 @@ class FirstConversation:
 
 def first_conversation(request: web.Request, model: str) -> FirstConversation:
     """Return a command that asks this router's model."""
-    root = f"{request.scheme}://{request.host}"
+    root = f"{request.scheme}://{printable(request.host)}"
     needs_key = hdrs.AUTHORIZATION in request.headers  # the reader of the page had to bring one
     body = {"model": model, "messages": [{"role": "user", "content": "Who are you?"}]}
     lines = [f"curl {shlex.quote(f'{root}/v1/chat/completions')}"]

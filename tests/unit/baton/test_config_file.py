@@ -94,7 +94,7 @@ def test_no_secret_is_shown_and_what_must_be_given_is_said() -> None:
         (
             "[rooter]",
             "[rooter]: must be one of up, router, prefill, decode, sim-node, "
-            "loadtest run, loadtest compare",
+            "loadtest-run, loadtest-compare",
         ),
         ("block_size = '3'", "block_size: expected `int`, got `str`"),
         ("[decode]\nblock_size = 1.5", "[decode] block_size: expected `int`, got `float`"),
@@ -194,7 +194,7 @@ def test_up_reads_the_tables_of_all_that_it_starts_before_it_starts_them(tmp_pat
 
 def test_a_load_test_reads_only_its_own_table(tmp_path: Path) -> None:
     path = tmp_path / "baton.toml"
-    path.write_text('model = "of the fleet"\n["loadtest run"]\nrate = 3.5\n', encoding="utf-8")
-    rows = shown("loadtest run", "--config", path)
-    assert rows["rate"] == ["3.5", f"{path}: [loadtest run] rate"]
+    path.write_text('model = "of the fleet"\n[loadtest-run]\nrate = 3.5\n', encoding="utf-8")
+    rows = shown("loadtest-run", "--config", path)
+    assert rows["rate"] == ["3.5", f"{path}: [loadtest-run] rate"]
     assert rows["model"] == ['""', "default"]

@@ -35,7 +35,7 @@ def test_more_ranks_than_cores_share_them() -> None:
 
 def test_nodes_are_those_that_the_process_may_run_on(tmp_path: Path) -> None:
     own = min(os.sched_getaffinity(0))
-    for number, cores in ((0, f"{own}"), (1, "100000-100003"), (2, "")):
+    for number, cores in ((0, f"{own}"), (1, "60000-60003"), (2, "")):
         (tmp_path / f"node{number}").mkdir()
         (tmp_path / f"node{number}" / "cpulist").write_text(f"{cores}\n")
     assert numa_nodes(tmp_path) == [frozenset({own})]

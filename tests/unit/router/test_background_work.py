@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -102,7 +103,9 @@ def test_a_router_is_healthy_once_its_workers_read_requests(
     async def start() -> None:
         workers, stopping = Workers(), asyncio.Event()
         becoming = asyncio.create_task(
-            program._become_ready(cast("Any", workers), cast("Any", servers), stopping)
+            program._become_ready(
+                cast("Any", SimpleNamespace(reader=workers)), cast("Any", servers), stopping
+            )
         )
         async with asyncio.timeout(10):
             await workers.waits.wait()
