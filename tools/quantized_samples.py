@@ -113,7 +113,7 @@ def by_auto_round(name: str, source: Path, made: Path) -> WeightOf:
 
 
 def by_modelopt(name: str, source: Path, made: Path) -> WeightOf:
-    """Quantize with one of its configurations; weights are what its tensors dequantize to."""
+    """Quantize with a configuration of ModelOpt; its own dequantization gives the weights."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM

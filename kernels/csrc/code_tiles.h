@@ -16,9 +16,9 @@
 #define TILES_OF_CODES 0
 #endif
 
-/* Rows from which matrices are filled well enough. */
+/* Fewest rows for which AMX matrices are full enough to pay off. */
 #define TILED_FROM 16
-/* Groups whose sums are kept at a time: 16 KiB of L1, beside 4 to 8 of weights. */
+/* Groups whose sums are kept at a time: they take 16 KiB of L1, and the weights 4 to 8 KiB. */
 #define TILED_GROUPS 4
 
 #if TILES_OF_CODES

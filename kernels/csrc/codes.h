@@ -53,8 +53,8 @@
 typedef uint8_t codes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 
-/* Beside a block of a row of x. In memory the numbers of all rows come first, then their headers: so
- * numbers begin where a line of the cache may. */
+/* Header of one block of a row of x. In memory all rows' numbers come before their headers, so that the
+ * numbers start on a cache line. */
 typedef struct {
     /* For each group of weights, the scale by which the inputs that meet the group were divided. */
     float scales[BLOCK / SUMMED];
@@ -205,7 +205,7 @@ INLINE vec_i32 dot4(vec_i32 sum, codes w, const char *x) {
 #endif
 }
 
-/* sum[rows] += a span of codes times as much of x; `steps` vectors of codes per half panel. */
+/* sum[rows] += a span of codes times the matching inputs of x; a half panel has `steps` vectors of codes. */
 INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
     const int bits = bits_of(type);
@@ -250,7 +250,7 @@ INLINE vec_i32 spread(const char *x) {
     return four - (vec_i32){0};
 }
 
-/* sum[rows] += a span of codes times as much of x; `steps` vectors of codes per half panel. */
+/* sum[rows] += a span of codes times the matching inputs of x; a half panel has `steps` vectors of codes. */
 INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
     const int bits = bits_of(type);

@@ -22,9 +22,9 @@ typedef struct {
     /* In both weights each expert's rows fill whole panels; the padding rows are 0. */
     const int64_t *ids;   /* [num_tokens, top_k] */
     const float *weights; /* [num_tokens, top_k] */
-    const void *x;        /* [num_tokens, hidden], of `gate_up.x_type`, as everything here */
-    const void *base;     /* [num_tokens, hidden], what is added to, or NULL */
-    const float *base_gate; /* [num_tokens], logits of how much of it, or NULL: all */
+    const void *x;        /* [num_tokens, hidden], of type `gate_up.x_type`, like base and out */
+    const void *base;     /* [num_tokens, hidden], added to the experts' sum, or NULL */
+    const float *base_gate; /* [num_tokens], base is scaled by its sigmoid; NULL: by 1 */
     void *out;            /* [num_tokens, hidden] */
 } experts_call;
 

@@ -221,7 +221,7 @@ INLINE void multiply(int type, SUMS_OF_A_PANEL) {
     for (int64_t s = 0; s <= last; s++) {
         int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
         const void *w = at(type, c->w, (panel * filled_depth(c) + k) * PANEL);
-        /* Alone, a slice is its own stream; else the next slice comes while this one is used. */
+        /* One block of rows fetches ahead within the slice; several fetch the next slice while they share this one. */
         fetch f = {(const char *)w + FETCH_AHEAD, PANEL * size_of(type)};
         const char *next = s == last ? then : at(type, w, size * PANEL);
         if (widens) widen_panel(type, w, size, wide);

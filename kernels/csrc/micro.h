@@ -79,7 +79,7 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
         if (n <= MAX_ROWS) micro_rows(n, type, w, x, size, c, c_stride, accumulate, f); \
         break;
 
-/* As above; size is at most MAX_DEPTH, c_stride a constant wherever this is called. */
+/* Call micro_rows with `rows` as a constant. size is at most MAX_DEPTH; every caller passes a constant c_stride. */
 INLINE void micro(int rows, int type, const void *w, const float *x, int64_t size, float *c,
                   int64_t c_stride, int accumulate, fetch f) {
     switch (rows) {

@@ -361,14 +361,14 @@ INLINE float from_bf16(uint16_t x) {
     return u.value;
 }
 
-/* To the nearest, ties to even, as torch rounds. */
+/* Round to the nearest, ties to even, like torch. */
 INLINE uint16_t to_bf16(float x) {
     union { float value; uint32_t bits; } u = {x};
     uint32_t rounded = (u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16;
     return x != x ? 0x7fc0 : (uint16_t)rounded;
 }
 
-/* To the nearest, ties to even; what is too large becomes infinity. */
+/* Round to the nearest, ties to even; larger numbers become infinity. */
 INLINE uint16_t to_fp16(float x) {
     union { float value; uint32_t bits; } u = {x}, low;
     uint32_t sign = u.bits >> 16 & 0x8000, is_nan = x != x;
@@ -379,7 +379,7 @@ INLINE uint16_t to_fp16(float x) {
     return (uint16_t)(is_nan ? 0x7e00 : sign | rounded);
 }
 
-/* To the nearest, ties to even; what is too large becomes the largest number, 448. */
+/* Round to the nearest, ties to even; larger numbers become 448, the largest. */
 INLINE uint8_t to_e4m3(float x) {
     union { float value; uint32_t bits; } u = {x}, low;
     uint32_t sign = u.bits >> 24 & 0x80, is_nan = x != x;
@@ -489,12 +489,12 @@ INLINE vec round_all(int type, vec x) {
 }
 
 #define LOG2_E 1.44269504f
-#define ROUNDS 12582912.0f /* 1.5 * 2^23: what is added to it loses its fraction */
+#define ROUNDS 12582912.0f /* 1.5 * 2^23: adding and subtracting it rounds to a whole number */
 
 /* e^x within 2 units in the last place: 2^n * p(r), r in [-ln 2 / 2, ln 2 / 2], p of degree 6
- * (the Taylor polynomial's error there is 2e-7 of the value at most). Vectors, not a loop over
- * floats: GCC makes two paths of a float's limits and divides by 2^128 in the one that it drops.
- * x lies in [-87.3, 88.3]. */
+ * (the Taylor polynomial's error there is 2e-7 of the value at most). x lies in
+ * [-87.3, 88.3]. Written with vectors, because GCC compiles a loop over floats into two branches, and
+ * the branch whose result it discards divides by 2^128. */
 INLINE vec exp_within(vec x) {
     vec shifted = x * LOG2_E + ROUNDS, n = shifted - ROUNDS;
     vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;

@@ -35,13 +35,13 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine of a system that this command started.
+    """The machine that runs the measured system, if this command started the system.
 
     Attributes:
-        instruction_set: best one of the CPU that native kernels have; empty: none.
-        no_kernels: why there are no native kernels; empty: there are some.
-        read_bytes_per_s: speed of memory, read by all cores.
-        load_average: load of the last minute before the start.
+        instruction_set: CPU instruction set that native kernels use; empty: no native kernels.
+        no_kernels: why native kernels are missing; empty: they are there.
+        read_bytes_per_s: memory bandwidth when all cores read.
+        load_average: the machine's load in the minute before the start.
     """
 
     num_cores: int

@@ -230,7 +230,7 @@ class OpenAITarget:
         else:
             own = {"messages": prompt}
             if "logprobs" in self._body:
-                own["logprobs"] = True  # a chat's is no number
+                own["logprobs"] = True  # a boolean in chats, a number in completions
         return msgspec.json.encode(own | {"max_tokens": output_length} | self._rest(own))
 
     def _rest(self, own: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Weights from files into a module, one layer at a time, nothing allocated twice.
+"""Load weights from files into a module, layer by layer, without holding any weight twice.
 
-The module is built on the meta device (shapes only). A checkpoint must have exactly its tensors;
-each is read when its place is filled: a parameter, or what a packer keeps in its stead.
+The module is built on the meta device (shapes only). A checkpoint must have exactly the module's
+tensors. Each is read when it is needed, into a parameter or into a packer's format.
 Files are read by `stored_weights.py`, `quantized_weights.py` and `gguf_weights.py`.
 Refuses to know: architectures, pickled checkpoints (they run code).
 """

@@ -53,10 +53,10 @@ def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
 def _bind(
     shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, activation: str
 ) -> tuple[tuple[int, ...], Callable[..., None] | None]:
-    """Return the result's shape, and what launches; None: a row has gaps.
+    """Return the result's shape and the bound launch; None: rows are not contiguous.
 
     Args:
-        dtype: of which there is a launch each.
+        dtype: part of the cache's key only, because a launch is bound for one dtype.
     """
     *rows, both = shape
     size, row = both // 2, row_stride(shape, stride)
