@@ -30,11 +30,12 @@ GroupStep = AttentionStep | tuple[StateMetadata, None]
 class ForwardContext:
     """Everything but the token ids that one forward pass depends on; an argument, never ambient."""
 
-    positions: Tensor  # [num_tokens] int64, of each token in its sequence
-    groups: tuple[GroupStep, ...]  # of each KV cache group; those of states have no backend, of
-    # others its plan() has seen the metadata; the first group is none of states
-    layer_groups: tuple[int, ...]  # of each layer: its group
-    layer_caches: tuple[LayerCache, ...]  # of each layer
+    positions: Tensor  # [num_tokens] int64, position of each token in its sequence
+    # One per KV cache group. Groups of states have no backend, and the first group has none of
+    # these; the other groups' backends have planned this step.
+    groups: tuple[GroupStep, ...]
+    layer_groups: tuple[int, ...]  # each layer's group
+    layer_caches: tuple[LayerCache, ...]  # one per layer
     after_layer: Callable[[int], None] | None = None  # called after each layer
 
     @property

@@ -186,7 +186,7 @@ class Decoder(nn.Module):
         self.norm = make_norm(config)
         self._embedding_scale = recipe.embedding_scale
         self._residual_scale = recipe.residual_scale
-        self.tapes: DecodeTapes | None = None  # of a model that is packed for a CPU
+        self.tapes: DecodeTapes | None = None  # set if the model is packed for a CPU
         self._ranks = ALONE
         self._vocab_start, self._vocab_size = 0, config.vocab_size
         self._hidden_size = config.hidden_size

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 INT8_LIMIT = 127
 FLOAT8 = torch.float8_e4m3fn
-FLOAT8_CAPABILITY = (8, 9)  # of GPUs that have it (Ada, Hopper)
+FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability with float8 (Ada)
 # Most inputs that share a scale where the weight is codes.
 INPUT_BLOCK = 64
 # Inputs whose groups' scales are whole multiples of one factor, where they are multiples.
@@ -300,7 +300,7 @@ def _with_minima(part: GroupedIntegers, *, zero_points: bool) -> GroupedIntegers
         return part
     shift = 1 << max(-int(part.numbers.min()) - 1, 0).bit_length()  # a power of 2: exact
     factors, minima = groups.scale_factors, groups.scales * -shift
-    if factors is not None:  # the same multiples, of other factors
+    if factors is not None:  # the multiples stay, their factors change
         factors, minima = factors * -shift, groups.scales
     elif zero_points and groups.scales.dtype != torch.float32:
         minima = torch.full_like(groups.scales, -shift, dtype=torch.int8)

@@ -23,10 +23,10 @@ from loadtest.targets import open_target
 from loadtest.targets.base import TargetError, TargetOptions
 
 NUM_READERS = 8
-INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # of a reader alone
-SHORT_INPUT_TOKENS = 128  # of one among several
+INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # tokens of a single reader's request
+SHORT_INPUT_TOKENS = 128  # prompt of one of several readers
 _DRAIN_TIMEOUT_S = 120.0  # on a slow machine an answer may take longer than a load lasts
-_MAX_LAG_S = 0.05  # of figures for people, on a machine that also serves
+_MAX_LAG_S = 0.05  # largest lag of the generator, which shares the machine with the server
 _METRICS_TIMEOUT_S = 10.0
 _READ_COUNTERS = ("baton_weight_read_bytes_total", "baton_kv_read_bytes_total")
 

@@ -48,7 +48,7 @@ class _Usage(msgspec.Struct):
 
 class _Logprobs(msgspec.Struct):
     tokens: list[str] | None = None
-    content: list[msgspec.Raw] | None = None  # of a chat
+    content: list[msgspec.Raw] | None = None  # the messages of a chat
 
 
 class _FunctionDelta(msgspec.Struct):

@@ -27,7 +27,7 @@ from baton.kernel_library.build import find_sources
 from baton.kernel_library.compilers import BuildError
 from baton_kernels import Groups, PackedWeight, WeightFormat
 
-_HUGE_PAGE, _POPULATE_READ = 14, 22  # of madvise(2); the latter since Linux 5.14
+_HUGE_PAGE, _POPULATE_READ = 14, 22  # advice for madvise(2); the second since Linux 5.14
 _OWN_CODE = ("models", "baton_kernels", "baton.checkpoint")
 
 # Packed weights and plain tensors, by names that the packer chooses.

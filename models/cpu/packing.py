@@ -35,8 +35,8 @@ _MIB = 2**20
 # Formats that cost small models several percent of perplexity (log, 2026-11-28); heads become INT8.
 _COARSE = (WeightFormat.INT4, WeightFormat.FP8)
 _FEW_WEIGHTS = 10**9
-_ROWS = 64  # of a weight, that are looked at together
-_WIDTH = 16  # of panels, where no kernels want another
+_ROWS = 64  # rows of a weight that are examined together
+_WIDTH = 16  # width of panels if no kernel wants another
 # Behind a layer's name, in files of packed weights.
 _KEYS, _VALUES, _NARROW = ".keys", ".values", ".narrow"
 _COARSE_KEY = "coarse"

@@ -229,11 +229,11 @@ class _Place:
     owner: nn.Module
     attribute: str
     rows: slice
-    kept: Kept | None = None  # what of the tensor belongs there; None: all of it
+    kept: Kept | None = None  # the part of the tensor that belongs there; None: all of it
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What the tensor must have."""
+        """Return the shape that the tensor must have."""
         parameter: nn.Parameter = getattr(self.owner, self.attribute)
         return tuple(parameter[self.rows].shape) if self.kept is None else self.kept.shape
 

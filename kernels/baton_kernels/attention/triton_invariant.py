@@ -32,7 +32,7 @@ class InvariantTritonAttention:
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # the largest last
-        self._tiles: dict[PagedShape, Tensor] = {}  # of this step
+        self._tiles: dict[PagedShape, Tensor] = {}  # this step's tiles
         # What the step launches, by what is alike in layers that share it.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 

@@ -58,8 +58,8 @@ _ACTIVATIONS = {
     "relu": 6,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_KERNEL_SIZE = 16  # of a convolution: what a job keeps on its stack
-_MAX_KEY_DIM = 512  # of a recurrence, likewise
+_MAX_KERNEL_SIZE = 16  # longest convolution kernel; a job keeps it on its stack
+_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, on the stack, too
 _FORMATS = {
     WeightFormat.FP32: 0,
     WeightFormat.BF16: 1,

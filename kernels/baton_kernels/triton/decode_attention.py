@@ -46,7 +46,7 @@ from baton_kernels.triton.tile_sizes import decode_tile
 # With two tiles in flight, 64 KiB, three programs per processor are enough to saturate the memory
 # of an H200 (latency times bandwidth: 30 KiB per processor).
 _PROGRAMS_PER_SM = 3
-_MIN_PART_TOKENS = 128  # splitting finer costs more in merging than it gains
+_MIN_PART_TOKENS = 128  # smaller parts cost more in merging than they gain
 _MERGED_AT_ONCE = 4096  # numbers that merge_parts loads: 32 registers of a thread
 _NO_WINDOW = 2**31 - 1
 
@@ -102,7 +102,7 @@ def merge_parts(
     part_out,  # [num_slots, num_heads, HEAD_DIM] float32
     part_lse,  # [num_slots, num_heads] float32
     sinks,  # [num_heads] float32, or None
-    first_slot,  # of the request
+    first_slot,  # the request's first slot
     num_parts,
     kv_head,
     NUM_HEADS: tl.constexpr,

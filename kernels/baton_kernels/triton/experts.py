@@ -23,7 +23,7 @@ from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.silu_mul import gate_of, gated_half
 
 BLOCK_K = 64
-FEW_ROWS = 16  # of a tile; a product's least
+FEW_ROWS = 16  # rows of a tile; tl.dot takes no fewer
 MANY_ROWS = 64
 SUM_BLOCK = 1024
 

@@ -35,14 +35,14 @@ from baton_kernels.triton.aot import FP8, AotCase
 from baton_kernels.triton.attention_tile import padded_side
 from baton_kernels.triton.launch import Launcher
 
-FEW_TOKENS = 64  # of a tile, and for which a row's inputs are summed in parts
+FEW_TOKENS = 64  # tokens of a tile; up to so many, a row's inputs are summed in parts
 # By what the kernels take from there on, and what the numbers of a weight cost in memory.
 GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
-WANTED_PROGRAMS = {4: 512, 8: 384}  # by bits of a code
+WANTED_PROGRAMS = {4: 512, 8: 384}  # programs that fill a GPU, by bits of a code
 WANTED_ROUNDED = 264
-_LEAST_CHUNKS = 4  # of a part
-_STAGE_BYTES = 60 * 2**10  # of shared memory, for all stages
+_LEAST_CHUNKS = 4  # fewest chunks of a part
+_STAGE_BYTES = 60 * 2**10  # shared memory for all stages
 _UNPACK_ROWS = 16
 _ALL = 2**30  # more inputs than any row has: they are one group
 SUPER_GROUP = tl.constexpr(_SUPER_GROUP)

@@ -138,7 +138,7 @@ class Suspicion:
             self._tried_on = self._room
             self._suspects.begin_trial(self._fingerprint)
         else:
-            self._leave_room()  # that node does not take it
+            self._leave_room()  # that node does not admit the call
 
     def note_progress(self, attempt: Attempt) -> None:
         """Note that tokens of an attempt came, and clear the call of work that went well."""

@@ -42,8 +42,8 @@ from baton_kernels.triton.attention_tile import (
 from baton_kernels.triton.launch import Launch, Launcher
 from baton_kernels.triton.varlen_attention import attend_tile
 
-LEAST_PART = 512  # keys; a multiple of every tile
-MOST_PARTS = 16  # of one query
+LEAST_PART = 512  # fewest keys of a part; a multiple of every tile
+MOST_PARTS = 16  # most parts of one query
 _NO_WINDOW = 2**31 - 1
 
 # By padded head size, of 16-bit numbers: 64 rows are the least of a matrix product on 9.0. All fit
@@ -208,15 +208,15 @@ def invariant_decodes(
     D: tl.constexpr,  # HEAD_DIM rounded up
     TILE: tl.constexpr,  # keys at once
     HEADS: tl.constexpr,  # GROUP rounded up
-    LEAST: tl.constexpr,  # keys of a part
-    MOST: tl.constexpr,  # parts
+    LEAST: tl.constexpr,  # fewest keys of a part
+    MOST: tl.constexpr,  # most parts
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
     """Grid (NUM_KV_HEADS, num_requests, MOST): one part of a request with one new token.
 
-    Whoever is the last of a request's parts to arrive weighs all of them.
+    The program that finishes last of a request's parts merges all of them.
     """
     kv_head, request, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, M), tl.arange(0, D)
@@ -260,7 +260,7 @@ def invariant_decodes(
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def invariant_prompts(
-    out,  # as are the next ones, see invariant_decodes
+    out,  # this and the next ones: see invariant_decodes
     query,
     kv_cache,
     block_table,
