@@ -1,21 +1,21 @@
-/* One query token of one KV head's group over a span of its keys. Bound by reading the cache.
+/* Attention of one query token, for one KV head's group, over a span of keys. Bound by reading the cache.
  *
- * A cache lies in blocks, each somewhere else: what is read next is asked for in time, its pages first.
+ * Blocks are scattered in memory, so the next ones are prefetched, their pages first.
  * Refuses to know: other requests, how spans are joined.
  */
 #include "attention.h"
 
 #define GROUP 4   /* heads that read a key together */
-#define KEYS 32  /* that are read head after head while they stay in L1, and as many are fetched */
-#define KEYS8 64 /* of float8; both divide TILE */
+#define KEYS 32  /* keys that stay in L1 while all heads read them; as many are fetched ahead */
+#define KEYS8 64 /* the same for float8; both divide TILE */
 #define BLOCKS (KEYS / LANES < 4 ? KEYS / LANES : 4) /* vectors of keys whose scores are summed in registers */
-#define WIDTH (LANES / 2)                            /* vectors of a value that are */
+#define WIDTH (LANES / 2)                            /* vectors of a value that are summed in registers */
 #define LINE 64                                      /* bytes that are fetched together */
 
 typedef struct {
     float *query; /* [group, padded], scaled; or pairs of bfloat16, not scaled, [group, padded] */
     float *sums;  /* [group, padded_value] */
-    float *scores; /* [group, TILE] of this tile, in place weights, or pairs of them */
+    float *scores; /* [group, TILE], this tile's scores, then its weights or pairs of weights */
     softmax_state *states;
     int64_t group;
     int64_t padded, padded_value; /* head_dim and value_dim rounded up to whole vectors */
@@ -37,7 +37,7 @@ INLINE void fetch_part_of(const row_list *rows, int64_t i, int64_t offset) {
 INLINE int64_t take_columns(int type, int paired, int pairs, const void *const *rows, int64_t j, vec *columns) {
     vec key[LANES];
 #if DOTS_HALVES
-    if (type == FLOAT8 && paired) { /* four in a lane, of which each becomes 16 bits */
+    if (type == FLOAT8 && paired) { /* each lane holds four numbers, which become 16 bits each */
         const __m512i first = _mm512_set4_epi32((int)0x800d800c, (int)0x80098008, (int)0x80058004, (int)0x80018000);
         const __m512i second = _mm512_add_epi8(first, _mm512_set1_epi32(0x00020002));
         load_columns(rows, j, key);

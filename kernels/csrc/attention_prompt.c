@@ -10,18 +10,18 @@ typedef struct {
     float *query;  /* [slice of head_dim][row][X_STRIDE], scaled */
     float *keys;   /* per panel of TILE: [head_dim][PANEL] */
     float *values; /* per panel of padded values: [TILE][PANEL] */
-    float *scores; /* of one block of rows: [row][X_STRIDE], in place weights */
-    float *sums;   /* of this span; per block of rows: [padded / PANEL][row of its room][PANEL] */
-    float *joined; /* of all spans before it, where there are any; likewise */
+    float *scores; /* one block of rows: [row][X_STRIDE], overwritten by the weights */
+    float *sums;   /* this span's sums; per block of rows: [padded / PANEL][row of its room][PANEL] */
+    float *joined; /* sums of all earlier spans, in the same layout */
     softmax_state *states, *joined_states; /* [num_rows] */
     /* In pairs, query and keys are [step of HALVES][row][HALVES], and per panel of TILE [pair of
      * elements][PANEL][2]; values are [pair of keys][PANEL][2] per panel; and there are */
-    char *weights; /* of one block of rows: [step of HALVES keys][MOST_ROWS][HALVES] */
+    char *weights; /* one block of rows: [step of HALVES keys][MOST_ROWS][HALVES] */
 } tiles;
 
-#define MOST_ROWS TILED_ROWS /* of a block; by pairs and in float MAX_ROWS */
+#define MOST_ROWS TILED_ROWS /* most rows of a block; without matrices, MAX_ROWS */
 
-/* Rows whose scores are kept at a time, and as many as their sums have memory for. */
+/* Rows whose scores are kept at a time; `room`: rows that their sums have memory for. */
 typedef struct {
     int64_t start, rows, room;
 } row_block;
@@ -29,14 +29,14 @@ typedef struct {
 INLINE int64_t num_blocks(const attention_call *c, int64_t count) {
     return ceil_div(count, in_tiles(c) ? TILED_ROWS : MAX_ROWS);
 }
-/* Matrices are whole, whatever the rows; others are of nearly equal size. */
+/* Return the i-th block of rows. With matrices, blocks have TILED_ROWS rows; without, nearly equal sizes. */
 INLINE row_block block_of(const attention_call *c, int64_t count, int64_t i) {
     if (in_tiles(c)) return (row_block){i * TILED_ROWS, min64(TILED_ROWS, count - i * TILED_ROWS), TILED_ROWS};
     int64_t start = count * i / num_blocks(c, count), rows = count * (i + 1) / num_blocks(c, count) - start;
     return (row_block){start, rows, rows};
 }
 
-/* Of a value, filled up to whole panels. */
+/* Return value_dim rounded up to whole panels. */
 INLINE int64_t padded_dim(const attention_call *c) { return ceil_div(c->value_dim, PANEL) * PANEL; }
 INLINE int64_t num_slices(const attention_call *c) { return ceil_div(c->head_dim, MAX_DEPTH); }
 INLINE int64_t max_rows(const attention_call *c) {
@@ -44,7 +44,7 @@ INLINE int64_t max_rows(const attention_call *c) {
 }
 
 INLINE int64_t key_steps(const attention_call *c) { return ceil_div(c->head_dim, HALVES); }
-/* From a step of queries to the next, in bytes: not as many as a page has, or some pages. */
+/* Return the bytes from one step of queries to the next; no multiple of a page, which would share cache sets. */
 INLINE int64_t query_step(const attention_call *c) { return (max_rows(c) + 8) * ROW_BYTES; }
 
 static float *place(const attention_call *c, float *at, tiles *t) {

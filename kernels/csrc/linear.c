@@ -11,30 +11,30 @@
 #include "finish.h"
 
 /* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
-#define MAX_CHUNK (30 * MAX_ROWS) /* rows of x that are packed at a time: all of them stay in L2 */
+#define MAX_CHUNK (30 * MAX_ROWS) /* most rows of x that are packed at a time, so that they stay in L2 */
 #define MIN_CHUNK (8 * MAX_ROWS)
 #define MOST_TILED ((MAX_CHUNK + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS)
 #define CHUNK_FLOATS (1 << 18)
-#define CHUNK_TILED (7 << 16) /* matrices take halves, or bytes */
-#define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
-#define CHUNKS 4 /* of a thread's rows: who is slowed down by others leaves some to the rest */
-#define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
+#define CHUNK_TILED (7 << 16) /* the same for AMX, which takes 2 bytes or 1 per number */
+#define BY_ROWS (8 * MAX_ROWS) /* with as many rows per thread, threads divide the rows instead of the panels */
+#define CHUNKS 4 /* chunks per thread, so that other threads can take some from a slow one */
+#define SERIAL_PRODUCTS (1 << 16) /* below, waking threads costs more than it saves */
 #define FETCH_AHEAD 8192 /* bytes of a stream that is read once */
-#define FETCH_NEXT 2048 /* of what matrices of a few rows read, into L1 */
-#define SUPER 256 /* inputs whose groups' scales have a factor in common */
-#define WIDEN_FROM 3 /* blocks of rows that pay for converting a slice of bf16 or int8 once */
-#define SLICE_STEPS 8 /* of HALVES inputs: so much of a panel of bf16 stays in L1 */
-#define SCALED_DEPTH 128 /* inputs of which groups of float8 are multiples */
+#define FETCH_NEXT 2048 /* bytes that matrices of few rows fetch ahead into L1 */
+#define SUPER 256 /* inputs whose groups' scales share a factor */
+#define WIDEN_FROM 3 /* fewest blocks of rows for which converting a slice of bf16 or int8 once pays */
+#define SLICE_STEPS 8 /* steps of HALVES inputs of a bf16 panel that stay in L1 */
+#define SCALED_DEPTH 128 /* groups of float8 are multiples of so many inputs */
 
 INLINE int is_codes(int type) { return type == CODES8 || type == CODES4 || type == CODES_E2M1; }
 
-/* Whether bfloat16 is multiplied as it is; else all is multiplied in float. */
+/* Return whether bfloat16 is multiplied directly; otherwise everything is multiplied in float. */
 INLINE int in_halves(const linear_call *c) {
     return DOTS_HALVES && c->x_type == BFLOAT16 && is_paired(c->w_type);
 }
-/* Whether groups of inputs of numbers have scales: then no slice is of two groups. */
+/* Return whether float8 weights have scales per group of inputs; a slice then never spans two groups. */
 INLINE int has_scales(const linear_call *c) { return c->w_type == FLOAT8 && c->group_scales; }
-/* Rows that are multiplied for each row of x: 2 where inputs are fine. */
+/* Return the rows that are multiplied for each row of x: 2 with `fine` inputs. */
 INLINE int64_t rows_each(const linear_call *c) { return c->fine ? 2 : 1; }
 INLINE int in_tiles(const linear_call *c) {
     if (is_codes(c->w_type))
@@ -42,13 +42,13 @@ INLINE int in_tiles(const linear_call *c) {
     return HAS_TILES && in_halves(c) && baton_has_tiles();
 }
 
-/* Rows are cut into blocks, none larger than a micro kernel takes: of nearly equal size, or of
- * `size`, where fewer rows cost as much. The `each` rows that belong to a row of x stay together. */
+/* Blocks of rows, each small enough for a micro kernel: of nearly equal size, or of `size` if fewer rows
+ * would cost as much. The `each` rows that belong to a row of x stay together. */
 typedef struct {
     int64_t count, num_blocks, size, each;
 } row_blocks;
 
-/* Cuts `count` rows of x. */
+/* Cut `count` rows of x into blocks. */
 INLINE row_blocks cut(const linear_call *c, int64_t count) {
     int64_t each = rows_each(c);
     count *= each;
@@ -68,7 +68,7 @@ INLINE int64_t num_slices(const linear_call *c) {
 INLINE int64_t num_steps(const linear_call *c) { return ceil_div(c->depth, HALVES); }
 INLINE int64_t filled_depth(const linear_call *c) { return filled_to(c->w_type, c->depth); }
 
-/* No slice begins within a pair. */
+/* Return the first input of slice s; slices begin at whole pairs. */
 INLINE int64_t slice_start(const linear_call *c, int64_t s) {
     if (has_scales(c)) return min64(s * SCALED_DEPTH, c->depth);
     return s == num_slices(c) ? c->depth : (c->depth * s / num_slices(c) + 1) / 2 * 2;
@@ -80,7 +80,7 @@ INLINE int64_t chunk_rows(const linear_call *c) {
     return (in_tiles(c) ? rows / TILED_ROWS * TILED_ROWS : rows) / rows_each(c);
 }
 
-/* A single row of floats is read where it is. */
+/* Return whether x is read in place: a single row of floats. */
 INLINE int is_direct(const linear_call *c) {
     return c->num_rows == 1 && c->x_type == FLOAT32 && !is_codes(c->w_type) &&
            filled_depth(c) == c->depth;
@@ -92,8 +92,8 @@ INLINE int64_t packed_row_bytes(const linear_call *c) {
                                : num_slices(c) * X_STRIDE * (int64_t)sizeof(float);
 }
 
-/* Rows that x has memory for: matrices are read whole, and steps of as many bytes as a page would
- * fall on the same places of a cache. */
+/* Return the rows to allocate for x: AMX reads whole matrices, and steps of a page's size would share cache
+ * sets. */
 INLINE int64_t room_for(const linear_call *c, int64_t count) {
     if (!in_halves(c) && !is_codes(c->w_type)) return count;
     int64_t whole = in_tiles(c) || count > TILE_ROWS ? ceil_div(count, TILE_ROWS) * TILE_ROWS : count;
@@ -113,7 +113,7 @@ INLINE code_groups groups_of(const linear_call *c) {
     return (code_groups){min64(c->group, BLOCK), c->group_minima ? 0 : offset_of(c->w_type)};
 }
 
-/* Rows [begin, end) of a chunk of x into [block][row of the chunk], as codes.h wants them. */
+/* Round rows [begin, end) of a chunk of x into [block][row of the chunk], see codes.h. */
 INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t count, int64_t begin,
                        int64_t end, char *to) {
     int bits = bits_of(c->w_type);
@@ -255,7 +255,7 @@ INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
     int64_t origin = block_start(b, begin), all = num_steps(c), step_bytes = HALVES * PANEL * size_of(type);
     int64_t x_step = packed_bytes(c, b.count) / all, full = c->depth / HALVES;
     const char *w = (const char *)c->w + panel * filled_depth(c) * PANEL * size_of(type);
-    /* A block alone reads no part of a panel twice. */
+    /* A single block of rows reads each part of a panel once. */
     int64_t most = end - begin == 1 && (type == BFLOAT16 || !b.size) ? full : SLICE_STEPS;
     if (scaled) most = SCALED_DEPTH / HALVES;
     if (full < all) {
@@ -270,7 +270,7 @@ INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
         if (end - begin > 1) f.step = ceil_div(step_bytes / 64, end - begin) * 64;
         if (is_last) f.step = 0;
         const char *next = s + count == all ? then : here + count * step_bytes;
-        /* Codes of a block alone become numbers in registers. */
+        /* For a single block of rows, codes are unpacked in registers. */
         int in_place = type == BFLOAT16 || (end - begin == 1 && !b.size);
         if (!in_place) {
             for (int64_t i = 0; i < count; i++) widen_step(here + i * step_bytes, wide + i * STEP_BYTES);
@@ -400,7 +400,7 @@ INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
         count = is_last ? 1 : min64(most, full - s);
         const uint8_t *here = is_last ? last_block : w + s * bytes;
         code_slice slice = slice_of(c, panel, s, count, x_step, scales, minima);
-        /* Alone, a slice is its own stream; else the next one comes while this one is used. */
+        /* One block of rows fetches ahead within the slice; several fetch the next slice while they share this one. */
         fetch f = {(const char *)here + FETCH_AHEAD, step_bytes};
         int64_t num_fetches = count * bytes / step_bytes;
         if (end - begin > 1) f.step = ceil_div(step_bytes, end - begin);
@@ -425,7 +425,7 @@ INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
     }
 }
 
-/* A row of W: what its codes stand for, rounded to `out_type`. */
+/* Unpack a row of W's codes, rounded to `out_type`. */
 static void unpack_row(const linear_call *c, int64_t id, char *to) {
     int bits = bits_of(c->w_type), is_e2m1 = c->w_type == CODES_E2M1;
     static const float numbers_e2m1[] = {TABLE_E2M1};
@@ -503,7 +503,7 @@ INLINE int64_t num_together(const linear_call *c, row_blocks b) {
     return c->gated && b.num_blocks == 1 ? TOGETHER : 1;
 }
 
-/* Adds the two sums of each row of x, in place. */
+/* Add the two sums of each row of x, in place. */
 INLINE void join_rows(int64_t rows, float *tile) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < PANEL; i += LANES) {
@@ -544,7 +544,7 @@ static void panels_of(const linear_call *c, int64_t panel, int64_t count, int64_
 #endif
 }
 
-/* A thread's share of one chunk: panels, or parts of panels where these are too few. */
+/* Compute a thread's share of one chunk: panels, or parts of panels if there are too few. */
 static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const void *packed,
                      int thread, int num_threads) {
     int64_t panels = num_panels(c);
@@ -560,7 +560,7 @@ static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const vo
     }
 }
 
-/* The i-th of `num_chunks` chunks of rows by one thread, which waits for no other. */
+/* Compute the i-th of `num_chunks` chunks of rows in one thread, without waiting for others. */
 static int chunk_of(const linear_call *c, int64_t i, int64_t num_chunks) {
     void *packed = packed_memory(c);
     if (!packed) return 1;
@@ -572,7 +572,7 @@ static int chunk_of(const linear_call *c, int64_t i, int64_t num_chunks) {
     return 0;
 }
 
-/* All rows by all threads, which pack together and share the panels. */
+/* Compute all rows with all threads, which pack the input together and divide the panels. */
 static void rows_together(const linear_call *c, void *packed) {
     int thread = omp_get_thread_num(), team = omp_get_num_threads();
     int64_t size = chunk_rows(c);
@@ -609,13 +609,13 @@ int baton_linear(const linear_call *c) {
     return failed;
 }
 
-/* Products of a group of columns each with a group of outputs of its own: a block-diagonal W. */
+/* Multiply by a block-diagonal W: each group of inputs has its own group of outputs. */
 typedef struct {
-    linear_call first; /* of the first group; each group begins a panel; numbers, no bias */
+    linear_call first; /* call for the first group; each group begins a panel; no codes, no bias */
     int64_t num_groups, x_group_stride, out_group_stride;
 } grouped_call;
 
-/* Returns 0, or 1 when there is no memory for the packed input. */
+/* Return 0, or 1 without memory for the packed input. */
 int baton_grouped_linear(const grouped_call *c) {
     const linear_call *first = &c->first;
     int64_t w_size = num_panels(first) * filled_depth(first) * PANEL;

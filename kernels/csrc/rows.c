@@ -7,7 +7,7 @@
 
 #include "vectors.h"
 
-#define SERIAL_ELEMENTS 16384 /* waking threads costs more than computing as many alone */
+#define SERIAL_ELEMENTS 16384 /* below, waking threads costs more than it saves */
 
 INLINE int threads_for(int num_threads, int64_t elements) {
     return elements < SERIAL_ELEMENTS ? 1 : num_threads;
