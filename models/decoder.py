@@ -238,7 +238,7 @@ class Decoder(nn.Module):
         return self.states
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Look tokens up, those of other ranks there (vocab-parallel)."""
+        """Return the tokens' embeddings; each rank looks up its part of the vocabulary."""
         if self._ranks.group.size == 1:
             embedded: Tensor = self.embed_tokens(input_ids)
         else:

@@ -32,7 +32,7 @@ _PAIR = 2  # weights of bfloat16 of one output, likewise
 
 
 class WeightFormat(Enum):
-    """How a packed weight keeps its numbers."""
+    """Formats of a packed weight's numbers."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -84,7 +84,7 @@ _PAIRED = (WeightFormat.BF16, WeightFormat.FP8)
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """How a weight keeps its codes, and the numbers of their groups.
+    """The layout of a weight's codes, and of the scales and minima of their groups.
 
     Attributes:
         format: `INT8` or `INT4`; or `FP8`, whose scales are float32 and all there is.
@@ -126,7 +126,7 @@ class Groups:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them, in this order."""
+        """Return all tensors, in the order of the fields."""
         return self.scales, self.minima, self.scale_factors, self.minimum_factors
 
     def widened(self, group_size: int) -> tuple[Tensor, Tensor | None]:
@@ -140,7 +140,7 @@ class Groups:
         return scales, minima
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Groups:
-        """Return what ``function`` makes of each."""
+        """Return groups whose tensors are the results of ``function``."""
         scales, *others = (None if one is None else function(one) for one in self.tensors)
         assert scales is not None
         return Groups(scales, *others)
@@ -372,7 +372,7 @@ class PackedWeight:
     inputs 0 to 3 of the step's 8 in the low halves, of 4 to 7 in the high ones. A weight is
     ``(code - 2 ** (bits - 1)) * scale``, or ``code * scale + minimum`` where groups have minima.
     Codes of e2m1 are places in `E2M1_TWICE` of what is multiplied by their scale.
-    Whoever multiplies by codes rounds its input, see ``rounded_inputs``.
+    Products with codes round their inputs, see ``rounded_inputs``.
     """
 
     format: WeightFormat
@@ -561,9 +561,9 @@ class PackedWeight:
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
     """Round ``[..., in_features]`` as a product with a weight of codes rounds its inputs; float32.
 
-    Inputs that meet one group of weights share a scale, at most ``INPUT_BLOCK`` neighbours. The
-    largest of them becomes 127. Where the weight has fine inputs, the remainder is rounded
-    likewise and added.
+    The inputs of one group of weights, at most ``INPUT_BLOCK`` neighbours, share a scale that makes
+    the largest one 127. If the weight has fine inputs, the remainder is rounded in the same way
+    and added.
     """
     size, each = x.shape[-1], min(weight.group_size, INPUT_BLOCK)
     filled = functional.pad(x.float(), (0, -size % each))
@@ -577,7 +577,7 @@ def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
 def _rounded_blocks(blocks: Tensor) -> Tensor:
     """Round each block, ``[..., size]`` float32, to 8 bits with one scale; returns float64."""
     limits = blocks.abs().amax(dim=-1, keepdim=True)
-    # A number over a tensor would be rounded twice: its reciprocal first.
+    # Not `INT8_LIMIT / limits`: torch would compute a reciprocal first, and so round twice.
     factors = torch.where(limits > 1e-30, torch.full_like(limits, INT8_LIMIT) / limits, 0.0)
     # In float64 a product of two floats is exact, as in a fused multiply-add.
     numbers = (blocks.double() * factors.double()).round()
@@ -585,7 +585,7 @@ def _rounded_blocks(blocks: Tensor) -> Tensor:
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
-    """Float8 as bytes: torch moves and pads few types of one."""
+    """View float8 as bytes, because torch cannot move or pad float8."""
     return numbers.view(torch.uint8) if numbers.dtype == FLOAT8 else numbers
 
 
@@ -634,7 +634,7 @@ def _cut_into_groups(rows: Tensor, size: int) -> Tensor:
 
 
 def _eight_bits(rows: Tensor) -> GroupedIntegers:
-    """Symmetric ones: the largest weight of each group becomes 127."""
+    """Round to symmetric 8-bit integers; the largest weight of each group becomes 127."""
     layout = _OWN_LAYOUTS[WeightFormat.INT8]
     groups = _cut_into_groups(rows, layout.group_size)
     scales = (groups.abs().amax(dim=2, keepdim=True) / INT8_LIMIT).to(layout.scales)
@@ -645,7 +645,10 @@ def _eight_bits(rows: Tensor) -> GroupedIntegers:
 
 
 def _four_bits(rows: Tensor) -> GroupedIntegers:
-    """Scales and minima of the least squared error, which become multiples of factors."""
+    """Round to 4-bit codes with the scales and minima of the least squared error.
+
+    Scales and minima become multiples of factors.
+    """
     layout = _OWN_LAYOUTS[WeightFormat.INT4]
     groups = _cut_into_groups(rows, layout.group_size)
     found, wide = [], []
@@ -663,8 +666,8 @@ def _four_bits(rows: Tensor) -> GroupedIntegers:
 def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Search each group's scale and minimum, with the least squared error; ``[n, groups]``.
 
-    From the codes of each of twelve scales follow, by least squares, a scale and a minimum; so do
-    GGML's K-quants. Sums run in order, in float32: kernels find the same numbers, to the bit.
+    Twelve scales are tried. The codes of each give a better scale and minimum by least squares, as
+    in GGML's K-quants. Sums run in order, in float32, so kernels find the same bits.
     """
     size = groups.shape[2]
     values = groups.unbind(2)

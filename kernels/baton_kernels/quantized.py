@@ -28,7 +28,7 @@ ROUNDED_BLOCK = FLOAT8_GROUP
 
 
 class QuantizedFormat(Enum):
-    """What numbers of a weight are rounded to, where a GPU is to have fewer bits."""
+    """Formats to which a GPU rounds weights for fewer bits."""
 
     # A scale per 128 inputs; inputs stay what they are.
     INT4 = "int4"
@@ -135,7 +135,7 @@ class GroupedWeight:
 
 
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Say whether `GroupedWeight` takes them: groups of 16, 32, 64 or multiples of 128, no e2m1."""
+    """Return whether `GroupedWeight` takes a weight: groups of 16, 32, 64 or n * 128, no e2m1."""
     size = integers.group_size
     is_one = integers.groups.scales.shape[1] == 1
     return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1
@@ -245,7 +245,7 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
 def four_bits(rows: Tensor) -> GroupedIntegers:
     """Round ``[n, in_features]`` to 4 bits, with the scales of the least squared error.
 
-    From the codes of each of some scales follows, by least squares, a better one.
+    Several scales are tried; the codes of each give a better scale by least squares.
     """
     size = rows.shape[1]
     filled = functional.pad(rows.float(), (0, -size % _FOUR_BITS_GROUP))

@@ -166,7 +166,7 @@ static void round_to_factors(float *numbers, int64_t num_groups, panel_rows rows
     }
 }
 
-/* Numbers less 8 of 4 bits: code * scale + minimum is the weight. */
+/* Round a strip to codes of 4 bits, stored less 8; a weight is code * scale + minimum. */
 static void round_strip4(const pack_call *c, panel_rows rows, int64_t k, strip *s) {
     float scales[STRIP / GROUP4][PANEL], minima[STRIP / GROUP4][PANEL], x[GROUP4][PANEL];
     int64_t groups = ceil_div(c->depth, GROUP4), here = min64(STRIP / GROUP4, groups - k / GROUP4);

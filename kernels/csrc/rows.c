@@ -283,7 +283,7 @@ INLINE void rotate(float *head, const float *cos, const float *sin, int64_t rota
 typedef struct {
     int64_t type, num_threads;
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, qkv_stride;
-    /* Of the cache, in elements: */
+    /* Strides of the cache, in elements. */
     int64_t block_stride, kv_stride, head_stride, token_stride, block_size;
     const void *qkv, *query_weight, *key_weight, *cos, *sin; /* weights may be NULL */
     void *kv_cache, *out;

@@ -33,7 +33,7 @@ class InvariantTritonAttention:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # the largest last
         self._tiles: dict[PagedShape, Tensor] = {}  # this step's tiles
-        # What the step launches, by what is alike in layers that share it.
+        # The step's bound launches, by the properties of layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:

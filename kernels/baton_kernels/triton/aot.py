@@ -1,6 +1,6 @@
-"""How a kernel module names the variants it is compiled in ahead of time, without a GPU.
+"""AotCase: one variant of a kernel to compile ahead of time, without a GPU.
 
-Refuses to know: compilers, and which tool reads the cases.
+Refuses to know: compilers, which tool reads the cases.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _gate_launcher(activation: str) -> Launcher:
 
 @triton.jit
 def gate_of(x, ACTIVATION: tl.constexpr):
-    """The activation of ``x``, in float32."""
+    """Return the activation of ``x``, in float32."""
     if ACTIVATION == "clamped_swiglu":
         x = tl.where(x > SWIGLU_LIMIT, SWIGLU_LIMIT, x)
     if ACTIVATION == "gelu":

@@ -1,9 +1,9 @@
-"""Linear layers in which what a token gets does not depend on how many others there are.
+"""Linear layers whose result for a token does not depend on the number of tokens.
 
-A row's inputs are summed in parts, as many as the weight's shape says, whatever the number of
-tokens; parts are added in their order. For few tokens each part is a program of its own, and the
-last to arrive adds all; for many a program computes all parts of its tile. Tiles of few and of many
-tokens are products of the same size to a matrix unit: of 64 tokens and as many rows of the weight.
+A row's inputs are summed in parts. Only the weight's shape decides their number, and they are added
+in order. With few tokens each part has a program, and the last to finish adds all parts; with many,
+a program computes all parts of its tile. Both use matrix products of the same size, 64 tokens by 64
+rows of the weight.
 
 Refuses to know: layers, weights of few bits.
 """

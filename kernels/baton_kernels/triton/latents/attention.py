@@ -44,7 +44,7 @@ _PROMPT_ROWS = 32  # rows of a prompt's tile; half for float32, which takes more
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """What a kernel is specialized on."""
+    """Shapes for which a kernel is specialized."""
 
     num_heads: int
     rank: int
@@ -288,7 +288,7 @@ def allocate(num_requests: int, shape: LatentShape, device: torch.device) -> Dec
 
 
 def launch_plan(buffers: DecodeBuffers, metadata: AttentionMetadata, shape: LatentShape) -> None:
-    """Share the decodes of a step out, see `plan_decodes`."""
+    """Divide a step's decodes among programs, see `plan_decodes`."""
     spare = spare_slots(shape.as_paged, metadata.seq_lens.device)
     num_slots = metadata.num_requests + spare
     launch = _plan_launcher(

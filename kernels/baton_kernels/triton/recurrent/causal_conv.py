@@ -1,4 +1,4 @@
-"""Short causal convolutions of channels, with the state that each request comes with and leaves.
+"""Short causal convolutions of channels, which read and write each request's state.
 
 A program computes some channels of a request. Of a long one several share the tiles of tokens; the
 first of them alone reads and writes states. Refuses to know: models, who owns a slot.

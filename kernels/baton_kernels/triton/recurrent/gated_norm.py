@@ -42,7 +42,7 @@ def gated_rms_norm(
 
 @functools.cache
 def _launcher(group_size: int, norm_before_gate: bool) -> tuple[int, Launcher]:
-    """Return the groups of a program, and what launches it."""
+    """Return the groups of a program, and its launcher."""
     block = triton.next_power_of_2(group_size)
     num_tile_groups = max(1, TILE_ELEMENTS // block)
     return num_tile_groups, Launcher(
