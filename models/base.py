@@ -1,4 +1,4 @@
-"""What a network is given for one step, and what the engine may ask of it.
+"""The input of a network for one step, and the protocol of models.
 
 Refuses to know: how a network is built or loaded, who fills the KV cache's blocks.
 """
@@ -48,7 +48,7 @@ class ForwardContext:
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
         """Return the step of a layer that attends: metadata, the backend that planned it, cache.
 
-        The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, of a latent
+        The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; with latents,
         ``[num_blocks, block_size, width]``.
         """
         attention, backend = self.groups[self.layer_groups[layer_index]]
@@ -68,7 +68,7 @@ class ForwardContext:
 
 
 class StateContext(Protocol):
-    """What a layer with a state is told about a step."""
+    """The part of a step that a layer with a state gets."""
 
     def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
         """Return a layer's metadata, and the arrays of its state, each ``[num_slots, ...]``."""
@@ -80,7 +80,7 @@ class CausalLM(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """What the model was built from."""
+        """Return the configuration from which the model was built."""
         ...
 
     @property
@@ -90,12 +90,12 @@ class CausalLM(Protocol):
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        """What each layer keeps of the tokens before."""
+        """Return what each layer keeps of earlier tokens."""
         ...
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """What each layer's keys and values in a cache of float8 are multiplied with."""
+        """Return each layer's scales of keys and values in a float8 cache."""
         ...
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:

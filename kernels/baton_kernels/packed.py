@@ -87,14 +87,14 @@ class CodeLayout:
     """The layout of a weight's codes, and of the scales and minima of their groups.
 
     Attributes:
-        format: `INT8` or `INT4`; or `FP8`, whose scales are float32 and all there is.
-        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; of
-            `FP8` a multiple of `FLOAT8_GROUP`.
-        scales: their type. int8: multiples of a factor that `SUPER_GROUP` inputs share.
-        minima: their type; None: there are none, and codes are symmetric. int8: multiples of a
-            factor of their own where scales are, else (zero points) of the group's scale.
-        factors: their type; None: there are none.
-        is_e2m1: codes are of `E2M1_TWICE`; of 4 bits, without minima.
+        format: `INT8` or `INT4`; or `FP8`, which has float32 scales only.
+        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`;
+            for `FP8` a multiple of `FLOAT8_GROUP`.
+        scales: type of scales. int8: multiples of a factor that `SUPER_GROUP` inputs share.
+        minima: type of minima; None: no minima, symmetric codes. int8: if scales are int8,
+            multiples of a factor of their own; otherwise zero points, multiples of the scale.
+        factors: type of factors; None: there are none.
+        is_e2m1: whether codes are indexes into `E2M1_TWICE`, with 4 bits and without minima.
     """
 
     format: WeightFormat
@@ -146,7 +146,7 @@ class Groups:
         return Groups(scales, *others)
 
     def of_smaller(self, times: int) -> Groups:
-        """Return what each of ``times`` parts of every group has."""
+        """Return the groups after cutting every group into ``times`` equal parts."""
         minima = None if self.minima is None else self.minima.repeat_interleave(times, dim=1)
         return replace(self, scales=self.scales.repeat_interleave(times, dim=1), minima=minima)
 
@@ -169,7 +169,7 @@ class GroupedIntegers:
         numbers: ``[n, in_features]``: int8, from ``-2 ** (bits - 1)``; with minima uint8, from 0.
         groups: scales and minima of the rows.
         group_size: neighbouring inputs with one scale, see `CodeLayout`; or all.
-        is_e2m1: numbers are of `E2M1_TWICE`, and no others.
+        is_e2m1: whether all numbers are values of `E2M1_TWICE`.
     """
 
     bits: int
@@ -182,7 +182,7 @@ class GroupedIntegers:
     def of(
         cls, bits: int, numbers: Tensor, groups: Groups | Tensor, group_size: int
     ) -> GroupedIntegers | None:
-        """Return None for what kernels do not take: other sizes of groups or numbers.
+        """Make integers in groups; None if kernels do not support the size of groups or numbers.
 
         Args:
             bits: bits of a number.
@@ -209,7 +209,7 @@ class GroupedIntegers:
 
     @property
     def layout(self) -> CodeLayout:
-        """What parts of one weight must have in common."""
+        """Return the layout, which all parts of one weight must share."""
         groups, format_ = self.groups, WeightFormat.INT4 if self.bits == 4 else WeightFormat.INT8
         minima = None if groups.minima is None else groups.minima.dtype
         factors = None if groups.scale_factors is None else groups.scale_factors.dtype
@@ -217,7 +217,7 @@ class GroupedIntegers:
         return CodeLayout(format_, self.group_size, *types, is_e2m1=self.is_e2m1)
 
     def codes(self) -> Tensor:
-        """Return what stands for the numbers: ``[n, in_features]`` uint8, from 0."""
+        """Return the codes of the numbers, ``[n, in_features]`` uint8, from 0."""
         if self.is_e2m1:
             places = torch.tensor(E2M1_TWICE[:8]), self.numbers.abs().long()
             return (torch.searchsorted(*places) | (self.numbers < 0) << 3).to(torch.uint8)
@@ -256,7 +256,7 @@ class GroupedIntegers:
 
     @classmethod
     def alike(cls, parts: Sequence[GroupedIntegers]) -> list[GroupedIntegers]:
-        """Give parts of one weight the same layout; what they stand for stays, to the bit.
+        """Give parts of one weight the same layout, without changing any value.
 
         Where scales or minima are of different kinds, they become float32.
         """
@@ -327,8 +327,8 @@ class Float8Rows:
 
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
-        scales: ``[n, groups]`` float32: what a group of a row's neighbours is multiplied with.
-        group_size: of neighbours; one group may have all.
+        scales: ``[n, groups]`` float32, one for each group of neighbouring inputs.
+        group_size: inputs per group; one group may have all inputs.
     """
 
     numbers: Tensor
@@ -363,15 +363,14 @@ class PackedWeight:
 
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
-    The last panel is filled up with zeros. Numbers of 8 bits are symmetric: the largest weight of
-    each output becomes 127, or 448 in float8. Of bfloat16 and float8 an output's neighbours lie
-    together, as instructions want them that multiply pairs: ``[panel, pair, output, 2]``, a missing
-    one is 0.
+    The last panel is padded with zeros. 8-bit numbers are symmetric: the largest weight of each
+    output becomes 127, or 448 in float8. bfloat16 and float8 are stored in pairs of inputs, padded
+    with 0, for instructions that multiply pairs: ``[panel, pair, output, 2]``.
 
-    Codes lie as ``[panel, step, output, 4 bytes]``: bytes (4 inputs a step), or two codes each: of
-    inputs 0 to 3 of the step's 8 in the low halves, of 4 to 7 in the high ones. A weight is
+    Codes are stored as ``[panel, step, output, 4 bytes]``. A step has 4 inputs of 8 bits, or 8
+    inputs of 4 bits: inputs 0 to 3 in the bytes' low halves, 4 to 7 in the high halves. A weight is
     ``(code - 2 ** (bits - 1)) * scale``, or ``code * scale + minimum`` where groups have minima.
-    Codes of e2m1 are places in `E2M1_TWICE` of what is multiplied by their scale.
+    Codes of e2m1 are indexes into `E2M1_TWICE`.
     Products with codes round their inputs, see ``rounded_inputs``.
     """
 
@@ -389,7 +388,7 @@ class PackedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All memory of it."""
+        """Return all tensors that hold memory."""
         return (self.panels, self.scales, *(self.groups.tensors if self.groups else ()), self.bias)
 
     @property

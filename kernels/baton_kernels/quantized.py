@@ -43,14 +43,14 @@ class QuantizedFormat(Enum):
 class GroupedWeight:
     """``[out_features, in_features]`` integers in groups, each with a scale, perhaps a minimum.
 
-    Neighbours of a row that are read together are a chunk, in `SIDE` words; a chunk of all rows
-    lies together. Each word has one code of every plane, the first in its lowest bits::
+    Inputs that are read together form a chunk of `SIDE` words; the chunks of all rows are adjacent.
+    Each word has one code of every plane, the first in its lowest bits::
 
         input of the chunk    0 ... 15  16 ... 31  32 ...       16 neighbours are a plane
         in word                0 ... 15   0 ... 15   0 ...
 
-    So unpacking a plane takes the same steps in all words, and its numbers are where products want
-    them. A code is ``weight / scale + 2 ** (bits - 1)``, or counts from the group's minimum.
+    So all words of a plane are unpacked in the same way, and its numbers are in the order that
+    products need. A code is ``weight / scale + 2 ** (bits - 1)``, or counts from the minimum.
 
     Attributes:
         bits: bits of a code, 4 or 8.
@@ -80,7 +80,7 @@ class GroupedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All memory of it."""
+        """Return all tensors that hold memory."""
         return tuple(one for one in (self.codes, *self.groups.tensors) if one is not None)
 
     @classmethod
@@ -170,7 +170,7 @@ class RoundedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All memory of it."""
+        """Return all tensors that hold memory."""
         return (self.numbers, self.scales)
 
     @classmethod

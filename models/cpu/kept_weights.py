@@ -1,4 +1,4 @@
-"""Packed weights of a CPU's model in a file that all processes of the machine map.
+"""Files of packed weights for CPUs, which all processes of a machine map.
 
 The first process packs, writes the file and maps it; the others map it. Pages are in memory once.
 Refuses to know: how weights are packed, where the file lies.

@@ -127,7 +127,7 @@ class _Packing:
     def _keep(
         self, parts: Sequence[WeightPart], wanted: QuantizedFormat | None
     ) -> QuantizedWeight | None:
-        """Keep what a checkpoint has, if it is what is wanted; None where it is not, or kernels
+        """Keep a checkpoint's format if it is the wanted one; None if it is not, or if kernels
         have no form for it.
         """
         kept, layout = integers_alike(parts)

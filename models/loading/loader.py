@@ -202,7 +202,7 @@ class WeightPacker(Protocol):
 
     @property
     def cache_key(self) -> str | None:
-        """Say all that decides what is made of a weight; None: that is not kept in files."""
+        """Return everything that a packed weight depends on; None: it is not kept in files."""
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
         """Begin with a model that has no weights yet.
