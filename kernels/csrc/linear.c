@@ -125,8 +125,8 @@ INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t co
                         min64(BLOCK, c->depth - k), groups, each == 2, rows_from(bits, to, room, r * each));
 }
 
-/* What makes a panel's sums for the blocks [begin, end) of the packed rows has: `then` is the weight that
- * is read next, `left` are rows to finish meanwhile, or NULL. */
+/* Parameters of a function that computes a panel's sums for the blocks [begin, end) of the packed rows. `then`:
+ * the weight to prefetch next. `left`: rows to finish meanwhile, or NULL. */
 #define SUMS_OF_A_PANEL                                                                                  \
     const linear_call *c, int64_t panel, const void *then, row_blocks b, int64_t begin, int64_t end,     \
         const void *packed, float *tiles, unfinished *left
@@ -212,7 +212,7 @@ INLINE void add_scaled(const linear_call *c, int64_t panel, int64_t k, int64_t r
     }
 }
 
-/* tiles[rows of blocks begin..end][PANEL] of one panel of W; `then`: what is read after it. */
+/* Compute tiles[rows of blocks begin..end][PANEL] for one panel of W; `then`: the weight to prefetch next. */
 INLINE void multiply(int type, SUMS_OF_A_PANEL) {
     float wide[MAX_DEPTH * PANEL] __attribute__((aligned(64)));
     float part[MAX_ROWS * PANEL] __attribute__((aligned(64)));
@@ -245,8 +245,8 @@ static void finish_piece(void *left, int64_t num_rows) { finish_rows(left, num_r
 #endif
 
 #if DOTS_HALVES
-/* The same where bfloat16 is multiplied as it is; tiles have memory for whole matrices. Finishes rows
- * of `left`, if there is any, as soon as their sums are complete: while the next are multiplied. */
+/* Multiply like `multiply`, in bfloat16; tiles have memory for whole matrices. Finishes rows of `left`, unless
+ * NULL, as soon as their sums are complete, while the next rows are multiplied. */
 INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
     char last_step[STEP_BYTES] __attribute__((aligned(64)));
     char wide[SLICE_STEPS * STEP_BYTES] __attribute__((aligned(64)));
@@ -332,9 +332,8 @@ INLINE void widen_any(int type, const void *from, int64_t first, int64_t num_gro
         widen_as(FLOAT32, from, num_groups, factors, step, to);
 }
 
-/* The scales and minima of some groups of a panel, whose factors are those of `super`, as codes.h
- * wants them. Minima that are integers without a factor are zero points: they count in their
- * groups' scales. */
+/* Widen the scales and minima of some groups of a panel to floats, for codes.h; `super` selects their
+ * factors. Integer minima without a factor are zero points, multiples of their groups' scales. */
 INLINE void widen_groups(const linear_call *c, int64_t first, int64_t super, int64_t num_groups,
                          float *scales, float *minima) {
     float factors[PANEL] __attribute__((aligned(64)));
@@ -347,7 +346,7 @@ INLINE void widen_groups(const linear_call *c, int64_t first, int64_t super, int
     widen_any(c->minima_type, c->group_minima, first, num_groups, times, times == scales ? PANEL : 0, minima);
 }
 
-/* Asks for the scales and minima that widen_groups reads. */
+/* Prefetch the scales and minima that widen_groups reads. */
 INLINE void fetch_groups(const linear_call *c, int64_t first, int64_t num_groups) {
     const void *numbers[] = {c->group_scales, c->group_minima};
     int64_t sizes[] = {size_of(c->scales_type) * PANEL, size_of(c->minima_type) * PANEL};
@@ -356,8 +355,8 @@ INLINE void fetch_groups(const linear_call *c, int64_t first, int64_t num_groups
             fetch_into(1, (const char *)numbers[n] + first * sizes[n] + i);
 }
 
-/* The blocks [first, first + count) of a panel of codes, whose groups' numbers are widened. Those of
- * the next panel are asked for: with so many codes in between, no CPU sees them coming. */
+/* Return the blocks [first, first + count) of a panel of codes, with widened scales and minima. Prefetches those of
+ * the next panel, which hardware prefetchers miss, as many codes lie in between. */
 INLINE code_slice slice_of(const linear_call *c, int64_t panel, int64_t first, int64_t count,
                            int64_t x_step, float *scales, float *minima) {
     code_slice slice = {count, x_step, groups_of(c), NULL, NULL};
@@ -376,7 +375,7 @@ INLINE code_slice slice_of(const linear_call *c, int64_t panel, int64_t first, i
     return slice;
 }
 
-/* The same of a panel of codes: [K / 8][PANEL][8 codes of an output], see codes.h. */
+/* Multiply with a panel of codes: [K / 8][PANEL][8 codes of an output], see codes.h. */
 INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
     int bits = bits_of(type);
     float scales[SLICE_BLOCKS * GROUPS] __attribute__((aligned(64)));
@@ -461,7 +460,7 @@ int baton_unpack_codes(const linear_call *c) {
     return 0;
 }
 
-/* Functions of their own: what surrounds so long a loop decides which of its numbers stay in registers. */
+/* Not inlined, because code around such a long loop changes what the compiler keeps in registers. */
 typedef void panel_sums(SUMS_OF_A_PANEL);
 #define PANEL_SUMS(name, multiply, type)                                    \
     static __attribute__((noinline)) void name(SUMS_OF_A_PANEL) {           \
@@ -496,8 +495,8 @@ static panel_sums *sums_of(const linear_call *c) {
     return of_int8;
 }
 
-/* Panels of a gated layer's few rows that are computed one behind another, then those of its other half: to go
- * from one stream to another each time costs as much as a quarter of a panel of codes. */
+/* With few rows, a gated layer computes so many panels of one half, then those of the other half: each switch
+ * between the two streams costs as much as a quarter of a panel of codes. */
 #define TOGETHER (MOST_TILED / TILED_ROWS)
 INLINE int64_t num_together(const linear_call *c, row_blocks b) {
     return c->gated && b.num_blocks == 1 ? TOGETHER : 1;
@@ -512,12 +511,12 @@ INLINE void join_rows(int64_t rows, float *tile) {
         }
 }
 
-/* `count` panels of the output, num_together at the most, for the blocks [begin, end) of a chunk of rows. */
+/* Compute `count` panels of the output (at most num_together) for the blocks [begin, end) of a chunk of rows. */
 static void panels_of(const linear_call *c, int64_t panel, int64_t count, int64_t chunk, row_blocks b,
                       int64_t begin, int64_t end, const void *packed) {
     float tiles[2][MOST_TILED * PANEL] __attribute__((aligned(64)));
     int64_t first = block_start(b, begin), rows = block_start(b, end) - first, size = rows * PANEL;
-    first /= b.each, rows /= b.each; /* in rows of x; `size` is that of the multiplied rows */
+    first /= b.each, rows /= b.each; /* now in rows of x; `size` counts multiplied rows */
     int halves = c->gated != 0;
     panel_sums *sums = sums_of(c);
     unfinished left[TOGETHER];

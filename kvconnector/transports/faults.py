@@ -69,10 +69,10 @@ class FaultSpec:
         duplicate: a message comes twice.
         reorder: a message waits until the next one to that peer has left.
         delay_s: how long each message waits, from and to.
-        alter: one bit of a message is another when it comes, as if somebody had forged it.
+        alter: one bit of a message is flipped on arrival, as if the message were forged.
         corrupt: one bit of a transfer's blocks is wrong when its commit record is read.
         fail_post: a write cannot be posted.
-        corrupt_test: one bit of what a self-test wrote is wrong when it is looked at.
+        corrupt_test: one bit that a self-test wrote is wrong when it is checked.
         drop_test: a message about a self-test's end is lost, whatever `drop` says.
         kill: where the process ends.
         hang_engine: the engine's thread stands still behind so many rounds with work; 0: never.

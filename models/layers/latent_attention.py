@@ -68,7 +68,7 @@ class PackedLatentProjection(nn.Module):
     def __init__(self, keys: ops.PackedWeight, values: ops.PackedWeight) -> None:
         super().__init__()
         self._keys, self._values = keys, values
-        # The same memory under the names by which memory is counted.
+        # Registers the panels, so that code that counts parameters sees them.
         self.keys = nn.Parameter(keys.panels, requires_grad=False)
         self.values = nn.Parameter(values.panels, requires_grad=False)
 
