@@ -171,7 +171,7 @@ class DecodeNode:
             self._fail(reservation, "UNAVAILABLE", "its prefill node is gone")
 
     def start_job(self, command: DecodeCommand, received_at: float) -> None:
-        """Park a request until its KV is here, or compute its prompt here."""
+        """Park a request until its KV has arrived, or queue it to compute its prompt here."""
         if command.request_id in self._jobs:
             self._end(command.request_id)
         engine = self.engine
@@ -201,16 +201,16 @@ class DecodeNode:
         num_cached = self.engine.num_usable_cached_tokens(request)
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
-        # A short prompt without any cached block is no hit; computing it is a prefill node's job.
+        # Without a cached block the prompt is only short: a prefill node computes it.
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, error: BatonError) -> None:
         self._outbox.fail(command.request_id, command.epoch, status_name(error), str(error))
 
     def note_prefill_node(self, engine_id: str, *, is_connected: bool) -> None:
-        """Bound steps with prompts while another node could compute prompts.
+        """Note that a prefill node is connected or gone; call on this node's thread.
 
-        Called on this node's thread only.
+        While any is connected, prompts may stretch a decode step only by ``max_step_stretch``.
         """
         had_any = bool(self._prefill_nodes)
         (self._prefill_nodes.add if is_connected else self._prefill_nodes.discard)(engine_id)

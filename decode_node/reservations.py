@@ -31,7 +31,7 @@ from kvconnector.peer_info import PeerInfo
 
 logger = logging.getLogger(__name__)
 
-# How long to remember a START that precedes its DECODE command, and an ended request.
+# How long to remember an ended request, and a START that came before its DecodeCommand.
 MEMORY_S = 60.0
 MAX_EARLY_STARTS = 10_000  # most remembered; their requests may never come
 TICK_S = 0.1
@@ -130,7 +130,7 @@ class Reservations:
         """Note that ``engine_id`` need not send a request's KV, as it is computed here."""
         key = (request.request_id, epoch)
         now = self._clock()
-        self._ended[key] = now  # its START may still come
+        self._ended[key] = now  # a START for it may still arrive
         if self._early_starts.pop((key, engine_id), None) is not None:
             self._receiver.cancel(key[0], epoch, engine_id)
         return Reservation(

@@ -32,8 +32,8 @@ from engine.speculation.speculation import drafter_identity, find_drafter, make_
 from engine.step_figures import StepFigures
 from engine.step_stretch import StepStretch
 
-# Of the most prompt tokens beside decodes: so many are computed although a step becomes too long.
-# Each step reads all weights, so that fewer tokens would be paid for several times.
+# A step beside decodes may compute this fraction (1/8) of its most prompt tokens even if it becomes
+# too long. Fewer tokens per step would read all weights more often for the same prompt.
 _LEAST_PART = 8
 
 _NOBODYS: Mapping[str, str] = MappingProxyType({})
@@ -226,9 +226,9 @@ class Engine:
         self._grammars.on_ready = wake
 
     def take_failures(self) -> list[tuple[str, BatonError]]:
-        """Return the ids of requests that became unable to continue since the last call, and why.
+        """Return the ids of requests that cannot continue, and why, since the last call.
 
-        A parked request is still here: end it when its blocks have another holder.
+        A parked request among them is still open: abort it once its blocks have another holder.
         """
         failures, self._scheduler.failures = self._scheduler.failures, []
         return failures

@@ -3,17 +3,17 @@
     step that only decodes    |--------|
     step beside a prompt      |--------|----|      at most `limit` times as long
 
-Both kinds of steps are measured as they come, because they depend on the machine, on the model and
-on how much decodes now. Refuses to know: requests, clocks.
+Both kinds of steps are measured while serving, as their times depend on the machine, on the model
+and on the number of decodes. Refuses to know: requests, clocks.
 """
 
 from __future__ import annotations
 
-# What steps take varies, and at most one gap in a hundred is to be longer than the limit allows.
-_AIM = 0.8  # part of the allowed time that is used
-_FADING = 0.2  # of averages, per step
-_LARGEST_CHANGE = 2.0  # a step that is further off than this pulls no harder
-_LARGEST_GROWTH = 2.0  # over the last step that was measured: times of few tokens say little
+# Step times vary, and at most one gap in a hundred may exceed the limit.
+_AIM = 0.8  # fraction of the allowed time to aim for
+_FADING = 0.2  # weight of the newest step in averages
+_LARGEST_CHANGE = 2.0  # a step's time counts as at most this factor off the average
+_LARGEST_GROWTH = 2.0  # of prompt tokens over the last measured step
 _LEAST_S = 1e-6
 
 
@@ -21,8 +21,8 @@ class StepStretch:
     """Bounds steps that compute prompts and decode.
 
     Args:
-        limit: times that a step beside a prompt may take of one that only decodes; above 1.
-        least: prompt tokens that a step may have at any rate, also while nothing is measured.
+        limit: longest step with a prompt, as a multiple of one that only decodes; above 1.
+        least: prompt tokens that a step may always have, also before anything is measured.
     """
 
     def __init__(self, limit: float, least: int) -> None:
@@ -39,7 +39,7 @@ class StepStretch:
         return max(int(min(fits, _LARGEST_GROWTH * self._latest)), self._least)
 
     def note_step(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Measure a step in which a request decoded, and so many prompt tokens were computed."""
+        """Note the time of a step that decoded and computed ``num_prompt_tokens`` prompt tokens."""
         if not num_prompt_tokens:
             self._decode_s = _faded(self._decode_s, seconds)
         elif self._decode_s:

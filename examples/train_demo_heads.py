@@ -45,7 +45,7 @@ NUM_MEDUSA_HEADS = 4
 NUM_STEPS = 3  # tokens that EAGLE and MTP draft in training, each behind their own last one
 NUM_SHOWN = 512  # tokens that distributions are compared over: a batch's most probable ones
 STEP_WEIGHT = 0.8  # factor on a draft's loss, per draft before it
-OWN_TEXTS = 1024  # that the model writes
+OWN_TEXTS = 1024  # number of texts that the model writes
 OWN_TOKENS = 160  # most of each, behind a beginning of 4 to 48 tokens
 
 # ----------------------------------------------------------------------------------- drafters

@@ -220,7 +220,7 @@ class IoLoop:
             self._tell(self._wishes.popleft())
         self._read()
         for message in self._inbox.pop_round(self._clock()):
-            if message.engine_id in self._peers:  # it may have gone since
+            if message.engine_id in self._peers:  # the peer may have left since the message came
                 self._tell(message)
         self._settle()
         self._do(self._machine.tick(self._clock()))

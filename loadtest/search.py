@@ -19,7 +19,7 @@ from loadtest.steps import OnStep, Play, Step, with_load
 
 MAX_TRIALS = 40
 _MAX_FACTOR = 2.0
-_GIVE_UP_AT = 1e-3  # of the rate that the search began with
+_GIVE_UP_AT = 1e-3  # fraction of the search's first rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

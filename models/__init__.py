@@ -40,9 +40,9 @@ def load_model(
         dtype: of weights and activations; None takes the checkpoint's own.
         device: where the weights go.
         max_model_len: see ``ModelConfig.from_folder``.
-        packer: keeps linear layers in a form of their own, such as
-            ``models.cpu.packing.CpuPacker``; None: as torch's parameters.
-        ranks: that share the model, of which each loads its part; None: there is one.
+        packer: packs linear layers, such as ``models.cpu.packing.CpuPacker``; None: they stay
+            torch's parameters.
+        ranks: ranks that share the model; each loads its part. None: one rank.
         cache: keeps packed weights in files that processes share; None: they are this process's.
 
     Raises:

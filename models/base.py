@@ -1,4 +1,4 @@
-"""What a network is given for one step, and what the engine may ask of it.
+"""The input of a network for one step, and the protocol of models.
 
 Refuses to know: how a network is built or loaded, who fills the KV cache's blocks.
 """
@@ -30,11 +30,12 @@ GroupStep = AttentionStep | tuple[StateMetadata, None]
 class ForwardContext:
     """Everything but the token ids that one forward pass depends on; an argument, never ambient."""
 
-    positions: Tensor  # [num_tokens] int64, of each token in its sequence
-    groups: tuple[GroupStep, ...]  # of each KV cache group; those of states have no backend, of
-    # others its plan() has seen the metadata; the first group is none of states
-    layer_groups: tuple[int, ...]  # of each layer: its group
-    layer_caches: tuple[LayerCache, ...]  # of each layer
+    positions: Tensor  # [num_tokens] int64, position of each token in its sequence
+    # One per KV cache group. Groups of states have no backend, and the first group has none of
+    # these; the other groups' backends have planned this step.
+    groups: tuple[GroupStep, ...]
+    layer_groups: tuple[int, ...]  # each layer's group
+    layer_caches: tuple[LayerCache, ...]  # one per layer
     after_layer: Callable[[int], None] | None = None  # called after each layer
 
     @property
@@ -47,7 +48,7 @@ class ForwardContext:
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
         """Return the step of a layer that attends: metadata, the backend that planned it, cache.
 
-        The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, of a latent
+        The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; with latents,
         ``[num_blocks, block_size, width]``.
         """
         attention, backend = self.groups[self.layer_groups[layer_index]]
@@ -67,7 +68,7 @@ class ForwardContext:
 
 
 class StateContext(Protocol):
-    """What a layer with a state is told about a step."""
+    """The part of a step that a layer with a state gets."""
 
     def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
         """Return a layer's metadata, and the arrays of its state, each ``[num_slots, ...]``."""
@@ -79,7 +80,7 @@ class CausalLM(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """What the model was built from."""
+        """Return the configuration from which the model was built."""
         ...
 
     @property
@@ -89,12 +90,12 @@ class CausalLM(Protocol):
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        """What each layer keeps of the tokens before."""
+        """Return what each layer keeps of earlier tokens."""
         ...
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """What each layer's keys and values in a cache of float8 are multiplied with."""
+        """Return each layer's scales of keys and values in a float8 cache."""
         ...
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:

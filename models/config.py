@@ -30,11 +30,11 @@ class ModelConfig:
     Lengths are in tokens.
 
     Attributes:
-        max_model_len: the longest sequence, prompt and output, that comes out right.
+        max_model_len: longest sequence (prompt and output) with correct results.
         dtype: the checkpoint's: "float32", "bfloat16" or "float16".
-        quantization: how weights are stored; None: plainly.
+        quantization: how weights are stored; None: not quantized.
         num_mtp_layers: layers behind the model's own that predict several tokens.
-        is_text_part: the checkpoint is one of a model that sees images, too.
+        is_text_part: whether the checkpoint is that of a model that also sees images.
     """
 
     architecture: str
@@ -139,7 +139,7 @@ def _parse(
     max_model_len: int | None,
     quantization: Fields | None = None,
 ) -> ModelConfig:
-    """Read a whole model's file; of a model that sees images, its text network's part."""
+    """Read a model's file; for a model that sees images, only the text network's part."""
     name = _architecture(fields)
     family = MODELS.load(name)
     if isinstance(family, TextPart):

@@ -1,4 +1,4 @@
-"""The decoder-only transformer: builds modules of a recipe and computes them.
+"""The decoder-only transformer: builds modules from a recipe and computes them.
 
 Refuses to know: families, files, weights' origin.
 """
@@ -43,7 +43,7 @@ from models.recipe import (
 
 
 def make_mixer(config: ModelConfig, layer_index: int) -> nn.Module:
-    """Make the part of a layer in which tokens see others."""
+    """Make the token mixer of a layer: attention, or a recurrence."""
     spec, hidden_size, eps = (
         config.layers[layer_index].mixer,
         config.hidden_size,
@@ -63,7 +63,7 @@ def make_mixer(config: ModelConfig, layer_index: int) -> nn.Module:
 
 
 def make_feed_forward(spec: FeedForwardSpec | None, hidden_size: int) -> nn.Module | None:
-    """Make the part of a layer that takes each token alone, if it has one."""
+    """Make the feed-forward part of a layer, if it has one."""
     if spec is None:
         return None
     if isinstance(spec, ExpertsSpec):
@@ -149,10 +149,10 @@ class DecoderLayer(nn.Module):
 
 
 class Shareable(Protocol):
-    """A part of a layer that ranks can share: they add what each of them computes.
+    """A part of a layer that ranks can divide; they add their results.
 
     Attributes:
-        can_share: whether they can; a part without it is computed by each of them.
+        can_share: whether ranks can divide this part; if not, each rank computes it.
     """
 
     can_share: bool
@@ -167,7 +167,7 @@ def _can_share(part: nn.Module) -> bool:
 
 
 class Elsewhere(nn.Module):
-    """Stands where a part of the model is that another stage computes."""
+    """Placeholder for a part of the model that another stage computes."""
 
 
 class Decoder(nn.Module):
@@ -186,7 +186,7 @@ class Decoder(nn.Module):
         self.norm = make_norm(config)
         self._embedding_scale = recipe.embedding_scale
         self._residual_scale = recipe.residual_scale
-        self.tapes: DecodeTapes | None = None  # of a model that is packed for a CPU
+        self.tapes: DecodeTapes | None = None  # set if the model is packed for a CPU
         self._ranks = ALONE
         self._vocab_start, self._vocab_size = 0, config.vocab_size
         self._hidden_size = config.hidden_size
@@ -238,7 +238,7 @@ class Decoder(nn.Module):
         return self.states
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Look tokens up, those of other ranks there (vocab-parallel)."""
+        """Return the tokens' embeddings; each rank looks up its part of the vocabulary."""
         if self._ranks.group.size == 1:
             embedded: Tensor = self.embed_tokens(input_ids)
         else:
@@ -253,7 +253,7 @@ class Decoder(nn.Module):
     def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> tuple[Tensor, ...]:
         """Compute this stage's layers: ``[num_tokens, hidden_size]``, the last with its norm.
 
-        Behind that, the same of what comes before each of ``state_layers``.
+        Also returns the input states of each of ``state_layers``, in the same shape.
         """
         delta, *angles = inputs
         rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
@@ -277,7 +277,7 @@ class Decoder(nn.Module):
 
 @functools.cache
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """Round to a tensor's dtype, as Hugging Face rounds what it multiplies embeddings with."""
+    """Round a factor to a tensor's dtype, like Hugging Face's factor of embeddings."""
     return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
@@ -341,11 +341,11 @@ class DecoderForCausalLM(nn.Module):
         )
 
     def checkpoint_name(self, name: str) -> str:
-        """Return how checkpoints call the parameter that is ``name`` here; drafters override it."""
+        """Return a parameter's name in checkpoints; drafters override this."""
         return self.config.recipe.stored_name(name)
 
     def ignores_weight(self, name: str) -> bool:
-        """Say whether a checkpoint may have this weight, which nothing here reads.
+        """Return whether a checkpoint may have this weight although the model does not use it.
 
         Ignored are a drafter's layers, which the drafter reads itself, and the vision parts of
         multimodal models.

@@ -35,7 +35,7 @@ _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "logits_scaling": (None, 1),
     "no_rope_layers": (None,),
     "use_qk_norm": (None, False),
-    "attention_chunk_size": (None,),  # of Llama 4, whose layers attend within chunks
+    "attention_chunk_size": (None,),  # a field of Llama 4, whose layers attend within chunks
     "per_layer_config": (None, {}),
     "rope_local_base_freq": (None,),
 }

@@ -103,12 +103,12 @@ def memory_needs_of_folder(folder: Path) -> MemoryNeeds:
 
 
 def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
-    """Return what a quantized checkpoint's files come to; None: it is not, or they are not here."""
+    """Return the bytes of a quantized checkpoint's weights; None: not quantized, or no files."""
     if (folder / GGUF_WEIGHTS).exists():
         return _gguf_bytes(config, read_folder(folder), dtype)
     if config.quantization is None:
         return None
-    if config.quantization.method == "mxfp4":  # what else there is has 16 bits
+    if config.quantization.method == "mxfp4":  # the other weights have 16 bits
         return _weight_bytes(config, _format(config, "auto", dtype), dtype, experts="mxfp4")
     files = sorted(folder.glob("*.safetensors"))
     return sum(path.stat().st_size + _widened_bytes(path) for path in files) or None

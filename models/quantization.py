@@ -72,7 +72,7 @@ def _is_of_kv_cache_only(quantization: Fields) -> bool:
     """
     if not quantization.has("kv_cache_scheme") or _groups(quantization):
         return False
-    if _PARSERS.get(quantization.text("quant_method", "")) is _modelopt:  # it has no such groups
+    if _PARSERS.get(quantization.text("quant_method", "")) is _modelopt:  # ModelOpt has no groups
         return False
     _check_kv_cache(quantization)
     return True
@@ -217,7 +217,7 @@ def _check_other_layers(quantization: Fields, data_type: str) -> None:
     others = quantization.child("extra_config")
     for layer in others.names():
         other = others.child(layer)
-        if other.integer("bits", _FLOAT8_BITS) > _FLOAT8_BITS:  # it is left alone
+        if other.integer("bits", _FLOAT8_BITS) > _FLOAT8_BITS:  # the layer is not quantized
             continue
         found = other.text("data_type", data_type)
         if found != data_type:

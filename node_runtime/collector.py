@@ -72,7 +72,7 @@ class NodeCollector(Collector):
         self._ledger_timeout_s = ledger_timeout_s
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering collects nothing
+        return []  # registering a collector must not collect
 
     def collect(self) -> Iterator[Metric]:
         if self._vllm_names is not None:

@@ -95,7 +95,7 @@ class PrefillNode:
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
         handed_over = self._answer(result)
-        self._outbox.flush()  # first of all, as a client waits for token 1
+        self._outbox.flush()  # before any push, because a client waits for token 1
         self.push_tracker.after_step(result.scheduled, handed_over)
         self._end_failed()
         events = self.sender.poll()

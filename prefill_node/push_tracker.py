@@ -34,10 +34,13 @@ from prefill_node.options import PushMode
 class _Handoff:
     """One request on its way to a decode node.
 
-    ``indices`` are the places of the travelling blocks among the request's blocks. ``block_ids``
-    are the current blocks at these places; ``held_block_ids`` also contain those from before a
-    preemption, which may still be travelling. ``tail`` pushes the blocks from ``tail_first`` on,
-    some layers at a time.
+    Attributes:
+        indices: places of the travelling blocks in ``Request.block_ids``.
+        epoch: the attempt.
+        engine_id: the decode node.
+        block_ids: current ids of the travelling blocks, as far as the request has them.
+        held_block_ids: also contains blocks from before a preemption, which may still travel.
+        tail: pushes the blocks from ``tail_first`` on, some layers at a time.
     """
 
     request: Request
@@ -87,9 +90,9 @@ class PushTracker:
         engine: owner of the blocks and their references.
         sender: takes the pushes.
         mode: when blocks are pushed. With `PushMode.LAYERS`, the last chunk is sent in groups of
-            layers. With several KV cache groups, it is sent whole, with token 1, as their layers
-            do not end in the order of their blocks. Blocks that lie by heads are sent whole, with
-            the last layer.
+            layers, with two exceptions. A model with several KV cache groups sends it whole, with
+            token 1, because a group's layers are not computed one after another. Blocks in
+            `KVOrder.HEADS` are sent whole, with the last layer.
         clock: returns seconds, never going back.
     """
 
@@ -109,21 +112,21 @@ class PushTracker:
         num_layers = len(memory.spec.groups[0].layers)
         can_cut = memory.layers_per_group == num_layers
         is_by_heads = memory.manifest.groups[0].order is KVOrder.HEADS
-        # Blocks that lie by heads are sent whole, but already with the last layer, before sampling.
+        # Blocks in KVOrder.HEADS are sent whole, after the last layer and before sampling.
         self._num_layers = None if can_cut else num_layers
         has_tail = memory.spec.num_groups == 1 and (can_cut or is_by_heads)
         self._has_tail = mode is PushMode.LAYERS and has_tail
         self._block_size = engine.kv_memory.spec.block_size
         self._num_groups = engine.kv_memory.spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
-        # Ended here, but still on the wire; by (request_id, epoch).
+        # Hand-offs that ended here while writes are in flight; by (request_id, epoch).
         self._draining: dict[tuple[str, int], _Handoff] = {}
         self._ended: Counter[TransferOutcome] = Counter()
 
     def track_request(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
         """Register a request whose KV a decode node will get.
 
-        An open push of an older attempt is ended; its blocks stay held until the wire is quiet.
+        Ends an older attempt's hand-off; its blocks stay held until no write is in flight.
         """
         self.drop(request.request_id, "")
         now = self._clock()
@@ -223,7 +226,7 @@ class PushTracker:
         return handoff is not None and handoff.epoch == epoch
 
     def expire(self) -> None:
-        """End hand-offs whose time is up, as their grant or their writes never came."""
+        """End hand-offs whose deadline has passed before they were granted or written."""
         now = self._clock()
         for request_id, handoff in list(self._handoffs.items()):
             if now > handoff.expires_at:

@@ -121,7 +121,7 @@ class SimCluster:
         self._chance = chance
         self._nodes: dict[str, SimNode] = {}  # living nodes, by name
         self._jobs: list[asyncio.Task[None]] = []
-        self._num_tokens_before = 0  # of nodes that have ended
+        self._num_tokens_before = 0  # tokens of nodes that have ended
         self._max_lag_before_s = 0.0
         self._started = (0.0, 0.0)
 

@@ -158,9 +158,9 @@ def unknown_places(root: Path) -> Iterator[str]:
 
 
 def _is_defined(place: Path, parts: Sequence[str]) -> bool:
-    """Say whether a package has this module, or this one the next name in its text."""
+    """Return whether a path of names leads to a module, or to a name in a module's text."""
     for part in parts:
-        if place.name == "v1":  # names of the protos
+        if place.name == "v1":  # protobuf packages end in v1; the names behind it are not files
             return True
         if not place.is_dir():
             text = place.read_text(encoding="utf-8") if place.exists() else ""

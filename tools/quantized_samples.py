@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 FOLDER = Path(__file__).parents[1] / "tests" / "numerics" / "samples"
 LAYERS = ("model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj")
-VOCABULARY = 4096  # of the demo model, whose tokenizer AutoRound wants
+VOCABULARY = 4096  # vocabulary of the demo model, as AutoRound needs its tokenizer
 
 # Of a layer's name and its tensors.
 WeightOf = Callable[[str, Mapping[str, Tensor]], Tensor]
@@ -102,7 +102,7 @@ def by_auto_round(name: str, source: Path, made: Path) -> WeightOf:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
 
     def weight(layer: str, parts: Mapping[str, Tensor]) -> Tensor:
-        if "awq" in name:  # its layers for these want a GPU
+        if "awq" in name:  # AutoRound's own AWQ layers need a GPU
             words = (parts["qweight"], parts["qzeros"], parts["scales"])
             unpacked: Tensor = dequantize_gemm(*words, 4, 128)
             return unpacked.T.float()
@@ -113,7 +113,7 @@ def by_auto_round(name: str, source: Path, made: Path) -> WeightOf:
 
 
 def by_modelopt(name: str, source: Path, made: Path) -> WeightOf:
-    """Quantize with one of its configurations; weights are what its tensors dequantize to."""
+    """Quantize with a configuration of ModelOpt; its own dequantization gives the weights."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
@@ -147,7 +147,7 @@ def _dequantized(layer: str, parts: Mapping[str, Tensor]) -> Tensor:
         found = tensor.dequantize(scale=scale, block_sizes={-1: 32})
     elif scale.dtype == torch.uint8:
         found = MXFP8QTensor(weight.shape, torch.float32, weight).dequantize(scale=scale)
-    else:  # what it packs for others to read
+    else:  # a format that ModelOpt writes but cannot read
         found = _by_definition(weight, scale)
     if "pre_quant_scale" in parts:
         found = found.float() * parts["pre_quant_scale"].float()

@@ -24,10 +24,10 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = "requirements.lock"
-EXTRA = "dev"  # what the lock is made for; it names the extras that users install
-# Of the machine's own build of it, with a hash of its own: see tools/lock.in.
+EXTRA = "dev"  # the lock is made for this extra, which includes those that users install
+# Not locked, as each machine has its own build with its own hash: see tools/lock.in.
 UNLOCKED = frozenset({"torch"})
-# Whoever adds a package under another licence decides whether the project may depend on it.
+# To add a package under another licence, first decide whether the project may depend on it.
 LICENCES = (
     "0BSD;Apache;BSD;BSL-1.0;CC0-1.0;CNRI-Python;ISC;LLVM-exception;MIT;MPL;"
     "Mozilla Public License;PSF;Python Software Foundation;Zlib"

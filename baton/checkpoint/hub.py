@@ -154,7 +154,7 @@ def _snapshot(model: str, repository: str, patterns: Sequence[str]) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(patterns)))
-    except Exception as error:  # as in `_files_of`
+    except Exception as error:  # any exception, as in `_files_of`
         raise _cannot_fetch(model, error) from error
 
 
@@ -173,7 +173,7 @@ def _fetched(model: str, repository: str, file: str) -> Path:
         with _one_at_a_time(path):
             if not path.exists():
                 _download(repository, file, path)
-    except Exception as error:  # as in `_files_of`
+    except Exception as error:  # any exception, as in `_files_of`
         raise _cannot_fetch(model, error) from error
     return path
 

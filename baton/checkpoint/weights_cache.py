@@ -126,11 +126,11 @@ class CacheEntry:
     """The place of one model's packed weights, held by this process."""
 
     folder: Path
-    descriptor: int  # of the folder
+    descriptor: int  # descriptor of the folder
     key: str
     limit_bytes: int
     sources: Sequence[Path]
-    identity: str  # of the sources, before any of them was read
+    identity: str  # identity of the sources, taken before reading them
 
     def open(self) -> PackedFile | None:
         """Map the file, or return None if it is missing or was damaged, and so removed."""

@@ -26,7 +26,7 @@ ENVIRONMENT = {
     # Address space is limited: all threads share one heap.
     "MALLOC_ARENA_MAX": "1",
 }
-_M_ARENA_MAX = -8  # of mallopt(3)
+_M_ARENA_MAX = -8  # parameter of mallopt(3)
 _MAX_DESCRIPTORS = 2**16  # more than a program has opened when it forks
 
 

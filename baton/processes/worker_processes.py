@@ -150,7 +150,7 @@ class WorkerProcesses:
         self._early = early
         self._template: Template | None = None
         self._control: socket.socket | None = None
-        self._links: dict[int, socket.socket] = {}  # of all workers in use, by number
+        self._links: dict[int, socket.socket] = {}  # sockets of all workers in use, by number
         self._idle: list[_Worker] = []
         self._active: Counter[str] = Counter()  # number of busy workers per caller
         # The caller that has waited longest for a turn comes first.

@@ -29,7 +29,7 @@ class VllmNames(Collector):
         self._labels = {"model_name": model, "engine": "0"}
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering does not collect everything
+        return []  # registering a collector must not collect
 
     def collect(self) -> Iterable[Metric]:
         for name, family in self._families():

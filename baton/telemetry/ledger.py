@@ -17,10 +17,10 @@ class BlockOwner(Enum):
 
     REQUEST = "request"  # a request that waits or runs here
     GRANT = "grant"  # promised to a prefill node, which may write it
-    QUARANTINE = "quarantine"  # of an ended request, but a prefill node may still write it
+    QUARANTINE = "quarantine"  # its request has ended, but a prefill node may still write it
     PUSH = "push"  # being pushed to a decode node
-    DRAINING = "draining"  # of an ended request, but a push may still read it
-    STEP = "step in flight"  # of an ended request, but the running step still writes it
+    DRAINING = "draining"  # its request has ended, but a push may still read it
+    STEP = "step in flight"  # its request has ended, but the running step still writes it
     NULL_BLOCK = "null block"  # placeholder for blocks outside a sliding window; held for ever
 
 

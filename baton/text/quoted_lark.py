@@ -77,7 +77,7 @@ _GROUP = re.compile(r"\((?:\?(?:P?<[A-Za-z]\w*>|(?P<flags>[a-z]*(?:-[a-z]+)?)(?P
 MAX_CHARS = 16_384  # takes some hundredths of a second
 _KINDS = ("string", "regex", "range")  # kinds of tokens that match texts
 _SKIP = "quoted-skip"  # name of the rule for ignored texts
-_MAX_HEAD_TOKENS = 64  # of a definition, before its colon
+_MAX_HEAD_TOKENS = 64  # most tokens of a definition before its colon
 _IGNORE, _COLON = ("directive", "%ignore"), ("other", ":")
 _STRINGS = re.compile(r'"((?:\\.|[^"\\])*)"')
 

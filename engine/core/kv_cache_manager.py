@@ -262,7 +262,7 @@ class KVCacheManager:
         return self._coordinator.kept_indices(num_prompt_tokens, num_blocks)
 
     def free_slid_out(self, request: Request) -> None:
-        """Drop the blocks that no layer reads any more. Uncached ones stay uncached."""
+        """Release each group's blocks that slid out of its window; uncached ones stay uncached."""
         self._coordinator.free_slid_out(request.block_ids, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:

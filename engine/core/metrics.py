@@ -138,7 +138,7 @@ class EngineCounters:
 
     def note_work(self, scheduled: SchedulerOutput) -> None:
         """Count the attention work of a step; call before the step's requests are updated."""
-        ends = list[int]()  # of requests that compute one token
+        ends = list[int]()  # ends of requests that compute one token
         for item in scheduled.scheduled:
             begin, num_tokens = item.request.num_computed_tokens, item.num_scheduled_tokens
             end = begin + num_tokens

@@ -53,8 +53,8 @@ class Scheduler:
     Attributes:
         num_preemptions: preemptions since the start.
         counters: counts of all work since the start.
-        failures: ids of requests that cannot go on, and why. The reader ends those that are still
-            here, and empties the list.
+        failures: ids of requests that cannot go on, and why. The reader aborts those that are
+            still open, and empties the list.
         handed_back: requests that were preempted and therefore ended; the reader empties the list.
         drafts: drafts for later steps.
         awaits_masks: whether the latest step is empty because the masks of all running requests
@@ -431,7 +431,7 @@ class Scheduler:
             if request is None:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # needs a chunk, and the step has no room for one
+            if num_tokens <= 0:  # the request needs a chunk, and the step has no room for it
                 break
             target = request.num_computed_tokens + num_tokens
             if self.kv_cache_manager.allocate(request, target) is None:

@@ -47,7 +47,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Append blocks to a row, of all groups in turn."""
+    """Append blocks to a row; ids of several groups are interleaved."""
 
     row: int
     block_ids: list[int]

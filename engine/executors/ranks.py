@@ -64,7 +64,7 @@ class OtherRank(Protocol):
 
 
 class OtherRanks:
-    """All other ranks. When one is gone, all are ended.
+    """All ranks but the leading one. When one of them is gone, all are ended.
 
     Args:
         ranks: the ranks, in order.

@@ -73,7 +73,7 @@ class LLM:
         # decodes.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         self.engine = Engine(folder, EngineConfig(**options))
-        self._answers: dict[str, Answer] = {}  # by request id, of requests in progress
+        self._answers: dict[str, Answer] = {}  # of requests in progress, by request id
         self._num_requests = 0
         self._dead = False
 

@@ -94,7 +94,7 @@ class GrammarCompiler:
         template = None if early is None else early.template
         self._trials = GrammarTrials(model_folder, eos_token_ids, template)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the trials; has its own thread
+        self._loop: asyncio.AbstractEventLoop | None = None  # the trials' loop, in its own thread
         # Least recently used first.
         self._cache: OrderedDict[tuple[str, StructuredOutput], _Compiled] = OrderedDict()
         self._ready: deque[tuple[Request, Outcome]] = deque()
@@ -235,7 +235,7 @@ class GrammarCompiler:
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
         """Run a function on one of the threads; the library releases the GIL."""
-        before = threading.stack_size(_STACK_BYTES)  # of threads that begin from now on
+        before = threading.stack_size(_STACK_BYTES)  # applies to threads that start from now on
         try:
             future = self._threads.submit(make)
         finally:

@@ -1,4 +1,4 @@
-"""ModelRunner: runs one forward: takes a step's plan, returns sampled tokens; owns the tensors."""
+"""ModelRunner: computes a step's plan with one forward and returns the sampled tokens."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class ModelRunner:
         self.decode_graphs, self.chunk_graphs = decode_graphs, forward.chunk_graphs
         self._ranks = ranks
         self._tells_tokens = tells_tokens and ranks.everyone.size > 1
-        self._untold: Tensor | None = None  # rows of tokens to receive from the leader
+        self._untold: Tensor | None = None  # rows whose tokens the leader has yet to send
         self._device = device = input_batch.device
-        self._sampled, self._spare = (  # on the host: of this step and the previous one
+        self._sampled, self._spare = (  # host buffers for the tokens of this and the previous step
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
             )
@@ -99,7 +99,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, prepared: AnyPreparedStep, hooks: StepHooks = NO_HOOKS) -> LaunchedStep:
-        """Launch a prepared step; on a CPU, compute it."""
+        """Launch a prepared step; on a CPU, also wait until it is computed."""
         started_at = time.monotonic()
         if isinstance(prepared, StagedStep):
             graphs = self.decode_graphs.graphs
@@ -185,7 +185,7 @@ class ModelRunner:
         return LaunchedStep(launched.sampling, output, None, None, launched.started_at, ended_at)
 
     def _hear_tokens(self) -> None:
-        """Receive the leader's last sampled tokens, unless already received."""
+        """Receive the leader's last sampled tokens, if they have not been received."""
         rows, self._untold = self._untold, None
         if rows is not None:
             told = torch.empty(len(rows), dtype=torch.int64, device=self._device)
@@ -199,7 +199,7 @@ class ModelRunner:
         prompt_logprobs: dict[str, PromptLogprobs],
         started_at: float,
     ) -> LaunchedStep:
-        """Return a launched step, whose sampled tokens are copied to the host behind the step."""
+        """Return a launched step; a copy of its sampled tokens to the host is queued behind it."""
         on_host = None
         if token_ids is not None:
             self._sampled, self._spare = self._spare, self._sampled

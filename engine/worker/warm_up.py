@@ -31,7 +31,7 @@ _SAMPLED = SamplingParams(top_p=0.9, seed=0)
 _WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
 _MOST_PROBABLE = SamplingParams(temperature=0, logprobs=1)
 _CHECKED_PROMPTS = 4  # several, as a model may compute NaN for an odd token
-_PROMPT_TOKENS = 2  # of a small dummy prompt; with one token it would be a decode
+_PROMPT_TOKENS = 2  # length of a dummy prompt; with one token it would be a decode
 
 
 def warm_up(

@@ -1,7 +1,7 @@
-"""The ops a model may call, whatever computes them: see ``baton_kernels.dispatch``.
+"""The ops that a model may call; ``baton_kernels.dispatch`` chooses what computes them.
 
-What each means is its namesake in ``baton_kernels.reference``, where arguments and results are
-described. Refuses to know: models, requests, where a tensor came from.
+The function of the same name in ``baton_kernels.reference`` defines each op, its arguments and its
+result. Refuses to know: models, requests, where a tensor came from.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def join(x: Tensor, y: Tensor) -> Tensor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """Where in each row its largest number is, of equal ones the first."""
+    """Return the index of each row's largest number; the first one if several are equal."""
     return ops_for(x).largest(x)
 
 
@@ -86,7 +86,7 @@ def norm_rotary_store(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Head norms, rotation and storing of keys and values; the rotated query."""
+    """Normalize and rotate heads, store keys and values, and return the rotated query."""
     return ops_for(qkv).norm_rotary_store(
         *(qkv, num_heads, cos, sin, kv_cache, slot_mapping),
         query_weight=query_weight,
@@ -233,12 +233,12 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor) -> Tensor:
-    """``x @ weight.T + bias``; on a GPU a token's bits are the same in any company."""
+    """``x @ weight.T + bias``; a token's result does not depend on the batch, on a GPU either."""
     return ops_for(x).invariant_linear(x, weight, bias, arrived)
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts, and how much each counts."""
+    """Choose each token's experts and their weights."""
     return ops_for(logits).route(logits, routing, bias)
 
 
@@ -255,9 +255,9 @@ def experts(
     activation: str = "silu",
     invariant: bool = False,
 ) -> Tensor:
-    """Send each token through its experts, and add up what they make.
+    """Send each token through its experts, and add up the weighted results.
 
-    ``invariant``: on a GPU, too, a token's bits are the same in any company.
+    With ``invariant``, a token's result does not depend on the batch on a GPU either.
     """
     return ops_for(x).experts(
         *(x, ids, weights, gate_up, down, base, base_gate),

@@ -1,7 +1,7 @@
-"""Which module computes the ops on a tensor: C on CPUs, Triton on GPUs, else the reference.
+"""Chooses what computes the ops on a tensor: C on CPUs, Triton on GPUs, else the reference.
 
-The only place that knows. What is chosen is a property of the process, like torch's number of
-threads. Refuses to know: what the ops do.
+No other module chooses. The choice holds for the whole process, like torch's number of threads.
+Refuses to know: what the ops do.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from torch import Tensor
 
 _HUGE_PAGE = 2**21
 _CHUNK = 64 * 2**20
-_LINE = 64  # where a tensor may begin
+_LINE = 64  # bytes; tensors begin at multiples of a cache line
 
 
 def huge_pages(num_bytes: int) -> Tensor:
-    """Bytes that are 0, `[num_bytes]`, from a huge page's beginning on.
+    """Return zeroed bytes, `[num_bytes]`, that start on a huge page.
 
     They take no memory until they are written, then in huge pages where the kernel has some and
     allows them on request.

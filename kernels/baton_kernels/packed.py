@@ -16,7 +16,7 @@ from torch.nn import functional
 
 INT8_LIMIT = 127
 FLOAT8 = torch.float8_e4m3fn
-FLOAT8_CAPABILITY = (8, 9)  # of GPUs that have it (Ada, Hopper)
+FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability with float8 (Ada)
 # Most inputs that share a scale where the weight is codes.
 INPUT_BLOCK = 64
 # Inputs whose groups' scales are whole multiples of one factor, where they are multiples.
@@ -32,7 +32,7 @@ _PAIR = 2  # weights of bfloat16 of one output, likewise
 
 
 class WeightFormat(Enum):
-    """How a packed weight keeps its numbers."""
+    """Formats of a packed weight's numbers."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -84,17 +84,17 @@ _PAIRED = (WeightFormat.BF16, WeightFormat.FP8)
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """How a weight keeps its codes, and the numbers of their groups.
+    """The layout of a weight's codes, and of the scales and minima of their groups.
 
     Attributes:
-        format: `INT8` or `INT4`; or `FP8`, whose scales are float32 and all there is.
-        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; of
-            `FP8` a multiple of `FLOAT8_GROUP`.
-        scales: their type. int8: multiples of a factor that `SUPER_GROUP` inputs share.
-        minima: their type; None: there are none, and codes are symmetric. int8: multiples of a
-            factor of their own where scales are, else (zero points) of the group's scale.
-        factors: their type; None: there are none.
-        is_e2m1: codes are of `E2M1_TWICE`; of 4 bits, without minima.
+        format: `INT8` or `INT4`; or `FP8`, which has float32 scales only.
+        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`;
+            for `FP8` a multiple of `FLOAT8_GROUP`.
+        scales: type of scales. int8: multiples of a factor that `SUPER_GROUP` inputs share.
+        minima: type of minima; None: no minima, symmetric codes. int8: if scales are int8,
+            multiples of a factor of their own; otherwise zero points, multiples of the scale.
+        factors: type of factors; None: there are none.
+        is_e2m1: whether codes are indexes into `E2M1_TWICE`, with 4 bits and without minima.
     """
 
     format: WeightFormat
@@ -126,7 +126,7 @@ class Groups:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them, in this order."""
+        """Return all tensors, in the order of the fields."""
         return self.scales, self.minima, self.scale_factors, self.minimum_factors
 
     def widened(self, group_size: int) -> tuple[Tensor, Tensor | None]:
@@ -140,13 +140,13 @@ class Groups:
         return scales, minima
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Groups:
-        """Return what ``function`` makes of each."""
+        """Return groups whose tensors are the results of ``function``."""
         scales, *others = (None if one is None else function(one) for one in self.tensors)
         assert scales is not None
         return Groups(scales, *others)
 
     def of_smaller(self, times: int) -> Groups:
-        """Return what each of ``times`` parts of every group has."""
+        """Return the groups after cutting every group into ``times`` equal parts."""
         minima = None if self.minima is None else self.minima.repeat_interleave(times, dim=1)
         return replace(self, scales=self.scales.repeat_interleave(times, dim=1), minima=minima)
 
@@ -169,7 +169,7 @@ class GroupedIntegers:
         numbers: ``[n, in_features]``: int8, from ``-2 ** (bits - 1)``; with minima uint8, from 0.
         groups: scales and minima of the rows.
         group_size: neighbouring inputs with one scale, see `CodeLayout`; or all.
-        is_e2m1: numbers are of `E2M1_TWICE`, and no others.
+        is_e2m1: whether all numbers are values of `E2M1_TWICE`.
     """
 
     bits: int
@@ -182,7 +182,7 @@ class GroupedIntegers:
     def of(
         cls, bits: int, numbers: Tensor, groups: Groups | Tensor, group_size: int
     ) -> GroupedIntegers | None:
-        """Return None for what kernels do not take: other sizes of groups or numbers.
+        """Make integers in groups; None if kernels do not support the size of groups or numbers.
 
         Args:
             bits: bits of a number.
@@ -209,7 +209,7 @@ class GroupedIntegers:
 
     @property
     def layout(self) -> CodeLayout:
-        """What parts of one weight must have in common."""
+        """Return the layout, which all parts of one weight must share."""
         groups, format_ = self.groups, WeightFormat.INT4 if self.bits == 4 else WeightFormat.INT8
         minima = None if groups.minima is None else groups.minima.dtype
         factors = None if groups.scale_factors is None else groups.scale_factors.dtype
@@ -217,7 +217,7 @@ class GroupedIntegers:
         return CodeLayout(format_, self.group_size, *types, is_e2m1=self.is_e2m1)
 
     def codes(self) -> Tensor:
-        """Return what stands for the numbers: ``[n, in_features]`` uint8, from 0."""
+        """Return the codes of the numbers, ``[n, in_features]`` uint8, from 0."""
         if self.is_e2m1:
             places = torch.tensor(E2M1_TWICE[:8]), self.numbers.abs().long()
             return (torch.searchsorted(*places) | (self.numbers < 0) << 3).to(torch.uint8)
@@ -256,7 +256,7 @@ class GroupedIntegers:
 
     @classmethod
     def alike(cls, parts: Sequence[GroupedIntegers]) -> list[GroupedIntegers]:
-        """Give parts of one weight the same layout; what they stand for stays, to the bit.
+        """Give parts of one weight the same layout, without changing any value.
 
         Where scales or minima are of different kinds, they become float32.
         """
@@ -300,7 +300,7 @@ def _with_minima(part: GroupedIntegers, *, zero_points: bool) -> GroupedIntegers
         return part
     shift = 1 << max(-int(part.numbers.min()) - 1, 0).bit_length()  # a power of 2: exact
     factors, minima = groups.scale_factors, groups.scales * -shift
-    if factors is not None:  # the same multiples, of other factors
+    if factors is not None:  # the multiples stay, their factors change
         factors, minima = factors * -shift, groups.scales
     elif zero_points and groups.scales.dtype != torch.float32:
         minima = torch.full_like(groups.scales, -shift, dtype=torch.int8)
@@ -327,8 +327,8 @@ class Float8Rows:
 
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
-        scales: ``[n, groups]`` float32: what a group of a row's neighbours is multiplied with.
-        group_size: of neighbours; one group may have all.
+        scales: ``[n, groups]`` float32, one for each group of neighbouring inputs.
+        group_size: inputs per group; one group may have all inputs.
     """
 
     numbers: Tensor
@@ -363,16 +363,15 @@ class PackedWeight:
 
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
-    The last panel is filled up with zeros. Numbers of 8 bits are symmetric: the largest weight of
-    each output becomes 127, or 448 in float8. Of bfloat16 and float8 an output's neighbours lie
-    together, as instructions want them that multiply pairs: ``[panel, pair, output, 2]``, a missing
-    one is 0.
+    The last panel is padded with zeros. 8-bit numbers are symmetric: the largest weight of each
+    output becomes 127, or 448 in float8. bfloat16 and float8 are stored in pairs of inputs, padded
+    with 0, for instructions that multiply pairs: ``[panel, pair, output, 2]``.
 
-    Codes lie as ``[panel, step, output, 4 bytes]``: bytes (4 inputs a step), or two codes each: of
-    inputs 0 to 3 of the step's 8 in the low halves, of 4 to 7 in the high ones. A weight is
+    Codes are stored as ``[panel, step, output, 4 bytes]``. A step has 4 inputs of 8 bits, or 8
+    inputs of 4 bits: inputs 0 to 3 in the bytes' low halves, 4 to 7 in the high halves. A weight is
     ``(code - 2 ** (bits - 1)) * scale``, or ``code * scale + minimum`` where groups have minima.
-    Codes of e2m1 are places in `E2M1_TWICE` of what is multiplied by their scale.
-    Whoever multiplies by codes rounds its input, see ``rounded_inputs``.
+    Codes of e2m1 are indexes into `E2M1_TWICE`.
+    Products with codes round their inputs, see ``rounded_inputs``.
     """
 
     format: WeightFormat
@@ -389,7 +388,7 @@ class PackedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All memory of it."""
+        """Return all tensors that hold memory."""
         return (self.panels, self.scales, *(self.groups.tensors if self.groups else ()), self.bias)
 
     @property
@@ -561,9 +560,9 @@ class PackedWeight:
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
     """Round ``[..., in_features]`` as a product with a weight of codes rounds its inputs; float32.
 
-    Inputs that meet one group of weights share a scale, at most ``INPUT_BLOCK`` neighbours. The
-    largest of them becomes 127. Where the weight has fine inputs, the remainder is rounded
-    likewise and added.
+    The inputs of one group of weights, at most ``INPUT_BLOCK`` neighbours, share a scale that makes
+    the largest one 127. If the weight has fine inputs, the remainder is rounded in the same way
+    and added.
     """
     size, each = x.shape[-1], min(weight.group_size, INPUT_BLOCK)
     filled = functional.pad(x.float(), (0, -size % each))
@@ -577,7 +576,7 @@ def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
 def _rounded_blocks(blocks: Tensor) -> Tensor:
     """Round each block, ``[..., size]`` float32, to 8 bits with one scale; returns float64."""
     limits = blocks.abs().amax(dim=-1, keepdim=True)
-    # A number over a tensor would be rounded twice: its reciprocal first.
+    # Not `INT8_LIMIT / limits`: torch would compute a reciprocal first, and so round twice.
     factors = torch.where(limits > 1e-30, torch.full_like(limits, INT8_LIMIT) / limits, 0.0)
     # In float64 a product of two floats is exact, as in a fused multiply-add.
     numbers = (blocks.double() * factors.double()).round()
@@ -585,7 +584,7 @@ def _rounded_blocks(blocks: Tensor) -> Tensor:
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
-    """Float8 as bytes: torch moves and pads few types of one."""
+    """View float8 as bytes, because torch cannot move or pad float8."""
     return numbers.view(torch.uint8) if numbers.dtype == FLOAT8 else numbers
 
 
@@ -634,7 +633,7 @@ def _cut_into_groups(rows: Tensor, size: int) -> Tensor:
 
 
 def _eight_bits(rows: Tensor) -> GroupedIntegers:
-    """Symmetric ones: the largest weight of each group becomes 127."""
+    """Round to symmetric 8-bit integers; the largest weight of each group becomes 127."""
     layout = _OWN_LAYOUTS[WeightFormat.INT8]
     groups = _cut_into_groups(rows, layout.group_size)
     scales = (groups.abs().amax(dim=2, keepdim=True) / INT8_LIMIT).to(layout.scales)
@@ -645,7 +644,10 @@ def _eight_bits(rows: Tensor) -> GroupedIntegers:
 
 
 def _four_bits(rows: Tensor) -> GroupedIntegers:
-    """Scales and minima of the least squared error, which become multiples of factors."""
+    """Round to 4-bit codes with the scales and minima of the least squared error.
+
+    Scales and minima become multiples of factors.
+    """
     layout = _OWN_LAYOUTS[WeightFormat.INT4]
     groups = _cut_into_groups(rows, layout.group_size)
     found, wide = [], []
@@ -663,8 +665,8 @@ def _four_bits(rows: Tensor) -> GroupedIntegers:
 def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Search each group's scale and minimum, with the least squared error; ``[n, groups]``.
 
-    From the codes of each of twelve scales follow, by least squares, a scale and a minimum; so do
-    GGML's K-quants. Sums run in order, in float32: kernels find the same numbers, to the bit.
+    Twelve scales are tried. The codes of each give a better scale and minimum by least squares, as
+    in GGML's K-quants. Sums run in order, in float32, so kernels find the same bits.
     """
     size = groups.shape[2]
     values = groups.unbind(2)

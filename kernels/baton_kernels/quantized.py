@@ -28,7 +28,7 @@ ROUNDED_BLOCK = FLOAT8_GROUP
 
 
 class QuantizedFormat(Enum):
-    """What numbers of a weight are rounded to, where a GPU is to have fewer bits."""
+    """Formats to which a GPU rounds weights for fewer bits."""
 
     # A scale per 128 inputs; inputs stay what they are.
     INT4 = "int4"
@@ -43,14 +43,14 @@ class QuantizedFormat(Enum):
 class GroupedWeight:
     """``[out_features, in_features]`` integers in groups, each with a scale, perhaps a minimum.
 
-    Neighbours of a row that are read together are a chunk, in `SIDE` words; a chunk of all rows
-    lies together. Each word has one code of every plane, the first in its lowest bits::
+    Inputs that are read together form a chunk of `SIDE` words; the chunks of all rows are adjacent.
+    Each word has one code of every plane, the first in its lowest bits::
 
         input of the chunk    0 ... 15  16 ... 31  32 ...       16 neighbours are a plane
         in word                0 ... 15   0 ... 15   0 ...
 
-    So unpacking a plane takes the same steps in all words, and its numbers are where products want
-    them. A code is ``weight / scale + 2 ** (bits - 1)``, or counts from the group's minimum.
+    So all words of a plane are unpacked in the same way, and its numbers are in the order that
+    products need. A code is ``weight / scale + 2 ** (bits - 1)``, or counts from the minimum.
 
     Attributes:
         bits: bits of a code, 4 or 8.
@@ -80,7 +80,7 @@ class GroupedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All memory of it."""
+        """Return all tensors that hold memory."""
         return tuple(one for one in (self.codes, *self.groups.tensors) if one is not None)
 
     @classmethod
@@ -135,7 +135,7 @@ class GroupedWeight:
 
 
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Say whether `GroupedWeight` takes them: groups of 16, 32, 64 or multiples of 128, no e2m1."""
+    """Return whether `GroupedWeight` takes a weight: groups of 16, 32, 64 or n * 128, no e2m1."""
     size = integers.group_size
     is_one = integers.groups.scales.shape[1] == 1
     return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1
@@ -170,7 +170,7 @@ class RoundedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All memory of it."""
+        """Return all tensors that hold memory."""
         return (self.numbers, self.scales)
 
     @classmethod
@@ -245,7 +245,7 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
 def four_bits(rows: Tensor) -> GroupedIntegers:
     """Round ``[n, in_features]`` to 4 bits, with the scales of the least squared error.
 
-    From the codes of each of some scales follows, by least squares, a better one.
+    Several scales are tried; the codes of each give a better scale by least squares.
     """
     size = rows.shape[1]
     filled = functional.pad(rows.float(), (0, -size % _FOUR_BITS_GROUP))

@@ -29,7 +29,7 @@ FP8_MAX = 448.0
 # gpt-oss clamps both halves of a gated unit (OpenAI, arXiv:2508.10925).
 CLAMPED_SWIGLU = "clamped_swiglu"
 SWIGLU_LIMIT = 7.0
-SWIGLU_ALPHA = 1.702  # of the sigmoid's argument
+SWIGLU_ALPHA = 1.702  # factor of the sigmoid's argument
 
 
 def _clamped_swish(gate: Tensor) -> Tensor:

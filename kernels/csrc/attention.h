@@ -1,15 +1,15 @@
-/* One call of paged attention, what its pieces are, and the order in which a row is summed.
+/* One call of paged attention: its pieces, and the order in which a row's products are summed.
  *
- * The order is counted from the text's first token, so that a row gives the same bits alone and in
- * company, as a decode and as a part of a prompt, whatever was in the cache before:
+ * The order is counted from the sequence's first token. So a row has the same bits in every batch, as a
+ * decode and as a part of a prompt, with and without a cached prefix:
  *   score   sum over head_dim, one element after another, or pair after pair
- *   TILE    its largest score joins what earlier tiles of the span gave; sums run key by key, or
- *           pair by pair of keys
- *   SPAN    starts anew; spans are joined one after another, by one function
+ *   TILE    its largest score is merged with those of earlier tiles of the span; sums run key by
+ *           key, or pair by pair of keys
+ *   SPAN    starts with empty sums; one function joins the spans, one after another
  * A row's keys before its window and after itself weigh 0, and adding 0 changes no bit.
- * Pairs: where a CPU multiplies bfloat16 as it is (see halves.h), queries, keys, values and weights,
- * rounded, are multiplied so; by decodes and prompts alike. Where it has matrices (AMX), by them, also
- * by both alike: decodes, and prompts of many heads that share a key, as attention_shared.h says.
+ * CPUs that multiply bfloat16 (see halves.h) do so with queries, keys, values and rounded weights, in
+ * pairs or, with AMX, in matrices. Decodes and prompts then use the same instructions; those of many
+ * heads that share a key follow attention_shared.h.
  *
  * Refuses to know: how a piece is computed.
  */
@@ -27,11 +27,11 @@
 #define SERIAL_WORK 65536
 
 typedef struct {
-    int64_t type, cache_type; /* of query and out; of the cache, FLOAT8 where it is another */
+    int64_t type, cache_type; /* type of query and out; cache_type differs from it only if it is FLOAT8 */
     int64_t num_threads, num_tokens, num_requests, max_blocks;
     int64_t num_heads, num_kv_heads, head_dim, block_size;
-    int64_t value_dim; /* of a value, and of the output: at most head_dim */
-    int64_t block_stride, kv_stride, head_stride, token_stride; /* of the cache, in elements */
+    int64_t value_dim; /* size of a value and of an output row per head; at most head_dim */
+    int64_t block_stride, kv_stride, head_stride, token_stride; /* strides of the cache, in elements */
     int64_t sliding_window;                                     /* 0: none */
     const void *query, *kv_cache;
     void *out;
@@ -54,8 +54,8 @@ INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t po
                   position % c->block_size * c->token_stride);
 }
 
-/* Where the keys [from, to) of the tile lie. Those before the piece and behind it are never looked at: its
- * first and last stand for them. */
+/* Find the addresses of the tile's keys [from, to). Keys outside the piece get no weight: the piece's first
+ * and last key stand in for them. */
 INLINE void find_keys(const attention_call *c, const piece *p, int64_t tile, int64_t from, int64_t to,
                       const void **keys) {
     int64_t begin = max64(from, min64(to, p->begin - tile)), end = max64(begin, min64(to, p->end - tile));
@@ -68,23 +68,23 @@ INLINE void find_keys(const attention_call *c, const piece *p, int64_t tile, int
     for (int64_t i = from; i < begin; i++) keys[i] = first;
     for (int64_t i = end; i < to; i++) keys[i] = last;
 }
-/* From a key to its value. */
+/* Bytes from a key to its value. */
 INLINE int64_t value_offset(const attention_call *c) { return c->kv_stride * size_of(c->cache_type); }
 
-/* Whether queries and keys, weights and values are multiplied by matrices. */
+/* Return whether the products of attention are computed by AMX matrices. */
 INLINE int in_tiles(const attention_call *c) {
     return HAS_TILES && c->type == BFLOAT16 && baton_has_tiles();
 }
 
 #if DOTS_HALVES
 
-/* HALVES numbers of a row of the cache. */
+/* Load HALVES numbers of a row of the cache as bfloat16. */
 INLINE __m512i load_halves(int type, const void *row, int64_t index) {
     if (type == FLOAT8) return e4m3s_as_halves(_mm512_cvtepu8_epi16(_mm256_loadu_si256(at(FLOAT8, row, index))));
     return _mm512_loadu_si512(at(BFLOAT16, row, index));
 }
 
-/* Rows of a cache with zeros up to `room` numbers, whole steps of HALVES; in `copy` unless they lie so. */
+/* Return a cache row padded with zeros to `room` numbers; `copy` is written only if the row needs a copy. */
 INLINE const void *halves_of(int type, const void *row, int64_t dim, int64_t room, uint16_t *copy) {
     if (type == BFLOAT16 && dim == room) return row;
     int64_t i = 0;
@@ -97,7 +97,7 @@ INLINE const void *halves_of(int type, const void *row, int64_t dim, int64_t roo
     return copy;
 }
 
-/* HALVES numbers of two rows, each beside its neighbour. */
+/* Load HALVES numbers of two rows, interleaved. */
 INLINE void pair_halves(int type, const void *first, const void *second, int64_t index, vec *pairs) {
     const __m512i low = (__m512i)(vec_u32){0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007,
                                   0x280008, 0x290009, 0x2a000a, 0x2b000b, 0x2c000c, 0x2d000d, 0x2e000e, 0x2f000f};
@@ -114,8 +114,7 @@ INLINE int64_t padded_sum(const attention_call *c) { return ceil_div(c->value_di
 /* Floats of a partial result per head: the largest score, the sum of weights, the weighted sum. */
 INLINE int64_t partial_size(const attention_call *c) { return 2 + padded_sum(c); }
 
-/* What a row has gathered: its largest score, as a power of two, and the sum of its weights relative to
- * it. */
+/* A row's largest score so far, as a power of two, and the sum of its weights relative to that score. */
 typedef struct {
     float top, total;
 } softmax_state;
@@ -123,18 +122,18 @@ typedef struct {
 
 /* Rows of scores of one tile. */
 typedef struct {
-    float *scores; /* from row to row `stride` floats; weights take their place if `halves` is NULL */
+    float *scores; /* rows are `stride` floats apart; overwritten by the weights if `halves` is NULL */
     int64_t stride;
-    char *halves; /* weights as bfloat16, from row to row `row_bytes`, from HALVES keys to the next `step` */
+    char *halves; /* bfloat16 weights; rows are `row_bytes` apart, and each HALVES keys `step` bytes */
     int64_t row_bytes, step;
     struct {
-        int64_t from, to; /* keys that it sees, of the tile's */
+        int64_t from, to; /* the tile's keys that the row sees */
     } seen[MOST_WEIGHED];
     softmax_state *states;
-    float factors[MOST_WEIGHED]; /* what sums of earlier tiles must be multiplied by */
+    float factors[MOST_WEIGHED]; /* multiply the sums of earlier tiles by these */
 } score_rows;
 
-/* What the rows [start, start + num_rows) of a piece see of a tile's keys, from `skip` on. */
+/* Find which of a tile's keys from `skip` on are seen by the piece's rows [start, start + num_rows). */
 INLINE void find_seen(const attention_call *c, const piece *p, int64_t tile, int64_t skip, int64_t start,
                       int64_t num_rows, score_rows *rows) {
     int64_t group = c->num_heads / c->num_kv_heads, first = p->end - p->num_tokens;

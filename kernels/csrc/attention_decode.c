@@ -1,21 +1,21 @@
-/* One query token of one KV head's group over a span of its keys. Bound by reading the cache.
+/* Attention of one query token, for one KV head's group, over a span of keys. Bound by reading the cache.
  *
- * A cache lies in blocks, each somewhere else: what is read next is asked for in time, its pages first.
+ * Blocks are scattered in memory, so the next ones are prefetched, their pages first.
  * Refuses to know: other requests, how spans are joined.
  */
 #include "attention.h"
 
 #define GROUP 4   /* heads that read a key together */
-#define KEYS 32  /* that are read head after head while they stay in L1, and as many are fetched */
-#define KEYS8 64 /* of float8; both divide TILE */
+#define KEYS 32  /* keys that stay in L1 while all heads read them; as many are fetched ahead */
+#define KEYS8 64 /* the same for float8; both divide TILE */
 #define BLOCKS (KEYS / LANES < 4 ? KEYS / LANES : 4) /* vectors of keys whose scores are summed in registers */
-#define WIDTH (LANES / 2)                            /* vectors of a value that are */
+#define WIDTH (LANES / 2)                            /* vectors of a value that are summed in registers */
 #define LINE 64                                      /* bytes that are fetched together */
 
 typedef struct {
     float *query; /* [group, padded], scaled; or pairs of bfloat16, not scaled, [group, padded] */
     float *sums;  /* [group, padded_value] */
-    float *scores; /* [group, TILE] of this tile, in place weights, or pairs of them */
+    float *scores; /* [group, TILE], this tile's scores, then its weights or pairs of weights */
     softmax_state *states;
     int64_t group;
     int64_t padded, padded_value; /* head_dim and value_dim rounded up to whole vectors */
@@ -32,12 +32,12 @@ INLINE void fetch_part_of(const row_list *rows, int64_t i, int64_t offset) {
     __builtin_prefetch((const char *)row_of(*rows, i) + offset, 0, 3);
 }
 
-/* The elements [j, j + returned) of LANES keys at `rows`, as columns whose lanes are keys: one element each, or
- * a pair of bfloat16. */
+/* Load elements of LANES keys at `rows` from element j on, as columns whose lanes are keys: one element each, or
+ * a pair of bfloat16. Return the number of elements. */
 INLINE int64_t take_columns(int type, int paired, int pairs, const void *const *rows, int64_t j, vec *columns) {
     vec key[LANES];
 #if DOTS_HALVES
-    if (type == FLOAT8 && paired) { /* four in a lane, of which each becomes 16 bits */
+    if (type == FLOAT8 && paired) { /* each lane holds four numbers, which become 16 bits each */
         const __m512i first = _mm512_set4_epi32((int)0x800d800c, (int)0x80098008, (int)0x80058004, (int)0x80018000);
         const __m512i second = _mm512_add_epi8(first, _mm512_set1_epi32(0x00020002));
         load_columns(rows, j, key);
@@ -112,10 +112,10 @@ INLINE void score_block(int type, int paired, const decode_state *d, int heads, 
         for (int b = 0; b < blocks; b++) store(scores + h * TILE + b * LANES, sum[h][b]);
 }
 
-/* Scores of `num` keys, whole vectors of them, for `heads` heads from `head` on. */
+/* Compute the scores of `num` keys, in whole vectors, for `heads` heads from `head` on. */
 INLINE void score_keys(int type, int paired, const decode_state *d, int64_t head, int heads,
                        const void *const *rows, const row_list *fetch, int64_t num, float *scores) {
-    /* As many chains of sums as hide the latency of one. */
+    /* Use enough chains of sums to hide their latency. */
     const int blocks = heads == 1 ? BLOCKS : 2;
     const float *query = d->query + head * d->padded;
     const row_list *ahead = head == 0 ? fetch : NULL;
@@ -127,9 +127,8 @@ INLINE void score_keys(int type, int paired, const decode_state *d, int64_t head
         score_block(type, paired, d, heads, 1, query, rows + i, ahead, i, scores + i);
 }
 
-/* sums[h] += sum over keys of weights[h][key] * value, key by key, or pair by pair (a last key has
- * anybody for its neighbour, of weight 0), for one head or a pair of heads and `width` vectors of a value
- * from its number j on. */
+/* sums[h] += sum over keys of weights[h][key] * value, key by key or pair by pair (a last single key is paired
+ * with any key of weight 0), for one or two heads and `width` vectors of a value from its number j on. */
 INLINE void add_part(int type, int paired, int width, const decode_state *d, int heads, float *sums,
                      const float *weights, row_list values, const row_list *fetch, int64_t num, int64_t j) {
     const int step = paired ? 2 : 1;
@@ -184,7 +183,7 @@ INLINE void add_values(int type, int paired, const decode_state *d, int heads, f
         add_part(type, paired, least, d, heads, sums, weights, values, fetch, num, j);
 }
 
-/* Scores of `num` keys, whole vectors of them, for all heads. */
+/* Compute the scores of `num` keys, in whole vectors, for all heads. */
 INLINE void score_all(int type, int paired, const decode_state *d, const void *const *rows,
                       const row_list *fetch, int64_t num, float *scores) {
     for (int64_t h = 0; h < d->group; h += GROUP) {
@@ -200,7 +199,7 @@ INLINE void score_all(int type, int paired, const decode_state *d, const void *c
     }
 }
 
-/* The weighted values of `num` keys, for all heads. */
+/* Add the weighted values of `num` keys, for all heads. */
 INLINE void add_all(int type, int paired, const decode_state *d, row_list values, const row_list *fetch,
                     int64_t num, const float *weights) {
     for (int64_t h = 0; h < d->group; h += 2) {
@@ -218,8 +217,8 @@ typedef struct {
     void (*add)(const decode_state *, row_list, const row_list *, int64_t, const float *);
 } loops;
 
-/* One copy of these loops for each type that is read: they are called once in KEYS keys or KEYS8, and take
- * most of the time that this file takes to compile. */
+/* One copy of these loops per element type: a call costs little, once in KEYS or KEYS8 keys, and the loops take
+ * most of this file's time to compile. */
 #define LOOPS_OF(name, type, paired) \
     static __attribute__((noinline)) void score_##name(const decode_state *d, const void *const *rows, \
                                                        const row_list *fetch, int64_t num, float *scores) { \
@@ -250,8 +249,8 @@ static loops loops_of(int type, int paired) {
                               : of_float8;
 }
 
-/* Fetches a line of each block of a tile, so that the CPU looks up where its page is before it is needed, and for
- * many blocks at once: a prefetch into a page that is still looked up holds up the instructions behind it. */
+/* Prefetch a line of each block of a tile, so that the CPU looks up many pages at once and early: a prefetch
+ * into a page whose address is not known yet delays the instructions after it. */
 static void find_pages(const attention_call *c, const piece *p, int64_t tile) {
     for (int64_t i = max64(tile, p->begin); i < min64(p->end, tile + TILE); i += c->block_size) {
         const char *key = cache_row(c, p, i, 0);
@@ -260,7 +259,7 @@ static void find_pages(const attention_call *c, const piece *p, int64_t tile) {
     }
 }
 
-/* Into the output, or into `partial` ([group, 2 + padded]) where there are more spans. */
+/* Store the result in the output, or in `partial` ([group, 2 + padded]) if the decode has several spans. */
 static void finish(const attention_call *c, const piece *p, const decode_state *d, float *partial) {
     for (int64_t h = 0; h < d->group; h++) {
         float *sums = d->sums + h * d->padded_value;
@@ -278,8 +277,8 @@ static void finish(const attention_call *c, const piece *p, const decode_state *
     }
 }
 
-/* Copies of `num` rows, `dim` numbers of each, for whoever cannot read them where they are: floats, or of
- * bfloat16. `fetch` is what is read next, unless NULL. */
+/* Copy `num` rows of `dim` numbers, as floats or bfloat16, if they cannot be read in place. `fetch`: rows to
+ * prefetch, or NULL. */
 INLINE void copy_rows(int paired, int64_t dim, int cache_type, int64_t padded, row_list rows, const row_list *fetch,
                       int64_t num, float *copies, const void **copied) {
     for (int64_t i = 0; i < num; i++, copies += padded) {
@@ -293,7 +292,7 @@ INLINE void copy_rows(int paired, int64_t dim, int cache_type, int64_t padded, r
     }
 }
 
-/* The heads' queries, see decode_state. */
+/* Load the heads' queries, see decode_state. */
 INLINE void take_query(int type, int paired, const attention_call *c, const piece *p, decode_state *d) {
     for (int64_t h = 0; h < d->group; h++) {
         int64_t from = (p->row * c->num_heads + p->kv_head * d->group + h) * c->head_dim;
@@ -307,13 +306,13 @@ INLINE void take_query(int type, int paired, const attention_call *c, const piec
     }
 }
 
-/* The scores [skip, num) of a tile become weights, and what earlier tiles gave is scaled. */
+/* Turn a tile's scores [skip, num) into weights, and scale the sums of earlier tiles. */
 INLINE void weigh_tile(int paired, const attention_call *c, const decode_state *d, int64_t skip,
                        int64_t num) {
     for (int64_t start = 0; start < d->group; start += MOST_WEIGHED) {
         int64_t heads = min64(MOST_WEIGHED, d->group - start);
         float *scores = d->scores + start * TILE;
-        /* Halves lie in place: none is written beyond the scores that were read. */
+        /* The halves overwrite the scores in place, never ahead of the scores still to be read. */
         score_rows s = {scores, TILE, paired ? (char *)scores : NULL, TILE * sizeof(float), ROW_BYTES};
         s.states = d->states + start;
         for (int64_t h = 0; h < heads; h++) s.seen[h].from = skip, s.seen[h].to = num;
@@ -339,7 +338,7 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
     memset(query, 0, sizeof query);
     for (int64_t h = 0; h < group; h++) states[h] = EMPTY_STATE;
     take_query(type, paired, c, p, &d);
-    /* A vector would read the neighbour's, or nobody's, memory. */
+    /* A whole vector would read memory beyond the row. */
     int64_t column = paired && cache_type == FLOAT8 ? 4 * LANES : whole;
     int copies = c->head_dim % column != 0 || c->value_dim % whole != 0;
     const int64_t together = cache_type == FLOAT8 ? KEYS8 : KEYS;
@@ -351,7 +350,7 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
     for (int64_t tile = p->begin / TILE * TILE; tile < p->end; tile += TILE) {
         int64_t skip = max64(0, p->begin - tile), num = min64(TILE, p->end - tile);
         find_keys(c, p, tile, 0, TILE + together, keys);
-        /* What is read after this tile. */
+        /* The rows that are read after this tile. */
         const piece *then = tile + TILE < p->end ? p : next;
         int64_t then_tile = then == p ? tile + TILE : then ? then->begin / TILE * TILE : 0;
         if (then) {

@@ -10,18 +10,18 @@ typedef struct {
     float *query;  /* [slice of head_dim][row][X_STRIDE], scaled */
     float *keys;   /* per panel of TILE: [head_dim][PANEL] */
     float *values; /* per panel of padded values: [TILE][PANEL] */
-    float *scores; /* of one block of rows: [row][X_STRIDE], in place weights */
-    float *sums;   /* of this span; per block of rows: [padded / PANEL][row of its room][PANEL] */
-    float *joined; /* of all spans before it, where there are any; likewise */
+    float *scores; /* one block of rows: [row][X_STRIDE], overwritten by the weights */
+    float *sums;   /* this span's sums; per block of rows: [padded / PANEL][row of its room][PANEL] */
+    float *joined; /* sums of all earlier spans, in the same layout */
     softmax_state *states, *joined_states; /* [num_rows] */
     /* In pairs, query and keys are [step of HALVES][row][HALVES], and per panel of TILE [pair of
      * elements][PANEL][2]; values are [pair of keys][PANEL][2] per panel; and there are */
-    char *weights; /* of one block of rows: [step of HALVES keys][MOST_ROWS][HALVES] */
+    char *weights; /* one block of rows: [step of HALVES keys][MOST_ROWS][HALVES] */
 } tiles;
 
-#define MOST_ROWS TILED_ROWS /* of a block; by pairs and in float MAX_ROWS */
+#define MOST_ROWS TILED_ROWS /* most rows of a block; without matrices, MAX_ROWS */
 
-/* Rows whose scores are kept at a time, and as many as their sums have memory for. */
+/* Rows whose scores are kept at a time; `room`: rows that their sums have memory for. */
 typedef struct {
     int64_t start, rows, room;
 } row_block;
@@ -29,14 +29,14 @@ typedef struct {
 INLINE int64_t num_blocks(const attention_call *c, int64_t count) {
     return ceil_div(count, in_tiles(c) ? TILED_ROWS : MAX_ROWS);
 }
-/* Matrices are whole, whatever the rows; others are of nearly equal size. */
+/* Return the i-th block of rows. With matrices, blocks have TILED_ROWS rows; without, nearly equal sizes. */
 INLINE row_block block_of(const attention_call *c, int64_t count, int64_t i) {
     if (in_tiles(c)) return (row_block){i * TILED_ROWS, min64(TILED_ROWS, count - i * TILED_ROWS), TILED_ROWS};
     int64_t start = count * i / num_blocks(c, count), rows = count * (i + 1) / num_blocks(c, count) - start;
     return (row_block){start, rows, rows};
 }
 
-/* Of a value, filled up to whole panels. */
+/* Return value_dim rounded up to whole panels. */
 INLINE int64_t padded_dim(const attention_call *c) { return ceil_div(c->value_dim, PANEL) * PANEL; }
 INLINE int64_t num_slices(const attention_call *c) { return ceil_div(c->head_dim, MAX_DEPTH); }
 INLINE int64_t max_rows(const attention_call *c) {
@@ -44,7 +44,7 @@ INLINE int64_t max_rows(const attention_call *c) {
 }
 
 INLINE int64_t key_steps(const attention_call *c) { return ceil_div(c->head_dim, HALVES); }
-/* From a step of queries to the next, in bytes: not as many as a page has, or some pages. */
+/* Return the bytes from one step of queries to the next; no multiple of a page, which would share cache sets. */
 INLINE int64_t query_step(const attention_call *c) { return (max_rows(c) + 8) * ROW_BYTES; }
 
 static float *place(const attention_call *c, float *at, tiles *t) {
@@ -71,7 +71,7 @@ INLINE void scale_panel(float *sums, float factor) {
     store(sums + LANES, load(FLOAT32, sums, LANES) * factor);
 }
 
-/* LANES keys at `rows` into columns of a panel. */
+/* Pack LANES keys at `rows` into columns of a panel. */
 INLINE void pack_keys(int type, const attention_call *c, const void *const *rows, float *to) {
     int64_t whole = c->head_dim - c->head_dim % LANES;
     for (int64_t j = 0; j < whole; j += LANES) {
@@ -87,7 +87,7 @@ INLINE void pack_keys(int type, const attention_call *c, const void *const *rows
     }
 }
 
-/* Keys and values [skip, num) of a tile into panels. */
+/* Pack a tile's keys and values [skip, num) into panels. */
 INLINE void pack_tile(int type, const attention_call *c, const tiles *t, const void *const *keys, int64_t skip,
                       int64_t num) {
     int64_t dim = c->head_dim, padded = padded_dim(c);
@@ -104,7 +104,7 @@ INLINE void pack_tile(int type, const attention_call *c, const tiles *t, const v
 
 #if DOTS_HALVES
 
-/* As pack_keys, in pairs of elements. */
+/* Pack keys like pack_keys, in pairs of elements. */
 INLINE void pair_keys(int type, const attention_call *c, const void *const *keys, float *to) {
     int64_t room = key_steps(c) * HALVES;
     uint16_t copies[LANES][room];
@@ -117,7 +117,7 @@ INLINE void pair_keys(int type, const attention_call *c, const void *const *keys
     }
 }
 
-/* As pack_tile; values beside those of the tile are 0 in steps that it has a part of. */
+/* Pack a tile like pack_tile; steps that the tile fills only in part are padded with values of 0. */
 INLINE void pair_tile(int type, const attention_call *c, const tiles *t, const void *const *keys, int64_t skip,
                       int64_t num) {
     int64_t padded = padded_dim(c), room = key_steps(c) * HALVES;
@@ -139,8 +139,8 @@ INLINE void pair_tile(int type, const attention_call *c, const tiles *t, const v
     }
 }
 
-/* tile [rows of a block, PANEL] = x @ w, by matrices or by pairs; where there are factors, what it had, times
- * a row's, is added. */
+/* tile [rows of a block, PANEL] = x @ w, by matrices or by pairs; with factors, add the old tile times each row's
+ * factor. */
 INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *x, int64_t x_step,
                            int64_t num_steps, float *tile, int64_t stride, const float *factors) {
     const int accumulate = factors != NULL;
@@ -160,12 +160,12 @@ INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *
     pairs_product(rows, BFLOAT16, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, factors, nothing);
 }
 
-/* As attend_block. */
+/* Attend like attend_block, with bfloat16 products. */
 INLINE void attend_pairs(int tiled, const attention_call *c, const piece *p, const tiles *t, row_block b,
                          int64_t tile, int64_t skip, int64_t num) {
     int64_t group = c->num_heads / c->num_kv_heads, padded = padded_dim(c), steps = key_steps(c);
     int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
-    num = min64(num, first + (b.start + b.rows - 1) / group + 1 - tile); /* what any row may see */
+    num = min64(num, first + (b.start + b.rows - 1) / group + 1 - tile); /* keys that any row may see */
     if (num <= skip) return;
     int64_t begin = skip / HALVES * HALVES, end = ceil_div(num, HALVES) * HALVES;
     for (int64_t q = begin; q < num; q += PANEL)
@@ -187,7 +187,7 @@ INLINE void attend_pairs(int tiled, const attention_call *c, const piece *p, con
     }
 }
 
-/* A part of the keys and values of the next tile into L2, while one of so many blocks of rows is computed. */
+/* Prefetch a part of the next tile's keys and values into L2, one part per block of rows. */
 INLINE void fetch_part(const attention_call *c, const void *const *keys, int64_t part, int64_t of) {
     for (int64_t i = TILE * part / of; i < TILE * (part + 1) / of; i++) {
         for (int64_t n = 0; n < c->head_dim * size_of(c->cache_type); n += 64) fetch_into(2, (const char *)keys[i] + n);
@@ -196,7 +196,7 @@ INLINE void fetch_part(const attention_call *c, const void *const *keys, int64_t
     }
 }
 
-/* All rows over the keys [skip, num) of the tile that begins at `tile`. */
+/* Attend with all rows to the keys [skip, num) of the tile that begins at `tile`. */
 static void attend_tile(const attention_call *c, const piece *p, const tiles *t, const void *const *next,
                         int64_t count, int64_t tile, int64_t skip, int64_t num) {
 #if HAS_TILES
@@ -214,9 +214,9 @@ static void attend_tile(const attention_call *c, const piece *p, const tiles *t,
     }
 }
 
-#define TOKENS_AHEAD 16 /* whose queries are fetched: each lies in a page of its own */
+#define TOKENS_AHEAD 16 /* tokens whose queries are prefetched: each is in a page of its own */
 
-/* Queries as attend_pairs wants them. */
+/* Pack queries for attend_pairs. */
 INLINE void order_queries(const attention_call *c, const piece *p, const tiles *t, int64_t count) {
     int64_t group = c->num_heads / c->num_kv_heads, room = key_steps(c) * HALVES, step = query_step(c);
     uint16_t copy[room];
@@ -233,13 +233,13 @@ INLINE void order_queries(const attention_call *c, const piece *p, const tiles *
 
 #endif
 
-/* One block of rows over the keys [skip, num) of the tile that begins at `tile`. */
+/* Attend with one block of rows to the keys [skip, num) of the tile that begins at `tile`. */
 static void attend_block(const attention_call *c, const piece *p, const tiles *t, row_block b,
                          int64_t tile, int64_t skip, int64_t num) {
     int64_t group = c->num_heads / c->num_kv_heads, dim = c->head_dim, padded = padded_dim(c);
     int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
     fetch nothing = {(const char *)t->keys, 0};
-    num = min64(num, first + (b.start + b.rows - 1) / group + 1 - tile); /* what any row may see */
+    num = min64(num, first + (b.start + b.rows - 1) / group + 1 - tile); /* keys that any row may see */
     if (num <= skip) return;
     for (int64_t q = skip / PANEL * PANEL; q < num; q += PANEL)
         for (int64_t s = 0; s < num_slices(c); s++) {
@@ -261,11 +261,10 @@ static void attend_block(const attention_call *c, const piece *p, const tiles *t
     }
 }
 
-/* Where row r of a block has its sums: in padded / PANEL panels, from each to the next as many floats
- * as PANEL times the block's room. */
+/* Return the sums of row r of a block: padded / PANEL panels, PANEL * room floats apart. */
 INLINE int64_t sums_of(int64_t padded, row_block b, int64_t r) { return b.start * padded + r * PANEL; }
 
-/* All rows over one span, whose end is `end`. */
+/* Attend with all rows to one span, which ends at `end`. */
 INLINE void attend_span(int type, int cache_type, const attention_call *c, const piece *p, const tiles *t,
                         int64_t count, int64_t begin, int64_t end) {
     row_block last = block_of(c, count, num_blocks(c, count) - 1);
@@ -288,7 +287,7 @@ INLINE void attend_span(int type, int cache_type, const attention_call *c, const
     }
 }
 
-/* The span that was attended to joins those before it. */
+/* Join the finished span to the earlier ones. */
 static void join_span(const attention_call *c, const tiles *t, int64_t count) {
     int64_t padded = padded_dim(c);
     for (int64_t i = 0; i < num_blocks(c, count); i++) {
@@ -305,7 +304,7 @@ static void join_span(const attention_call *c, const tiles *t, int64_t count) {
     }
 }
 
-/* What a span of a decode gave, per head, as decodes leave it. */
+/* Store a decode's result of a span, per head, in the layout of attention_decode.c. */
 static void leave_partial(const attention_call *c, const tiles *t, int64_t count, float *partial) {
     int64_t padded = padded_dim(c);
     for (int64_t i = 0; i < num_blocks(c, count); i++) {
@@ -367,7 +366,7 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
     }
 }
 
-/* `partial`: where a decode leaves its span if it has more of them ([group, partial_size]), or NULL. */
+/* `partial`: [group, partial_size], the result of a decode that has several spans; otherwise NULL. */
 void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch, float *partial) {
     if (c->cache_type == FLOAT8 && c->type == BFLOAT16)
         prompt(BFLOAT16, FLOAT8, c, p, scratch, partial);

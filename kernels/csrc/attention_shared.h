@@ -1,8 +1,8 @@
-/* Queries of many heads that read the same keys: which calls they are, and their two ways to sum.
+/* Attention of many heads that share keys: which calls take this path, and its two ways to sum.
  *
- * Few heads wait for the memory that keys come from; many (of latents, all) wait for products. These
- * are taken where the keys lie, by matrices (bfloat16, AMX) or along head_dim (float32), instead of
- * packing the keys first. A prompt's rows and a decode's go one way: they have the same bits.
+ * With few heads per key, reading memory takes the time; with many (with latents, all), products do.
+ * Here the keys are multiplied in place, by matrices (bfloat16, AMX) or along head_dim (float32),
+ * without being packed first. Prompts and decodes take the same path, so they have the same bits.
  * Refuses to know: pieces, threads.
  */
 #ifndef BATON_ATTENTION_SHARED_H
@@ -10,8 +10,8 @@
 
 #include "attention.h"
 
-#define SHARED_GROUP 8 /* heads that share a key, from which packing it costs more than reading it */
-#define WIDE_HEAD 256  /* numbers of a key, from which adding up a vector's lanes costs little */
+#define SHARED_GROUP 8 /* fewest heads per key for which packing keys costs more than it saves */
+#define WIDE_HEAD 256  /* smallest head_dim for which adding up a vector's lanes costs little */
 
 INLINE int64_t group_of(const attention_call *c) { return c->num_heads / c->num_kv_heads; }
 
@@ -32,7 +32,7 @@ INLINE int is_shared(const attention_call *c) { return is_shared_in_tiles(c) || 
 INLINE int decodes_shared(const attention_call *c) { return in_tiles(c) || is_shared_in_lanes(c); }
 
 int64_t shared_scratch_bytes(const attention_call *c);
-/* As baton_attend_prompt, of such a call. */
+/* Compute a piece like baton_attend_prompt; the call must be shared. */
 void baton_attend_shared(const attention_call *c, const piece *p, float *scratch, float *partial);
 
 #endif

@@ -1,7 +1,7 @@
 /* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] of codes (codes.h), by matrices of bytes (AMX).
  *
- * The same bits as products of rows: sums within a group are exact either way, groups are added alike.
- * Weights are unpacked once for all rows of a chunk: matrices take whole bytes, without an offset.
+ * Results have the same bits as in codes.h: sums within a group are exact, and groups are added in the same
+ * order. Codes are unpacked to bytes without an offset, once for all rows of a chunk, as AMX needs bytes.
  * Refuses to know: where x and w come from, threads.
  */
 #ifndef BATON_CODE_TILES_H
@@ -16,14 +16,14 @@
 #define TILES_OF_CODES 0
 #endif
 
-/* Rows from which matrices are filled well enough. */
+/* Fewest rows for which AMX matrices are full enough to pay off. */
 #define TILED_FROM 16
-/* Groups whose sums are kept at a time: 16 KiB of L1, beside 4 to 8 of weights. */
+/* Groups whose sums are kept at a time: they take 16 KiB of L1, and the weights 4 to 8 KiB. */
 #define TILED_GROUPS 4
 
 #if TILES_OF_CODES
 
-/* Some inputs of a panel as numbers of 8 bits without their offset: [input / 4][PANEL][4]. */
+/* Unpack a panel's codes of `num_inputs` inputs to bytes without offset: [input / 4][PANEL][4]. */
 INLINE void unpack_codes(int type, int32_t offset, const uint8_t *w, int64_t num_inputs, const char *fetched,
                          uint8_t *to) {
     const int bits = bits_of(type);
@@ -41,7 +41,7 @@ INLINE void unpack_codes(int type, int32_t offset, const uint8_t *w, int64_t num
         }
 }
 
-/* A group's sums of `matrices` x 16 rows: [row][PANEL]. */
+/* Sum one group for `matrices` x 16 rows: sums [row][PANEL]. */
 INLINE void multiply_group(int matrices, int is_signed, const uint8_t *w, const char *x, int32_t *sums) {
     const int64_t x_pitch = numbers_bytes(8);
     int32_t *others = sums + TILE_ROWS * PANEL;
@@ -77,8 +77,8 @@ INLINE void multiply_group(int matrices, int is_signed, const uint8_t *w, const 
     }
 }
 
-/* The rows' tiles += their sums of `blocks` x `groups` groups (constants), as what they stand for; see
- * add_group. Fetches numbers of the rows TILED_ROWS further down, which come next. */
+/* Scale the sums of `blocks` x `groups` groups (constants) and add them to the rows' tiles, like add_group.
+ * Prefetches the next TILED_ROWS rows. */
 INLINE void add_groups(int blocks, int groups, int has_scales, int has_minima, int64_t rows, int64_t x_step,
                        const float *scales, const float *minima, code_rows x, const int32_t *sums, float *tile) {
     for (int64_t r = 0; r < rows; r++, sums += PANEL, tile += PANEL) {
@@ -124,7 +124,7 @@ INLINE void add_blocks(int blocks, int groups, const code_slice *c, int64_t firs
         add_groups(blocks, groups, 0, 0, rows, c->x_step, scales, minima, x, sums, tile);
 }
 
-/* All blocks at once where there are as many as can be, else one by one: the same sums. */
+/* Add all blocks at once if TILED_GROUPS groups are there, else one by one, with the same result. */
 INLINE void add_sums(int groups, const code_slice *c, int64_t rows, code_rows x, const int32_t *sums, float *tile) {
     if (c->num_blocks == TILED_GROUPS / groups) {
         add_blocks(TILED_GROUPS / groups, groups, c, 0, rows, x, sums, tile);

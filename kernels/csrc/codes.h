@@ -1,13 +1,13 @@
-/* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] in whole numbers: w is kept as codes of 8 or
- * 4 bits, x is rounded to 8 bits when it comes, and the CPU adds products of bytes.
+/* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] in integers: w is stored as codes of 8 or
+ * 4 bits, x is rounded to 8 bits, and the CPU sums products of bytes.
  *
- * A weight is (code - 2^(bits - 1)) * scale, its scale that of its output or of a group of its
- * inputs; or code * scale + minimum, where its group has a minimum: it is multiplied by the sum of
- * the group's inputs. Codes of e2m1 are places in a table of what is multiplied by a scale.
- * A row of x is cut into blocks of BLOCK inputs. Inputs that meet one group of weights share a scale, at
- * most BLOCK: the largest of them becomes 127 (symmetric). So a row's numbers never depend on its company. The sum
- * within a group is exact; groups and blocks are added in order, in float. Where inputs are `fine`, a row of x
- * becomes two rows: the rounded numbers, and the remainders, rounded likewise.
+ * A weight is (code - 2^(bits - 1)) * scale; the scale belongs to an output or to a group of its inputs.
+ * In a group with a minimum a weight is code * scale + minimum, and the minimum is multiplied by the sum
+ * of the group's inputs. Codes of e2m1 are indexes into a table of values.
+ * A row of x is cut into blocks of BLOCK inputs. The inputs of one group of weights, BLOCK at most, share a
+ * scale that makes the largest one 127 (symmetric); other rows do not matter. The sum within a group is exact;
+ * groups and blocks are added in order, in float. With `fine`, a row of x becomes two rows: the rounded
+ * numbers, and the remainders, rounded in the same way.
  * Refuses to know: where x and w come from, threads.
  */
 #ifndef BATON_CODES_H
@@ -18,7 +18,7 @@
 #include <arm_neon.h>
 #endif
 
-/* Without an instruction for four products of bytes, AVX2 adds pairs of 16 bits. */
+/* 1: an instruction sums four products of bytes. 0: AVX2 sums pairs of 16-bit products instead. */
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
 #define ADDS_FOUR 1
 #elif !defined(__AVX512F__) || defined(__AVX512BW__)
@@ -27,70 +27,70 @@
 #define ADDS_FOUR 1
 #endif
 
-/* Most inputs that share a scale. A scale for every group of 16 or 32 weights costs nothing: the group's sum
- * is multiplied by a scale anyway. */
+/* Most inputs that share a scale. One scale per 16 or 32 weights costs no more: each group's sum is
+ * multiplied by a scale anyway. */
 #define BLOCK 64
-#define SUMMED 16 /* inputs whose sum is known: no group is smaller */
+#define SUMMED 16 /* smallest group of inputs with a sum of its own */
 #if ADDS_FOUR
 #define SPAN BLOCK
 #define SPAN_E2M1 BLOCK
 #else
-#define SPAN 32      /* codes of 4 bits that the sums of 16 bits hold: 2 * 8 * 15 * 127 < 2^15 */
+#define SPAN 32      /* most 4-bit codes that a 16-bit sum can hold: 2 * 8 * 15 * 127 < 2^15 */
 #define SPAN_E2M1 16 /* 2 * 4 * 24 * 127 < 2^15 */
 #endif
 
-/* Rows at a time, at the most: two sums each, and what the products need beside them, fill the registers. */
+/* Most rows at a time: two sums for each, and the operands, fill the registers. */
 #if ADDS_FOUR
 #define CODE_ROWS MAX_ROWS
 #else
 #define CODE_ROWS (LANES == 16 ? 10 : 4)
 #endif
-/* Whether the tile's rows stay in registers beside the sums of a group, which are added to them. That leaves room
- * for half as many rows at a time; codes of 4 bits, unpacked for each of them anew, would lose more than it saves. */
+/* Whether the tile's rows stay in registers beside a group's sums. This halves the rows at a time, so it does
+ * not pay for codes of 4 bits, which would be unpacked twice as often. */
 #define KEEPS_TILE(bits) (ADDS_FOUR && LANES == 16 && (bits) == 8)
-#define FEW_ROWS (LANES == 16 ? 4 : 0) /* have room for it in any case */
+#define FEW_ROWS (LANES == 16 ? 4 : 0) /* up to so many rows, the tile always fits into registers */
 
 typedef uint8_t codes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 
-/* Beside a block of a row of x. In memory the numbers of all rows come first, then their headers: so
- * numbers begin where a line of the cache may. */
+/* Header of one block of a row of x. In memory all rows' numbers come before their headers, so that the
+ * numbers start on a cache line. */
 typedef struct {
-    /* For each group of weights, the scale by which the inputs that meet the group were divided. */
+    /* The scale of the inputs of each group of weights. */
     float scales[BLOCK / SUMMED];
-    /* Where groups have minima, the sum of the rounded inputs, a float. Else the start value of a sum of
-     * products with codes, which cancels the codes' offset. */
+    /* If groups have minima: the sum of the group's rounded inputs, a float. Otherwise: the start value of the
+     * group's sum, which cancels the codes' offset. */
     int32_t groups[BLOCK / SUMMED];
 } block_header;
 
 INLINE vec to_float(vec_i32 x) { return __builtin_convertvector(x, vec); }
 
-/* 8 bits each, or 16 where pairs are multiplied. */
+/* Return the bytes of a rounded input: 1, or 2 if pairs of 16 bits are multiplied. */
 INLINE int64_t number_size(int bits) { return ADDS_FOUR || bits == 4 ? 1 : 2; }
 INLINE int64_t numbers_bytes(int bits) { return BLOCK * number_size(bits); }
 INLINE int64_t block_bytes(int bits) { return numbers_bytes(bits) + sizeof(block_header); }
 
-/* Blocks of some rows, the first of each. */
+/* The first block of some adjacent rows. */
 typedef struct {
     const char *numbers;
     const block_header *headers;
 } code_rows;
 
-/* Of the rows from `row` on, of so many that `blocks` has room for. */
+/* Return the blocks of the rows from `row` on; `room` is the number of rows in `blocks`. */
 INLINE code_rows rows_from(int bits, const char *blocks, int64_t room, int64_t row) {
     const char *headers = blocks + room * numbers_bytes(bits);
     return (code_rows){blocks + row * numbers_bytes(bits), (const block_header *)headers + row};
 }
 
-/* What a row of x must know of the weights: inputs of a group, of SUMMED, SPAN or BLOCK at the most,
- * and what has to be taken off their codes; 0 where groups have minima. */
+/* The weights' groups: inputs per group, BLOCK at most, and the offset to subtract from codes; 0 if groups
+ * have minima. */
 typedef struct {
     int64_t size;
     int32_t offset;
 } code_groups;
 
-/* Rounds a block's values. With `keep_rest`, `values` becomes the remainders. A pair of 16 bits holds a code and
- * the next but one, because even and odd bytes are the easiest to separate. */
+/* Round a block's values. With `keep_rest`, `values` becomes the remainders. In 16-bit form, inputs 1 and 2 of
+ * each four are swapped, as the codes' even and odd bytes are the easiest to separate. */
 INLINE void round_values(int bits, float *values, code_groups groups, int keep_rest, code_rows to) {
     int32_t numbers[BLOCK] __attribute__((aligned(64)));
     block_header *header = (block_header *)to.headers;
@@ -132,7 +132,7 @@ INLINE void round_values(int bits, float *values, code_groups groups, int keep_r
     }
 }
 
-/* Rounds a block of a row. With `fine`, the remainders are rounded in turn, into the row after `to`. */
+/* Round a block of a row; with `fine`, also round the remainders into the row after `to`. */
 INLINE void round_block(int bits, int type, const void *from, int64_t size, code_groups groups, int fine,
                         code_rows to) {
     float values[BLOCK] __attribute__((aligned(64))) = {0};
@@ -143,7 +143,7 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, code
     round_values(bits, values, groups, 0, to);
 }
 
-/* What codes of e2m1 stand for, twice, and OFFSET_E2M1 more, so that none has a sign. */
+/* Values of e2m1 codes, times 2, plus OFFSET_E2M1 so that none is negative. */
 #define OFFSET_E2M1 12
 #define TABLE_E2M1 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
 
@@ -155,7 +155,7 @@ INLINE int32_t offset_of(int type) {
     return type == CODES_E2M1 ? OFFSET_E2M1 : 1 << (bits_of(type) - 1);
 }
 
-/* The numbers that stand for codes of 4 bits. */
+/* Return the numbers of 4-bit codes: the codes themselves, or looked up for e2m1. */
 INLINE codes number_of(int type, codes w) {
     if (type != CODES_E2M1) return w;
 #if defined(__AVX512BW__)
@@ -191,7 +191,7 @@ INLINE vec_i32 dot4(vec_i32 sum, codes w, const char *x) {
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     return (vec_i32)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)vdupq_n_s32(four));
 #elif defined(__ARM_FEATURE_DOTPROD)
-    /* Signed codes only: 128 less each, which the sum of x gives back. */
+    /* This instruction needs signed bytes: subtract 128 from each code and add 128 * sum(x) at the end. */
     int8x16_t numbers = (int8x16_t)vdupq_n_s32(four);
     int32x4_t shift = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), numbers);
     int32x4_t products = vdotq_s32((int32x4_t)sum, (int8x16_t)(w ^ 128), numbers);
@@ -205,7 +205,7 @@ INLINE vec_i32 dot4(vec_i32 sum, codes w, const char *x) {
 #endif
 }
 
-/* sum[rows] += a span of codes times as much of x; `steps` vectors of codes per half panel. */
+/* sum[rows] += a span of codes times the matching inputs of x; a half panel has `steps` vectors of codes. */
 INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
     const int bits = bits_of(type);
@@ -250,7 +250,7 @@ INLINE vec_i32 spread(const char *x) {
     return four - (vec_i32){0};
 }
 
-/* sum[rows] += a span of codes times as much of x; `steps` vectors of codes per half panel. */
+/* sum[rows] += a span of codes times the matching inputs of x; a half panel has `steps` vectors of codes. */
 INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
     const int bits = bits_of(type);
@@ -301,22 +301,22 @@ INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_
 
 #endif
 
-/* Some blocks of a panel's codes, for all rows alike. */
+/* Some blocks of a panel's codes; the same for all rows. */
 typedef struct {
     int64_t num_blocks;
-    int64_t x_step; /* bytes from a block of x to the next */
+    int64_t x_step; /* bytes from one block of x to the next */
     code_groups groups;
-    const float *scales; /* [block][group][PANEL]; NULL: an output has one, left to do */
-    const float *minima; /* likewise, or NULL */
+    const float *scales; /* [block][group][PANEL]; NULL: one scale per output, applied later */
+    const float *minima; /* [block][group][PANEL], or NULL */
 } code_slice;
 
-/* The numbers that a group begins with in each row. */
+/* Set each row's sum of a group to its start value. */
 INLINE void start_sums(int rows, const block_header *headers, int64_t group, vec_i32 sum[][2]) {
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = headers[r].groups[group] - (vec_i32){0};
 }
 
-/* tile += the rows' sums of a group, as what they stand for; `kept`, unless NULL, are the rows of the tile. */
+/* Scale the rows' sums of a group and add them to `kept`, the tile's rows in registers; NULL: to `tile`. */
 INLINE void add_group(int rows, const block_header *headers, int64_t group, const float *scales,
                       const float *minima, vec_i32 sum[][2], float *tile, vec kept[][2]) {
     vec scale0 = splat(1), scale1 = splat(1);
@@ -349,7 +349,7 @@ INLINE void add_group(int rows, const block_header *headers, int64_t group, cons
 INLINE void codes_rows(int rows, int type, const uint8_t *w, code_rows x, code_slice c,
                        float *tile, fetch f) {
     const int bits = bits_of(type);
-    const int64_t step_codes = 32 / bits; /* of an output, in one vector of codes */
+    const int64_t step_codes = 32 / bits; /* an output's codes in one vector */
     const int64_t span = min64(span_of(type), c.groups.size), steps = span / step_codes;
     const float *scales = c.scales, *minima = c.minima;
     vec rows_of_tile[CODE_ROWS][2], (*kept)[2] = NULL;
@@ -391,7 +391,7 @@ INLINE void codes_rows(int rows, int type, const uint8_t *w, code_rows x, code_s
         }
 }
 
-/* Rows that codes of so many bits are multiplied with at a time. */
+/* Return the most rows at a time for codes of `bits` bits. */
 INLINE int code_rows_of(int bits) { return KEEPS_TILE(bits) ? CODE_ROWS / 2 : CODE_ROWS; }
 
 #define CODES_CASE(n) \

@@ -1,6 +1,6 @@
-/* Where the threads of a team run: the first ones on cores of their own, the others on lent ones.
+/* Pins the threads of a team: the first ones to the process's own cores, the others to borrowed ones.
  * Linux; elsewhere threads run where they like.
- * Refuses to know: who lends, and what is computed.
+ * Refuses to know: the lender, what is computed.
  */
 #if defined(__linux__)
 #define _GNU_SOURCE

@@ -1,8 +1,7 @@
 /* A mixture of experts: each token goes through few of many gated MLPs, and their results are added.
  *
- * Rows are sorted by expert, so that each weight is read once for all tokens that want it. Sums over
- * a token's experts run in the order in which the token has chosen them: what a token gets does not
- * depend on its company.
+ * Rows are sorted by expert, so that each weight is read once for all tokens that use it. A token's
+ * results are added in the order of its chosen experts, so they do not depend on the batch.
  * Refuses to know: how experts are chosen, how a linear layer is computed.
  */
 #include <string.h>
@@ -10,38 +9,38 @@
 #include "linear.h"
 #include "vectors.h"
 
-#define MOST_BYTES (64 << 20) /* of what is kept between the steps; more tokens are cut */
-#define JOBS_PER_THREAD 4     /* from which threads share jobs, not panels */
+#define MOST_BYTES (64 << 20) /* most bytes of intermediate results; more tokens are computed in slabs */
+#define JOBS_PER_THREAD 4     /* with as many jobs, each thread takes whole jobs instead of panels */
 
 enum { PACKED = 0, SHARED = 1, PLAN = 2 }; /* slots of scratch memory, PACKED as in linear.c */
 
 typedef struct {
-    linear_call gate_up, down; /* of the first expert; x, out and num_rows are set here */
+    linear_call gate_up, down; /* calls for the first expert; x, out and num_rows are set here */
     int64_t num_tokens, num_experts, top_k, hidden, num_threads, x_stride;
-    int64_t squares;      /* no gates: the middle's positive part is squared */
+    int64_t squares;      /* 1: no gate, the activation is relu(x)^2 */
     /* In both weights each expert's rows fill whole panels; the padding rows are 0. */
     const int64_t *ids;   /* [num_tokens, top_k] */
     const float *weights; /* [num_tokens, top_k] */
-    const void *x;        /* [num_tokens, hidden], of `gate_up.x_type`, as everything here */
-    const void *base;     /* [num_tokens, hidden], what is added to, or NULL */
-    const float *base_gate; /* [num_tokens], logits of how much of it, or NULL: all */
+    const void *x;        /* [num_tokens, hidden], of type `gate_up.x_type`, like base and out */
+    const void *base;     /* [num_tokens, hidden], added to the experts' sum, or NULL */
+    const float *base_gate; /* [num_tokens], base is scaled by its sigmoid; NULL: by 1 */
     void *out;            /* [num_tokens, hidden] */
 } experts_call;
 
-/* Rows of one expert that are multiplied at once: places [first, first + count) of the order. */
+/* Rows of one expert that are multiplied at once: order[first, first + count). */
 typedef struct {
     linear_call gate_up, down;
-    int64_t first, count, packed_at; /* the last: bytes, where panels are shared */
+    int64_t first, count, packed_at; /* packed_at: offset in bytes, if threads share panels */
 } job;
 
 typedef struct {
     int64_t num_rows, num_jobs;
     int64_t *order; /* rows by expert; row = token of the slab * top_k + place */
     job *jobs;
-    char *gathered, *middle, *results, *packed; /* results: by row, the others by place */
+    char *gathered, *middle, *results, *packed; /* results is indexed by row, the others by place in `order` */
 } plan;
 
-/* Values in a row between an expert's two products: `down.depth`, filled up to whole panels. */
+/* Return the size of an expert's hidden row: `down.depth` rounded up to whole panels. */
 static int64_t middle_size(const experts_call *c) { return c->gate_up.num_columns; }
 
 /* Sort the rows of the tokens from `token` on by expert, and cut them into jobs. */
@@ -87,7 +86,7 @@ static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *
         j->gate_up.x = p->gathered + j->first * c->hidden * size;
         j->gate_up.out = p->middle + j->first * middle_size(c) * size;
         j->down.x = j->gate_up.out;
-        /* Over the input, which has been read: then to where the row belongs. */
+        /* Overwrite the input, which is no longer needed; results are moved to their rows later. */
         j->down.out = (char *)j->gate_up.x;
     }
     return 0;
@@ -108,7 +107,7 @@ static void scatter(const experts_call *c, const plan *p, const job *j) {
         memcpy(p->results + p->order[j->first + i] * row_bytes, j->down.out + i * row_bytes, row_bytes);
 }
 
-/* The middle of a job, where it has no gates: as torch rounds it, once. */
+/* Apply relu(x)^2 to a job's hidden rows, rounded once like torch. */
 static void square_middle(const experts_call *c, const job *j) {
     int type = c->gate_up.x_type;
     if (!c->squares) return;
@@ -132,7 +131,7 @@ static int job_alone(const experts_call *c, const plan *p, int64_t token, const 
     return 0;
 }
 
-/* The panels [first, last) of all jobs' outputs, counted through; each job has `each`. */
+/* Compute the panels [first, last), counted over all jobs; each job has `each` panels. */
 static void panels_of_jobs(const plan *p, int is_down, int64_t each, int64_t first, int64_t last) {
     for (int64_t i = first / each; i * each < last; i++) {
         const job *j = &p->jobs[i];
@@ -141,7 +140,7 @@ static void panels_of_jobs(const plan *p, int is_down, int64_t each, int64_t fir
     }
 }
 
-/* All jobs by all threads, each of which computes some panels of them. */
+/* Compute all jobs with all threads, each of which takes some panels of every job. */
 static void jobs_together(const experts_call *c, const plan *p, int64_t token) {
     int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
     for (int is_down = 0; is_down <= 1; is_down++) {
@@ -180,7 +179,7 @@ INLINE void store_some(int type, void *to, int64_t index, vec x, int64_t count) 
     memcpy((void *)at(type, to, index), last, count * size_of(type));
 }
 
-/* out = base * sigmoid(gate) + the sum of a token's results; `at_token` is counted in the slab. */
+/* out = base * sigmoid(gate) + the sum of a token's results; `at_token` counts from the slab's first token. */
 static void add_up(const experts_call *c, const plan *p, int64_t token, int64_t at_token) {
     int type = c->gate_up.x_type;
     const float *weights = c->weights + (token + at_token) * c->top_k;

@@ -1,6 +1,6 @@
-/* Tiles of sums become rows of the output: scaled, with their bias, gated, rounded.
+/* Turns tiles of sums into rows of the output: scale, add the bias, gate, round.
  *
- * Refuses to know: how sums come about.
+ * Refuses to know: how sums are computed.
  */
 #ifndef BATON_FINISH_H
 #define BATON_FINISH_H
@@ -8,30 +8,30 @@
 #include "halves.h"
 #include "linear.h"
 
-/* Bytes of an output from which no cache keeps it until it is read. */
+/* Smallest output, in bytes, that no cache keeps until it is read. */
 #define PASSES_BY (1 << 20)
 
-/* Rows of a panel that are left to finish, one after another. */
+/* The rows of a panel that are not finished yet. */
 typedef struct {
     const linear_call *call;
-    int64_t column, row, ready; /* ready: so many rows have their sums */
-    float *tile, *up;          /* up: its partner's where the layer is gated, or NULL */
+    int64_t column, row, ready; /* ready: number of rows with complete sums */
+    float *tile, *up;          /* up: the gated half's tile, or NULL */
 } unfinished;
 
-/* Sums with what they still lack, the scales and bias of the columns from `column` of W on. */
+/* Return sums with the scales and bias of W's rows from `column` on applied. */
 INLINE vec adjusted(const linear_call *c, int64_t column, vec sums) {
     if (c->scales) sums *= load(FLOAT32, c->scales, column);
     if (c->bias) sums += load(FLOAT32, c->bias, column);
     return sums;
 }
 
-/* The gate of sums, times what it gates; each rounded on the way. */
+/* Return activation(sums) * up, with both rounded first. */
 INLINE vec gate_of(const linear_call *c, int type, vec sums, vec up) {
     vec gate = round_all(type, activate(c->gated, round_all(type, sums)));
     return gate * round_all(type, gated_half(c->gated, round_all(type, up)));
 }
 
-/* LANES sums and their neighbours: a line of bfloat16, or two of floats, where a vector is a line. */
+/* Store 2 * LANES sums; with 512-bit vectors they are one line of bfloat16 or two lines of floats. */
 INLINE void store_lines(int type, char *to, vec first, vec second, int passes_by) {
 #if DOTS_HALVES
     if (type == BFLOAT16) {
@@ -48,7 +48,7 @@ INLINE void store_lines(int type, char *to, vec first, vec second, int passes_by
     store_as(type, to, LANES, second);
 }
 
-/* Rows of a whole panel. */
+/* Finish rows of a whole panel. */
 INLINE void finish_whole(int type, unfinished *u, int64_t count) {
     const linear_call *c = u->call;
     int64_t step = c->out_stride * size_of(type);
@@ -69,7 +69,7 @@ INLINE void finish_whole(int type, unfinished *u, int64_t count) {
     }
 }
 
-/* Rows of a panel that the last columns do not fill, which has no gate. */
+/* Finish rows of the last, partial panel; such a layer has no gate. */
 INLINE void finish_part(int type, unfinished *u, int64_t count) {
     const linear_call *c = u->call;
     int64_t width = c->num_columns - u->column;
@@ -90,7 +90,7 @@ INLINE void finish_any(int type, unfinished *u, int64_t count) {
         finish_part(type, u, count);
 }
 
-/* The next `count` rows, or as many as are ready. Who has finished all calls finish_end, too. */
+/* Finish the next `count` rows, or those that are ready. After the last row, call finish_end. */
 static __attribute__((noinline)) void finish_rows(unfinished *u, int64_t count) {
     count = min64(count, u->ready);
     if (u->call->out_type == BFLOAT16)
@@ -103,7 +103,7 @@ static __attribute__((noinline)) void finish_rows(unfinished *u, int64_t count) 
     if (u->up) u->up += count * PANEL;
 }
 
-/* Other threads see what went past the cache. */
+/* Make streamed stores visible to other threads. */
 INLINE void finish_end(void) {
 #if DOTS_HALVES
     _mm_sfence();

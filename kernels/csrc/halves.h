@@ -1,8 +1,8 @@
-/* tile[rows, PANEL] (+)= x[rows, size] @ w[size, PANEL], all of it bfloat16, by instructions that
- * multiply such numbers and add in float: matrices of 16 x 32 (AMX), or pairs (AVX512-BF16).
+/* tile[rows, PANEL] (+)= x[rows, size] @ w[size, PANEL] in bfloat16, by instructions that multiply
+ * bfloat16 and add in float: matrices of 16 x 32 (AMX), or pairs (AVX512-BF16).
  *
- * The sum over `size` runs in order for every output, in steps of HALVES inputs that are counted
- * from the first, whatever the number of rows: a row's result does not depend on its company.
+ * Each output's sum over `size` runs in order, in steps of HALVES inputs counted from the first. So a
+ * row's result does not depend on which other rows are computed with it.
  * Refuses to know: where x and w come from, threads.
  */
 #ifndef BATON_HALVES_H
@@ -10,10 +10,10 @@
 
 #include "micro.h"
 
-/* Inputs of a step. A row's lie together: x is [step][row][HALVES]. */
+/* Inputs per step. x is [step][row][HALVES]. */
 #define HALVES 32
 #define ROW_BYTES (HALVES * 2)
-#define STEP_BYTES (HALVES * PANEL * 2) /* of w: [step][pair][PANEL][2] */
+#define STEP_BYTES (HALVES * PANEL * 2) /* a step of w: [step][pair][PANEL][2] */
 
 #if defined(__AVX512BF16__)
 #define DOTS_HALVES 1
@@ -28,9 +28,9 @@
 #endif
 
 #define TILE_ROWS 16
-#define TILED_ROWS (2 * TILE_ROWS) /* of two matrices: each part of w is read for both */
+#define TILED_ROWS (2 * TILE_ROWS) /* two matrices share each part of w */
 
-/* Whether the kernel lets this process use matrices: it saves 8 KiB more per thread, then. */
+/* Return whether Linux lets this process use AMX; threads then have 8 KiB more state to save. */
 int baton_has_tiles(void);
 
 #if HAS_TILES
@@ -41,8 +41,8 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-/* Registers 0 to 3 are sums, 4 and 5 first factors with so many bytes a row, 64 at the most, 6 and 7
- * second factors: 16 rows of 64 bytes but for this. Rows that a matrix lacks are computed in vain. */
+/* Configure the tile registers: 0 to 3 are sums, 4 and 5 first factors with `bytes` (64 at most) per row, 6 and
+ * 7 second factors with bytes / 4 rows. All others have 16 rows of 64 bytes; unused rows cost time only. */
 INLINE void tiles_begin(int64_t bytes) {
     uint16_t size = (uint16_t)bytes;
     uint8_t rows = (uint8_t)(bytes / 4);
@@ -51,12 +51,12 @@ INLINE void tiles_begin(int64_t bytes) {
         .row_bytes = {64, 64, 64, 64, size, size, 64, 64},
         .rows = {16, 16, 16, 16, 16, 16, rows, rows},
     };
-    /* Not _tile_loadconfig: GCC 12.2 holds that it reads 8 bytes, and may drop the others. */
+    /* Not _tile_loadconfig: GCC 12.2 assumes that it reads 8 bytes, and may drop the other stores. */
     __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
 INLINE void tiles_end(void) { _tile_release(); }
 
-/* What vectors do while matrices are multiplied, in as many pieces as there are steps; NULL: nothing. */
+/* Vector work done while matrices are multiplied, one piece per step; NULL: none. */
 typedef struct {
     void (*piece)(void *of, int64_t size);
     void *of;

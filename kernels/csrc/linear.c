@@ -11,30 +11,30 @@
 #include "finish.h"
 
 /* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
-#define MAX_CHUNK (30 * MAX_ROWS) /* rows of x that are packed at a time: all of them stay in L2 */
+#define MAX_CHUNK (30 * MAX_ROWS) /* most rows of x that are packed at a time, so that they stay in L2 */
 #define MIN_CHUNK (8 * MAX_ROWS)
 #define MOST_TILED ((MAX_CHUNK + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS)
 #define CHUNK_FLOATS (1 << 18)
-#define CHUNK_TILED (7 << 16) /* matrices take halves, or bytes */
-#define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
-#define CHUNKS 4 /* of a thread's rows: who is slowed down by others leaves some to the rest */
-#define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
+#define CHUNK_TILED (7 << 16) /* the same for AMX, which takes 2 bytes or 1 per number */
+#define BY_ROWS (8 * MAX_ROWS) /* with as many rows per thread, threads divide the rows instead of the panels */
+#define CHUNKS 4 /* chunks per thread, so that other threads can take some from a slow one */
+#define SERIAL_PRODUCTS (1 << 16) /* below, waking threads costs more than it saves */
 #define FETCH_AHEAD 8192 /* bytes of a stream that is read once */
-#define FETCH_NEXT 2048 /* of what matrices of a few rows read, into L1 */
-#define SUPER 256 /* inputs whose groups' scales have a factor in common */
-#define WIDEN_FROM 3 /* blocks of rows that pay for converting a slice of bf16 or int8 once */
-#define SLICE_STEPS 8 /* of HALVES inputs: so much of a panel of bf16 stays in L1 */
-#define SCALED_DEPTH 128 /* inputs of which groups of float8 are multiples */
+#define FETCH_NEXT 2048 /* bytes that matrices of few rows fetch ahead into L1 */
+#define SUPER 256 /* inputs whose groups' scales share a factor */
+#define WIDEN_FROM 3 /* fewest blocks of rows for which converting a slice of bf16 or int8 once pays */
+#define SLICE_STEPS 8 /* steps of HALVES inputs of a bf16 panel that stay in L1 */
+#define SCALED_DEPTH 128 /* groups of float8 are multiples of so many inputs */
 
 INLINE int is_codes(int type) { return type == CODES8 || type == CODES4 || type == CODES_E2M1; }
 
-/* Whether bfloat16 is multiplied as it is; else all is multiplied in float. */
+/* Return whether bfloat16 is multiplied directly; otherwise everything is multiplied in float. */
 INLINE int in_halves(const linear_call *c) {
     return DOTS_HALVES && c->x_type == BFLOAT16 && is_paired(c->w_type);
 }
-/* Whether groups of inputs of numbers have scales: then no slice is of two groups. */
+/* Return whether float8 weights have scales per group of inputs; a slice then never spans two groups. */
 INLINE int has_scales(const linear_call *c) { return c->w_type == FLOAT8 && c->group_scales; }
-/* Rows that are multiplied for each row of x: 2 where inputs are fine. */
+/* Return the rows that are multiplied for each row of x: 2 with `fine` inputs. */
 INLINE int64_t rows_each(const linear_call *c) { return c->fine ? 2 : 1; }
 INLINE int in_tiles(const linear_call *c) {
     if (is_codes(c->w_type))
@@ -42,13 +42,13 @@ INLINE int in_tiles(const linear_call *c) {
     return HAS_TILES && in_halves(c) && baton_has_tiles();
 }
 
-/* Rows are cut into blocks, none larger than a micro kernel takes: of nearly equal size, or of
- * `size`, where fewer rows cost as much. The `each` rows that belong to a row of x stay together. */
+/* Blocks of rows, each small enough for a micro kernel: of nearly equal size, or of `size` if fewer rows
+ * would cost as much. The `each` rows that belong to a row of x stay together. */
 typedef struct {
     int64_t count, num_blocks, size, each;
 } row_blocks;
 
-/* Cuts `count` rows of x. */
+/* Cut `count` rows of x into blocks. */
 INLINE row_blocks cut(const linear_call *c, int64_t count) {
     int64_t each = rows_each(c);
     count *= each;
@@ -68,7 +68,7 @@ INLINE int64_t num_slices(const linear_call *c) {
 INLINE int64_t num_steps(const linear_call *c) { return ceil_div(c->depth, HALVES); }
 INLINE int64_t filled_depth(const linear_call *c) { return filled_to(c->w_type, c->depth); }
 
-/* No slice begins within a pair. */
+/* Return the first input of slice s; slices begin at whole pairs. */
 INLINE int64_t slice_start(const linear_call *c, int64_t s) {
     if (has_scales(c)) return min64(s * SCALED_DEPTH, c->depth);
     return s == num_slices(c) ? c->depth : (c->depth * s / num_slices(c) + 1) / 2 * 2;
@@ -80,7 +80,7 @@ INLINE int64_t chunk_rows(const linear_call *c) {
     return (in_tiles(c) ? rows / TILED_ROWS * TILED_ROWS : rows) / rows_each(c);
 }
 
-/* A single row of floats is read where it is. */
+/* Return whether x is read in place: a single row of floats. */
 INLINE int is_direct(const linear_call *c) {
     return c->num_rows == 1 && c->x_type == FLOAT32 && !is_codes(c->w_type) &&
            filled_depth(c) == c->depth;
@@ -92,8 +92,8 @@ INLINE int64_t packed_row_bytes(const linear_call *c) {
                                : num_slices(c) * X_STRIDE * (int64_t)sizeof(float);
 }
 
-/* Rows that x has memory for: matrices are read whole, and steps of as many bytes as a page would
- * fall on the same places of a cache. */
+/* Return the rows to allocate for x: AMX reads whole matrices, and steps of a page's size would share cache
+ * sets. */
 INLINE int64_t room_for(const linear_call *c, int64_t count) {
     if (!in_halves(c) && !is_codes(c->w_type)) return count;
     int64_t whole = in_tiles(c) || count > TILE_ROWS ? ceil_div(count, TILE_ROWS) * TILE_ROWS : count;
@@ -113,7 +113,7 @@ INLINE code_groups groups_of(const linear_call *c) {
     return (code_groups){min64(c->group, BLOCK), c->group_minima ? 0 : offset_of(c->w_type)};
 }
 
-/* Rows [begin, end) of a chunk of x into [block][row of the chunk], as codes.h wants them. */
+/* Round rows [begin, end) of a chunk of x into [block][row of the chunk], see codes.h. */
 INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t count, int64_t begin,
                        int64_t end, char *to) {
     int bits = bits_of(c->w_type);
@@ -125,8 +125,8 @@ INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t co
                         min64(BLOCK, c->depth - k), groups, each == 2, rows_from(bits, to, room, r * each));
 }
 
-/* What makes a panel's sums for the blocks [begin, end) of the packed rows has: `then` is the weight that
- * is read next, `left` are rows to finish meanwhile, or NULL. */
+/* Parameters of a function that computes a panel's sums for the blocks [begin, end) of the packed rows. `then`:
+ * the weight to prefetch next. `left`: rows to finish meanwhile, or NULL. */
 #define SUMS_OF_A_PANEL                                                                                  \
     const linear_call *c, int64_t panel, const void *then, row_blocks b, int64_t begin, int64_t end,     \
         const void *packed, float *tiles, unfinished *left
@@ -212,7 +212,7 @@ INLINE void add_scaled(const linear_call *c, int64_t panel, int64_t k, int64_t r
     }
 }
 
-/* tiles[rows of blocks begin..end][PANEL] of one panel of W; `then`: what is read after it. */
+/* Compute tiles[rows of blocks begin..end][PANEL] for one panel of W; `then`: the weight to prefetch next. */
 INLINE void multiply(int type, SUMS_OF_A_PANEL) {
     float wide[MAX_DEPTH * PANEL] __attribute__((aligned(64)));
     float part[MAX_ROWS * PANEL] __attribute__((aligned(64)));
@@ -221,7 +221,7 @@ INLINE void multiply(int type, SUMS_OF_A_PANEL) {
     for (int64_t s = 0; s <= last; s++) {
         int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
         const void *w = at(type, c->w, (panel * filled_depth(c) + k) * PANEL);
-        /* Alone, a slice is its own stream; else the next slice comes while this one is used. */
+        /* One block of rows fetches ahead within the slice; several fetch the next slice while they share this one. */
         fetch f = {(const char *)w + FETCH_AHEAD, PANEL * size_of(type)};
         const char *next = s == last ? then : at(type, w, size * PANEL);
         if (widens) widen_panel(type, w, size, wide);
@@ -245,8 +245,8 @@ static void finish_piece(void *left, int64_t num_rows) { finish_rows(left, num_r
 #endif
 
 #if DOTS_HALVES
-/* The same where bfloat16 is multiplied as it is; tiles have memory for whole matrices. Finishes rows
- * of `left`, if there is any, as soon as their sums are complete: while the next are multiplied. */
+/* Multiply like `multiply`, in bfloat16; tiles have memory for whole matrices. Finishes rows of `left`, unless
+ * NULL, as soon as their sums are complete, while the next rows are multiplied. */
 INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
     char last_step[STEP_BYTES] __attribute__((aligned(64)));
     char wide[SLICE_STEPS * STEP_BYTES] __attribute__((aligned(64)));
@@ -255,7 +255,7 @@ INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
     int64_t origin = block_start(b, begin), all = num_steps(c), step_bytes = HALVES * PANEL * size_of(type);
     int64_t x_step = packed_bytes(c, b.count) / all, full = c->depth / HALVES;
     const char *w = (const char *)c->w + panel * filled_depth(c) * PANEL * size_of(type);
-    /* A block alone reads no part of a panel twice. */
+    /* A single block of rows reads each part of a panel once. */
     int64_t most = end - begin == 1 && (type == BFLOAT16 || !b.size) ? full : SLICE_STEPS;
     if (scaled) most = SCALED_DEPTH / HALVES;
     if (full < all) {
@@ -270,7 +270,7 @@ INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
         if (end - begin > 1) f.step = ceil_div(step_bytes / 64, end - begin) * 64;
         if (is_last) f.step = 0;
         const char *next = s + count == all ? then : here + count * step_bytes;
-        /* Codes of a block alone become numbers in registers. */
+        /* For a single block of rows, codes are unpacked in registers. */
         int in_place = type == BFLOAT16 || (end - begin == 1 && !b.size);
         if (!in_place) {
             for (int64_t i = 0; i < count; i++) widen_step(here + i * step_bytes, wide + i * STEP_BYTES);
@@ -332,9 +332,8 @@ INLINE void widen_any(int type, const void *from, int64_t first, int64_t num_gro
         widen_as(FLOAT32, from, num_groups, factors, step, to);
 }
 
-/* The scales and minima of some groups of a panel, whose factors are those of `super`, as codes.h
- * wants them. Minima that are integers without a factor are zero points: they count in their
- * groups' scales. */
+/* Widen the scales and minima of some groups of a panel to floats, for codes.h; `super` selects their
+ * factors. Integer minima without a factor are zero points, multiples of their groups' scales. */
 INLINE void widen_groups(const linear_call *c, int64_t first, int64_t super, int64_t num_groups,
                          float *scales, float *minima) {
     float factors[PANEL] __attribute__((aligned(64)));
@@ -347,7 +346,7 @@ INLINE void widen_groups(const linear_call *c, int64_t first, int64_t super, int
     widen_any(c->minima_type, c->group_minima, first, num_groups, times, times == scales ? PANEL : 0, minima);
 }
 
-/* Asks for the scales and minima that widen_groups reads. */
+/* Prefetch the scales and minima that widen_groups reads. */
 INLINE void fetch_groups(const linear_call *c, int64_t first, int64_t num_groups) {
     const void *numbers[] = {c->group_scales, c->group_minima};
     int64_t sizes[] = {size_of(c->scales_type) * PANEL, size_of(c->minima_type) * PANEL};
@@ -356,8 +355,8 @@ INLINE void fetch_groups(const linear_call *c, int64_t first, int64_t num_groups
             fetch_into(1, (const char *)numbers[n] + first * sizes[n] + i);
 }
 
-/* The blocks [first, first + count) of a panel of codes, whose groups' numbers are widened. Those of
- * the next panel are asked for: with so many codes in between, no CPU sees them coming. */
+/* Return the blocks [first, first + count) of a panel of codes, with widened scales and minima. Prefetches those of
+ * the next panel, which hardware prefetchers miss, as many codes lie in between. */
 INLINE code_slice slice_of(const linear_call *c, int64_t panel, int64_t first, int64_t count,
                            int64_t x_step, float *scales, float *minima) {
     code_slice slice = {count, x_step, groups_of(c), NULL, NULL};
@@ -376,7 +375,7 @@ INLINE code_slice slice_of(const linear_call *c, int64_t panel, int64_t first, i
     return slice;
 }
 
-/* The same of a panel of codes: [K / 8][PANEL][8 codes of an output], see codes.h. */
+/* Multiply with a panel of codes: [K / 8][PANEL][8 codes of an output], see codes.h. */
 INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
     int bits = bits_of(type);
     float scales[SLICE_BLOCKS * GROUPS] __attribute__((aligned(64)));
@@ -400,7 +399,7 @@ INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
         count = is_last ? 1 : min64(most, full - s);
         const uint8_t *here = is_last ? last_block : w + s * bytes;
         code_slice slice = slice_of(c, panel, s, count, x_step, scales, minima);
-        /* Alone, a slice is its own stream; else the next one comes while this one is used. */
+        /* One block of rows fetches ahead within the slice; several fetch the next slice while they share this one. */
         fetch f = {(const char *)here + FETCH_AHEAD, step_bytes};
         int64_t num_fetches = count * bytes / step_bytes;
         if (end - begin > 1) f.step = ceil_div(step_bytes, end - begin);
@@ -425,7 +424,7 @@ INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
     }
 }
 
-/* A row of W: what its codes stand for, rounded to `out_type`. */
+/* Unpack a row of W's codes, rounded to `out_type`. */
 static void unpack_row(const linear_call *c, int64_t id, char *to) {
     int bits = bits_of(c->w_type), is_e2m1 = c->w_type == CODES_E2M1;
     static const float numbers_e2m1[] = {TABLE_E2M1};
@@ -461,7 +460,7 @@ int baton_unpack_codes(const linear_call *c) {
     return 0;
 }
 
-/* Functions of their own: what surrounds so long a loop decides which of its numbers stay in registers. */
+/* Not inlined, because code around such a long loop changes what the compiler keeps in registers. */
 typedef void panel_sums(SUMS_OF_A_PANEL);
 #define PANEL_SUMS(name, multiply, type)                                    \
     static __attribute__((noinline)) void name(SUMS_OF_A_PANEL) {           \
@@ -496,14 +495,14 @@ static panel_sums *sums_of(const linear_call *c) {
     return of_int8;
 }
 
-/* Panels of a gated layer's few rows that are computed one behind another, then those of its other half: to go
- * from one stream to another each time costs as much as a quarter of a panel of codes. */
+/* With few rows, a gated layer computes so many panels of one half, then those of the other half: each switch
+ * between the two streams costs as much as a quarter of a panel of codes. */
 #define TOGETHER (MOST_TILED / TILED_ROWS)
 INLINE int64_t num_together(const linear_call *c, row_blocks b) {
     return c->gated && b.num_blocks == 1 ? TOGETHER : 1;
 }
 
-/* Adds the two sums of each row of x, in place. */
+/* Add the two sums of each row of x, in place. */
 INLINE void join_rows(int64_t rows, float *tile) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < PANEL; i += LANES) {
@@ -512,12 +511,12 @@ INLINE void join_rows(int64_t rows, float *tile) {
         }
 }
 
-/* `count` panels of the output, num_together at the most, for the blocks [begin, end) of a chunk of rows. */
+/* Compute `count` panels of the output (at most num_together) for the blocks [begin, end) of a chunk of rows. */
 static void panels_of(const linear_call *c, int64_t panel, int64_t count, int64_t chunk, row_blocks b,
                       int64_t begin, int64_t end, const void *packed) {
     float tiles[2][MOST_TILED * PANEL] __attribute__((aligned(64)));
     int64_t first = block_start(b, begin), rows = block_start(b, end) - first, size = rows * PANEL;
-    first /= b.each, rows /= b.each; /* in rows of x; `size` is that of the multiplied rows */
+    first /= b.each, rows /= b.each; /* now in rows of x; `size` counts multiplied rows */
     int halves = c->gated != 0;
     panel_sums *sums = sums_of(c);
     unfinished left[TOGETHER];
@@ -544,7 +543,7 @@ static void panels_of(const linear_call *c, int64_t panel, int64_t count, int64_
 #endif
 }
 
-/* A thread's share of one chunk: panels, or parts of panels where these are too few. */
+/* Compute a thread's share of one chunk: panels, or parts of panels if there are too few. */
 static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const void *packed,
                      int thread, int num_threads) {
     int64_t panels = num_panels(c);
@@ -560,7 +559,7 @@ static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const vo
     }
 }
 
-/* The i-th of `num_chunks` chunks of rows by one thread, which waits for no other. */
+/* Compute the i-th of `num_chunks` chunks of rows in one thread, without waiting for others. */
 static int chunk_of(const linear_call *c, int64_t i, int64_t num_chunks) {
     void *packed = packed_memory(c);
     if (!packed) return 1;
@@ -572,7 +571,7 @@ static int chunk_of(const linear_call *c, int64_t i, int64_t num_chunks) {
     return 0;
 }
 
-/* All rows by all threads, which pack together and share the panels. */
+/* Compute all rows with all threads, which pack the input together and divide the panels. */
 static void rows_together(const linear_call *c, void *packed) {
     int thread = omp_get_thread_num(), team = omp_get_num_threads();
     int64_t size = chunk_rows(c);
@@ -609,13 +608,13 @@ int baton_linear(const linear_call *c) {
     return failed;
 }
 
-/* Products of a group of columns each with a group of outputs of its own: a block-diagonal W. */
+/* Multiply by a block-diagonal W: each group of inputs has its own group of outputs. */
 typedef struct {
-    linear_call first; /* of the first group; each group begins a panel; numbers, no bias */
+    linear_call first; /* call for the first group; each group begins a panel; no codes, no bias */
     int64_t num_groups, x_group_stride, out_group_stride;
 } grouped_call;
 
-/* Returns 0, or 1 when there is no memory for the packed input. */
+/* Return 0, or 1 without memory for the packed input. */
 int baton_grouped_linear(const grouped_call *c) {
     const linear_call *first = &c->first;
     int64_t w_size = num_panels(first) * filled_depth(first) * PANEL;

@@ -1,7 +1,7 @@
-/* Looking up what a text ends with in the text itself.
+/* Finds an earlier occurrence of a text's last tokens in the text itself.
  *
- * The meaning is find_run of baton_kernels/lookup.py.
- * Refuses to know: requests, what becomes of the place.
+ * find_run of baton_kernels/lookup.py defines the result.
+ * Refuses to know: requests, how the place is used.
  */
 #include "vectors.h"
 
@@ -14,8 +14,8 @@ INLINE int has_token(const int32_t *tokens, int64_t num, int32_t token) {
     return found;
 }
 
-/* Where the longest run of tokens (least to most of them) that the text ends with ends before that,
- * the latest such place; -1: nowhere. */
+/* Return the end of the latest earlier occurrence of the longest run (least to most tokens) that ends the text;
+ * -1: none. */
 int64_t baton_find_run(const int32_t *tokens, int64_t num, int64_t least, int64_t most) {
     int64_t best = -1, best_length = least - 1;
     if (num < 2) return -1;

@@ -1,4 +1,4 @@
-/* c[rows, PANEL] (+)= x[rows, size] @ w[size, PANEL]: what all matrix products are made of.
+/* c[rows, PANEL] (+)= x[rows, size] @ w[size, PANEL]: the kernel inside all float matrix products.
  *
  * The sum over `size` runs in order for every output, whatever the number of rows: a row's result
  * does not depend on which other rows are computed with it.
@@ -9,18 +9,18 @@
 
 #include "vectors.h"
 
-#define MAX_DEPTH 192 /* steps of a sum at a time: so much of a panel of w stays in L1 beside x */
-/* From row to row of x, so that a constant tells them apart; no multiple of the cache's sets. */
+#define MAX_DEPTH 192 /* most inputs at a time, so that a panel's part of w stays in L1 beside x */
+/* Floats from one row of x to the next: a constant, and no multiple that maps rows to the same cache set. */
 #define X_STRIDE (MAX_DEPTH + 16)
 
-/* What to fetch meanwhile: `step` bytes with each step of the sum. */
+/* Memory to prefetch during a sum: `step` bytes with each step. */
 typedef struct {
     const char *from;
     int64_t step;
 } fetch;
 
-/* A line into the cache of a level, 1 or 2; 0: into the first and past the others, for what is read once: weights
- * of a step that go through them push out what every step reads, Python's own code with it. A constant. */
+/* Prefetch a line into L1 (1) or L2 (2). 0: into L1 only, for data that is read once, such as a step's weights,
+ * which would evict what every step needs, including the interpreter's code. `level` is a constant. */
 INLINE void fetch_into(int level, const char *from) {
     if (level == 0)
         __builtin_prefetch(from, 0, 0);
@@ -30,11 +30,11 @@ INLINE void fetch_into(int level, const char *from) {
         __builtin_prefetch(from, 0, 2);
 }
 
-/* Hides a constant from the compiler, which would make copies of a loop of so many turns: a Zen 5 reads
- * memory by a sixth more slowly through many loads that take turns. */
+/* Hide a loop's constant count from the compiler, so that it does not unroll the loop: on a Zen 5, unrolled
+ * loads read memory a sixth more slowly. */
 INLINE void as_one_loop(int64_t *turns) { __asm__("" : "+r"(*turns)); }
 
-/* sum[rows] += an input of each row times a row of w. */
+/* sum[r] += x[r] * w for one input of each row and one row of w. */
 INLINE void add_products(int rows, const float *x, vec first, vec second, vec sum[][2]) {
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
@@ -44,7 +44,8 @@ INLINE void add_products(int rows, const float *x, vec first, vec second, vec su
     }
 }
 
-/* w: of `type`, PANEL per step, contiguous; of bfloat16 and float8 in pairs of steps, x has a zero at the end. */
+/* w has `type` and is contiguous, PANEL numbers per input; bfloat16 and float8 come in pairs of inputs, and x is
+ * padded with a zero. */
 INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_t size, float *c,
                        int64_t c_stride, int accumulate, fetch f) {
     vec sum[MAX_ROWS][2];
@@ -79,7 +80,7 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
         if (n <= MAX_ROWS) micro_rows(n, type, w, x, size, c, c_stride, accumulate, f); \
         break;
 
-/* As above; size is at most MAX_DEPTH, c_stride a constant wherever this is called. */
+/* Call micro_rows with `rows` as a constant. size is at most MAX_DEPTH; every caller passes a constant c_stride. */
 INLINE void micro(int rows, int type, const void *w, const float *x, int64_t size, float *c,
                   int64_t c_stride, int accumulate, fetch f) {
     switch (rows) {

@@ -1,31 +1,31 @@
-/* A linear layer's weight into the panels that linear.c reads, in every format; and rows out of them.
+/* Packs a linear layer's weight into the panels that linear.c reads, in every format; unpacks rows.
  *
- * The meaning is PackedWeight.pack of baton_kernels/packed.py, to the bit. Rows are read where they
- * lie (in a mapped file, say), a strip of a panel at a time, and each is written once.
+ * PackedWeight.pack of baton_kernels/packed.py defines the result, bit for bit. Rows are read in place
+ * (from a mapped file, for example), a strip of a panel at a time, and written once.
  * Refuses to know: files, layers.
  */
 #include "linear.h"
 #include "vectors.h"
 
-#define STRIP 256  /* inputs of a panel that are converted together: they stay in L2 */
+#define STRIP 256  /* inputs that are converted together, so that they stay in L2 */
 #define GROUP8 128 /* inputs that share the scale of 8-bit codes */
-#define GROUP4 32  /* scale and minimum of 4-bit codes; those of a strip have factors in common */
+#define GROUP4 32  /* inputs that share scale and minimum of 4-bit codes; a strip's groups share factors */
 #define CANDIDATES 12 /* scales that are tried for a group of 4-bit codes */
-#define STEP 8     /* inputs by which codes are filled up */
+#define STEP 8     /* codes are padded to a multiple of so many inputs */
 
 typedef struct {
     int64_t in_type, w_type, num_threads;
-    int64_t first_row, num_rows; /* of the weight, that are written now */
+    int64_t first_row, num_rows; /* the weight's rows to write in this call */
     int64_t depth, in_stride;
     const void *in; /* [num_rows][in_stride] */
     void *panels;
-    float *scales;      /* [out_features], of numbers of 8 bits, else NULL */
-    void *group_scales; /* [panels][groups][PANEL], of codes: bfloat16 of 8 bits, int8 of 4 */
-    int8_t *group_minima;                       /* of 4-bit codes, likewise */
-    uint16_t *scale_factors, *minimum_factors; /* [panels][strips][PANEL] bfloat16, likewise */
+    float *scales;      /* [out_features], for 8-bit numbers, else NULL */
+    void *group_scales; /* [panels][groups][PANEL], for codes: bfloat16 with 8 bits, int8 with 4 */
+    int8_t *group_minima;                       /* [panels][groups][PANEL], for 4-bit codes */
+    uint16_t *scale_factors, *minimum_factors; /* [panels][strips][PANEL] bfloat16, for 4-bit codes */
 } pack_call;
 
-/* What is written of one panel: its rows [begin, end). */
+/* The rows [begin, end) of one panel, to be written. */
 typedef struct {
     int64_t panel, begin, end;
 } panel_rows;
@@ -37,7 +37,7 @@ typedef struct {
     float scales[PANEL];
 } strip;
 
-/* To the nearest, ties to even: what 1.5 * 2^23 is added to loses its fraction. */
+/* Round to the nearest integer, ties to even, by adding 1.5 * 2^23. */
 INLINE int32_t nearest(float x) {
     union { float value; int32_t bits; } u = {x + 12582912.0f};
     return u.bits - 0x4b400000;
@@ -57,8 +57,7 @@ INLINE float largest_of(const float *x, int64_t size) {
     return largest;
 }
 
-/* The largest weight of each output becomes 127. */
-/* Of numbers of `type`: what the largest of an output becomes. */
+/* Return the number that an output's largest weight becomes. */
 INLINE float limit_of(int type) { return type == FLOAT8 ? 448.0f : 127.0f; }
 
 static void scale_rows(const pack_call *c, int type, panel_rows rows, float *scales) {
@@ -167,7 +166,7 @@ static void round_to_factors(float *numbers, int64_t num_groups, panel_rows rows
     }
 }
 
-/* Numbers less 8 of 4 bits: code * scale + minimum is the weight. */
+/* Round a strip to codes of 4 bits, stored less 8; a weight is code * scale + minimum. */
 static void round_strip4(const pack_call *c, panel_rows rows, int64_t k, strip *s) {
     float scales[STRIP / GROUP4][PANEL], minima[STRIP / GROUP4][PANEL], x[GROUP4][PANEL];
     int64_t groups = ceil_div(c->depth, GROUP4), here = min64(STRIP / GROUP4, groups - k / GROUP4);

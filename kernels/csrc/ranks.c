@@ -1,11 +1,10 @@
-/* What ranks on one machine tell each other through memory that they share: sums, and parts side
- * by side.
+/* Collectives of ranks on one machine through shared memory: all-reduce and all-gather.
  *
- *     aborted | came[rank] ... | slots[rank][2] ...      a word of its own cache line each, then data
+ *     aborted | came[rank] ... | slots[rank][2] ...      each word in a cache line of its own, then data
  *
- * A rank writes its part into one of its two slots, says that it has, and reads all others'. Who
- * is a step ahead writes the other slot; nobody can be two ahead. Each rank adds all parts in the
- * order of ranks: the same bits everywhere.
+ * A rank writes its part into one of its two slots, raises its counter, and reads all other parts. A
+ * rank that is one step ahead writes its other slot; no rank can be two steps ahead. Each rank adds
+ * the parts in the order of ranks, so all have the same bits.
  *
  * Refuses to know: what the numbers are, how ranks are started.
  */
@@ -22,14 +21,14 @@
 
 #define LINE 64 /* bytes of a cache line */
 #define PIECE 512 /* floats that are added at once */
-#define YIELD_NS 1000000 /* that who waits gives its core to others in between, before it sleeps */
-#define SLEEP_NS 50000000 /* then a sleeper looks whether the others still are there */
-#define GONE 2 /* what a call returns when a rank is, or has said nothing for too long */
+#define YIELD_NS 1000000 /* time for which a waiting rank yields its core, before it sleeps */
+#define SLEEP_NS 50000000 /* interval at which a sleeping rank checks that the others are alive */
+#define GONE 2 /* returned if a rank has ended, or has not answered in time */
 
 enum { SUM = 0, GATHER = 1 };
 
 typedef struct {
-    uint32_t came; /* steps that its part is there for */
+    uint32_t came; /* number of steps for which the rank's part is complete */
     uint32_t num_sleepers;
     char rest[LINE - 8];
 } flag;
@@ -44,7 +43,7 @@ typedef struct {
     int64_t type, kind, count;
     rank_group *group;
     const void *in;
-    void *out; /* of a sum [count], of parts [size][count] */
+    void *out; /* SUM: [count]; GATHER: [size][count] */
 } collective_call;
 
 static flag *flag_of(const rank_group *g, int64_t rank) {
@@ -168,7 +167,7 @@ int baton_collective(const collective_call *c) {
     return 0;
 }
 
-/* Have every call of every rank fail from now on. */
+/* Make every call of every rank fail from now on. */
 void baton_abort_ranks(const rank_group *g) {
     __atomic_store_n((uint32_t *)g->shared, 1, __ATOMIC_SEQ_CST);
     for (int64_t rank = 0; rank < g->size; rank++) wake(flag_of(g, rank));

@@ -1,4 +1,4 @@
-/* Which experts a token goes to, and how much each counts: from a router's logits.
+/* Chooses each token's experts and their weights from a router's logits.
  *
  * Refuses to know: what an expert is.
  */
@@ -20,7 +20,7 @@ typedef struct {
     double scale;
 } route_call;
 
-/* The place of the largest of `count` numbers, the first of equals. */
+/* Return the index of the largest of `count` numbers; the first one if several are equal. */
 static int64_t best_of(const float *numbers, int64_t count) {
     int64_t best = 0;
     for (int64_t i = 1; i < count; i++)
@@ -39,7 +39,7 @@ static float sum_of_best(const float *numbers, int64_t count, int64_t num, float
     return sum;
 }
 
-/* Leaves out the groups that are not chosen. */
+/* Exclude the experts of groups that are not chosen. */
 static void choose_groups(const route_call *c, float *choice, float *copy) {
     int64_t size = c->num_experts / c->num_groups;
     float *scores = copy + size;

@@ -1,13 +1,13 @@
-/* What lies between the matrix products, row by row: norms, gated units, rotation, storing KV.
+/* Row by row work between matrix products: norms, gated units, rotation, storing KV.
  *
- * The meaning of each function is the op of the same name in baton_kernels/reference.py.
+ * The op of the same name in baton_kernels/reference.py defines each function.
  * Refuses to know: layers, requests.
  */
 #include <math.h>
 
 #include "vectors.h"
 
-#define SERIAL_ELEMENTS 16384 /* waking threads costs more than computing as many alone */
+#define SERIAL_ELEMENTS 16384 /* below, waking threads costs more than it saves */
 
 INLINE int threads_for(int num_threads, int64_t elements) {
     return elements < SERIAL_ELEMENTS ? 1 : num_threads;
@@ -20,8 +20,8 @@ INLINE float sum_of_squares(const float *row, int64_t size) {
     return squares;
 }
 
-/* In place; like Hugging Face, the normalized value is rounded before a weight of its own type is
- * applied. A wide weight, of FLOAT32, is applied before. */
+/* Normalize in place. Like Hugging Face, round the normalized value before applying a weight of the same type;
+ * a wide (FLOAT32) weight is applied before rounding. */
 INLINE void apply_norm(int type, int wide, float *row, float inverse_rms, const void *weight,
                        int64_t size) {
     if ((type == BFLOAT16 || type == FLOAT16) && !wide) {
@@ -225,7 +225,7 @@ typedef struct {
 } largest_call;
 #define MOST_PARTS 64 /* of a row */
 
-/* The place of the largest number of a part of a row, of equal ones the first; `best`: that number. */
+/* Return the index of the largest number in a part of a row, the first if several are equal; `best`: the number. */
 INLINE int64_t largest_of(const largest_call *c, int64_t i, int64_t begin, int64_t end, float *best) {
     enum { CHUNK = 256 };
     int64_t found = begin;
@@ -246,7 +246,7 @@ INLINE int64_t largest_of(const largest_call *c, int64_t i, int64_t begin, int64
 
 int baton_largest(const largest_call *c) {
     int team = threads_for(c->num_threads, c->num_rows * c->size);
-    /* Rows that are fewer than threads are shared by them. */
+    /* If there are fewer rows than threads, threads divide each row. */
     int64_t parts = min64(c->num_rows < team ? team : 1, MOST_PARTS), size = ceil_div(c->size, parts);
     if (parts == 1) {
 #pragma omp parallel for num_threads(team) if (team > 1)
@@ -269,7 +269,7 @@ int baton_largest(const largest_call *c) {
     return 0;
 }
 
-/* The first rotary_dim of a head turn, half-split; the rest stays. */
+/* Rotate the first rotary_dim dims of a head, half-split; the rest stays. */
 INLINE void rotate(float *head, const float *cos, const float *sin, int64_t rotary_dim) {
     int64_t half = rotary_dim / 2;
 #pragma omp simd
@@ -283,19 +283,19 @@ INLINE void rotate(float *head, const float *cos, const float *sin, int64_t rota
 typedef struct {
     int64_t type, num_threads;
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, qkv_stride;
-    /* Of the cache, in elements: */
+    /* Strides of the cache, in elements. */
     int64_t block_stride, kv_stride, head_stride, token_stride, block_size;
     const void *qkv, *query_weight, *key_weight, *cos, *sin; /* weights may be NULL */
     void *kv_cache, *out;
     const int64_t *slots;
     double eps;
     int64_t cache_type; /* FLOAT8 where it is another than that of qkv */
-    double key_factor, value_factor; /* of what is stored as FLOAT8 */
+    double key_factor, value_factor; /* factors of keys and values stored as FLOAT8 */
     int64_t wide;                    /* the norms' weights are of FLOAT32, whatever `type` is */
     int64_t whole; /* a norm is over all heads together, and its weight has all of their dims */
 } store_call;
 
-/* What is stored as FLOAT8 is rounded to the type of qkv first, as if it had been a tensor. */
+/* Values for a FLOAT8 cache are first rounded to the type of qkv, like the reference's tensors. */
 INLINE void store_float8(int type, float *head, float factor, uint8_t *to, int64_t size) {
     for (int64_t i = 0; i < size; i++) head[i] = round_to(type, head[i]) * factor;
     write_row(FLOAT8, head, to, size);
@@ -359,7 +359,7 @@ INLINE void norm_rotary_store_heads(int type, const store_call *c, int64_t token
 }
 
 int baton_norm_rotary_store(const store_call *c) {
-    /* Few tokens are shared head by head: what is slow is writing into as many pages. */
+    /* With few tokens, threads divide heads, because writing to many pages is slow. */
     int64_t parts = c->num_tokens < c->num_threads ? c->num_threads : 1;
 #pragma omp parallel for num_threads(c->num_threads)
     for (int64_t i = 0; i < c->num_tokens * parts; i++) {
@@ -375,7 +375,7 @@ int baton_norm_rotary_store(const store_call *c) {
 
 typedef struct {
     int64_t type, num_threads, num_tokens, num_heads, rank, rotary_dim, interleaved;
-    /* In elements; strides of query and out are from token to token, and from head to head. */
+    /* Strides in elements; query and out have one from token to token, and one from head to head. */
     int64_t latent_stride, query_stride, query_head_stride, out_stride, out_head_stride;
     int64_t block_stride, token_stride, block_size; /* of the cache */
     const void *query, *latent, *weight, *cos, *sin;

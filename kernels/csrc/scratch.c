@@ -1,7 +1,7 @@
-/* Memory that a thread keeps from call to call: fresh pages would cost more than the work in them.
- * It is free when the thread ends: callers come and go, and each brings a team of its own.
+/* Memory that a thread keeps from call to call, as fresh pages would cost more than the work in them.
+ * It is freed when the thread ends, because callers come and go, each with a team of threads.
  *
- * Refuses to know: what is put there.
+ * Refuses to know: the contents.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -28,9 +28,9 @@ __asm__(".symver pthread_setspecific, pthread_setspecific@" OLD_VERSION);
 
 #define NUM_SLOTS 4
 #define HUGE_PAGE (2 << 20)
-#define LARGE (HUGE_PAGE / 8) /* what is read in strides through so many pages gets a huge one */
+#define LARGE (HUGE_PAGE / 8) /* from this size on, memory gets huge pages */
 
-/* Ask for huge pages under [p, p + bytes). A wish, no more. */
+/* Ask for huge pages under [p, p + bytes); Linux may decline. */
 static void ask_for_huge_pages(void *p, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     uintptr_t begin = ((uintptr_t)p + HUGE_PAGE - 1) & -(uintptr_t)HUGE_PAGE;

@@ -1,15 +1,15 @@
-/* A row's scores become weights, and spans of keys are joined: the same bits for whoever calls.
+/* Softmax: turns a row's scores into weights, and joins spans of keys; every caller gets the same bits.
  *
- * Functions, not inline code: a compiler may fuse a product with either of two sums, and chooses
- * anew wherever it sees them.
+ * These are functions and not inline code, because a compiler may fuse a product with either of two
+ * sums, and would choose differently in different callers.
  * Online softmax: Milakov and Gimelshein, arXiv:1805.02867. Refuses to know: queries and keys.
  */
 #include "attention.h"
 
 #define TOGETHER 4 /* rows whose chains of sums hide each other's latency */
 
-/* A tile's largest score and sum of weights join a row's; returns what its sums so far are to be multiplied
- * by. */
+/* Merge a tile's largest score and sum of weights into a row's state; return the factor for the row's sums so
+ * far. */
 static __attribute__((noinline)) float gather(softmax_state *state, float top, float total) {
     float before = state->top;
     float factor = before == top ? 1 : before == -INFINITY ? 0 : power_of_two(splat(before - top))[0];
@@ -18,7 +18,7 @@ static __attribute__((noinline)) float gather(softmax_state *state, float top, f
     return factor;
 }
 
-/* The scores of `rows` of them, from `row` on, as powers of two relative to each one's largest. */
+/* Turn the scores of `rows` rows, from `row` on, into powers of two relative to each row's largest score. */
 INLINE void weigh_rows(int rows, int halved, float scale, score_rows *s, int64_t row, int64_t num) {
     const int64_t stride = s->stride, row_bytes = s->row_bytes;
     float *scores = s->scores + row * stride;
@@ -32,9 +32,9 @@ INLINE void weigh_rows(int rows, int halved, float scale, score_rows *s, int64_t
     float top[TOGETHER];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
-        top[r] = largest_lane(largest[r]) * scale; /* of products, too: rounding keeps their order */
+        top[r] = largest_lane(largest[r]) * scale; /* also the largest scaled score: rounding keeps order */
         if (!(top[r] > s->states[row + r].top)) top[r] = s->states[row + r].top;
-        base[r] = splat(top[r] == -INFINITY ? 0 : -top[r]); /* where no key counts */
+        base[r] = splat(top[r] == -INFINITY ? 0 : -top[r]); /* 0 if the row sees no key */
     }
     for (int64_t i = 0; i < num; i += LANES) {
         char *to = halves + i / HALVES * s->step + i % HALVES * 2;
@@ -53,8 +53,8 @@ INLINE void weigh_rows(int rows, int halved, float scale, score_rows *s, int64_t
     for (int r = 0; r < rows; r++) s->factors[row + r] = gather(s->states + row + r, top[r], sum_lanes(total[r]));
 }
 
-/* The scores [num] of each row, with room for whole vectors, times `scale`, become weights; those outside
- * what it sees become 0. */
+/* Turn each row's scores [num], times `scale`, into weights; keys that the row does not see get 0. Rows have room
+ * for whole vectors. */
 void baton_weigh(float scale, double soft_cap, score_rows *s, int64_t num_rows, int64_t num) {
     for (int64_t r = 0; r < num_rows; r++) {
         float *scores = s->scores + r * s->stride;
@@ -74,12 +74,11 @@ void baton_weigh(float scale, double soft_cap, score_rows *s, int64_t num_rows, 
     for (; r < num_rows; r++) weigh_rows(1, 0, scale, s, r, num);
 }
 
-/* Adds the next span to what earlier ones gave. Sums lie in `num` vectors, from each to the next
- * `stride` floats. */
+/* Join the next span's sums to those of earlier spans. Sums are `num` vectors, `stride` floats apart. */
 void baton_join(softmax_state *state, float *sums, softmax_state span, const float *span_sums,
                 int64_t num, int64_t stride) {
-    if (span.total == 0) return; /* no key counted */
-    /* The side with the larger top keeps its scale: one product, to be fused with the one sum. */
+    if (span.total == 0) return; /* the row saw no key */
+    /* The side with the larger top keeps its scale, so there is only one product to fuse with the sum. */
     int scale_span = state->total != 0 && span.top <= state->top;
     float factor = state->total == 0 ? 0
                    : scale_span      ? power_of_two(splat(span.top - state->top))[0]
@@ -92,7 +91,7 @@ void baton_join(softmax_state *state, float *sums, softmax_state span, const flo
     if (!scale_span) state->top = span.top;
 }
 
-/* What a row's sums are to be divided by; a sink's weight counts, but it has no value
+/* Return the divisor of a row's sums; a sink adds to the weights but has no value
  * (Xiao et al., arXiv:2309.17453). */
 float baton_divisor(softmax_state state, const float *sinks, int64_t head) {
     return sinks ? state.total + exp_fast(splat(sinks[head] - state.top / LOG2_E))[0] : state.total;

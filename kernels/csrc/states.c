@@ -1,8 +1,8 @@
 /* Token mixers that carry a state from token to token: short convolutions and linear recurrences.
  *
- * Every token goes through the same loop, in order, whether its request comes alone, in pieces or
- * in company: so its bits are the same. Work is shared out by requests, heads and columns, which do
- * not see each other. The meaning of each function is in baton_kernels/recurrent.py.
+ * Every token goes through the same loop in order, so its bits do not depend on chunks or on the
+ * batch. Work is divided by requests, heads and columns, which are independent. The functions of
+ * baton_kernels/recurrent.py define the results.
  * Refuses to know: layers, who owns a slot.
  */
 #include <math.h>
@@ -11,8 +11,8 @@
 #include "vectors.h"
 
 #define COLUMN_VECS 4
-#define COLUMNS (COLUMN_VECS * LANES) /* of a state, that one job carries; of a convolution too */
-#define SERIAL_ELEMENTS 16384 /* waking threads costs more than computing as many alone */
+#define COLUMNS (COLUMN_VECS * LANES) /* columns of a state, or channels of a convolution, per job */
+#define SERIAL_ELEMENTS 16384 /* below, waking threads costs more than it saves */
 
 /* The tokens of a step, as StateMetadata has them. */
 typedef struct {
@@ -36,7 +36,7 @@ INLINE void write_one(int type, void *p, int64_t index, float x) {
 
 typedef struct {
     int64_t type, num_threads, num_channels, kernel_size, has_silu;
-    /* In elements: from one token to the next, and of the states. */
+    /* Strides in elements, from one token to the next, and of the states. */
     int64_t x_stride, in_gate_stride, out_gate_stride;
     int64_t slot_stride, channel_stride, tap_stride;
     const void *x, *weight, *bias, *in_gate, *out_gate; /* bias and gates may be NULL */
@@ -45,7 +45,7 @@ typedef struct {
 } conv_call;
 
 typedef struct {
-    int64_t first, size; /* of the channels */
+    int64_t first, size; /* the job's channels */
     float *weight;       /* [kernel_size][COLUMNS] */
     float *window;       /* [kernel_size][COLUMNS], the newest input last */
     float bias[COLUMNS];
@@ -157,7 +157,7 @@ typedef struct {
 } recurrence_call;
 
 typedef struct {
-    int64_t head, key_head, first, size; /* of the columns */
+    int64_t head, key_head, first, size; /* the job's columns */
     float *state;                        /* [key_dim][COLUMNS] */
     float *query, *key;                  /* key_dim, up to a whole vector */
     float log_decay, rate_bias, skip;

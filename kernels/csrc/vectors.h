@@ -1,4 +1,4 @@
-/* One vector of floats, as wide as the machine's registers, and what is loaded into it.
+/* Vectors of floats, as wide as the machine's registers: load, convert, round, store, activate.
  *
  * GCC's vector extensions: the same source becomes AVX-512, AVX2, NEON or plain scalar code.
  * Refuses to know: matrices, attention, models.
@@ -21,9 +21,9 @@ static inline int omp_get_thread_num(void) { return 0; }
 static inline int omp_get_num_threads(void) { return 1; }
 #endif
 
-/* Element types of tensors; the Python side counts alike. */
+/* Element types of tensors; the Python side uses the same numbers. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT8 = 3 /* e4m3 */, FLOAT16 = 4 };
-/* Weights as codes that integer products take, see codes.h. */
+/* Weights stored as codes for integer products, see codes.h. */
 enum { CODES8 = 5, CODES4 = 6, CODES_E2M1 = 7 };
 
 #if defined(__AVX512F__)
@@ -31,7 +31,7 @@ enum { CODES8 = 5, CODES4 = 6, CODES_E2M1 = 7 };
 #define MAX_ROWS 12 /* rows x 2 accumulators + 2 weights + 1 input fill 32 registers */
 #elif defined(__AVX__)
 #define LANES 8
-#define MAX_ROWS 6 /* of 16 registers */
+#define MAX_ROWS 6 /* the same with 16 registers */
 #else
 #define LANES 4
 #if defined(__aarch64__)
@@ -47,7 +47,7 @@ enum { CODES8 = 5, CODES4 = 6, CODES_E2M1 = 7 };
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vec_u32 __attribute__((vector_size(LANES * 4)));
 typedef int32_t vec_i32 __attribute__((vector_size(LANES * 4)));
-/* Any address, any type of memory. */
+/* A vector type for unaligned memory of any type. */
 typedef float vec_any __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint16_t vec_u16_any __attribute__((vector_size(LANES * 2), aligned(1), may_alias));
 typedef uint32_t vec_u32_any __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
@@ -61,7 +61,7 @@ INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 INLINE float from_fp16(uint16_t x) {
-    /* The exponent moves by 112; subnormals and what is no number get theirs by a product. */
+    /* Move the exponent by 112; a product corrects subnormals, infinity and NaN. */
     union { uint32_t bits; float value; } u = {(uint32_t)(x & 0x7fff) << 13};
     u.value *= 0x1p112f;
     if ((x & 0x7c00) == 0x7c00) u.bits |= 0x7f800000;
@@ -92,11 +92,11 @@ INLINE float from_e4m3(uint8_t x) {
     return result.value;
 }
 
-/* The same of a code in each lane's lowest byte; the other bytes are 0. */
+/* Convert e4m3 codes in each lane's lowest byte; the other bytes are 0. */
 INLINE vec from_e4m3s(vec_u32 codes) {
     vec_u32 rest = codes & 0x7f, sign = (codes & 0x80) << 24, normal = (rest << 20) + (120u << 23);
 #if defined(__AVX512F__)
-    /* The smallest 15, and what is not a number, out of a table. */
+    /* The 15 smallest magnitudes and NaN come from a table. */
     const __m512 rare = _mm512_setr_ps(0, 0x1p-9f, 0x2p-9f, 0x3p-9f, 0x4p-9f, 0x5p-9f, 0x6p-9f, 0x7p-9f, 0x8p-9f, 0x9p-9f,
                                        0xap-9f, 0xbp-9f, 0xcp-9f, 0xdp-9f, 0xep-9f, __builtin_nanf(""));
     __mmask16 is_rare = _mm512_testn_epi32_mask((__m512i)(rest + 1), _mm512_set1_epi32(0x70));
@@ -155,8 +155,8 @@ INLINE vec load(int type, const void *p, int64_t index) {
     return *(const vec_any *)((const float *)p + index);
 }
 
-/* x * y + sum, rounded once where the machine can: a compiler left to itself fuses in one loop and
- * not in another, and two loops that must give the same bits would not. */
+/* Return x * y + sum, rounded once if the machine can. Left to itself, a compiler fuses in one loop and not in
+ * another, and loops that must give the same bits would differ. */
 INLINE vec multiply_add(vec x, vec y, vec sum) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
@@ -228,7 +228,7 @@ INLINE void columns_of(const __m256 *halves, vec *columns) {
 }
 #endif
 
-/* LANES rows of LANES become columns. */
+/* Transpose LANES rows of LANES numbers. */
 INLINE void transpose(vec *rows) {
 #if defined(__AVX512F__)
     /* Two by two and four by four within 128 bits, then these. By instructions that overwrite no factor:
@@ -290,7 +290,7 @@ INLINE void add_halves(vec *rows, int half) {
 #endif
 }
 
-/* The sums of the lanes of LANES vectors: one lane of the result each. */
+/* Return the sum of each of LANES vectors, one per lane. */
 INLINE vec sums_of_lanes(vec *rows) {
 #if defined(__AVX512F__)
     add_halves(rows, 8);
@@ -306,7 +306,7 @@ INLINE vec sums_of_lanes(vec *rows) {
 #endif
 }
 
-/* What LANES rows have at `offset` bytes, LANES times 32 bits of each, as columns. */
+/* Load LANES 32-bit values at `offset` bytes of LANES rows, as columns. */
 INLINE void load_columns(const void *const *rows, int64_t offset, vec *columns) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     /* Halves of rows four apart share a vector as they are loaded. */
@@ -333,7 +333,7 @@ INLINE int64_t size_of(int type) {
     return type == FLOAT32 ? 4 : type == BFLOAT16 || type == FLOAT16 ? 2 : 1;
 }
 
-/* Weights of bfloat16 and float8 lie in pairs of inputs, the first in the lower half. */
+/* Whether weights are stored in pairs of inputs, the first in the lower half: bfloat16 and float8. */
 INLINE int is_paired(int w_type) { return w_type == BFLOAT16 || w_type == FLOAT8; }
 INLINE vec_u32 load_pairs(int type, const void *p, int64_t index) {
     if (type == FLOAT8) return widened((const uint16_t *)p + index);
@@ -346,7 +346,7 @@ INLINE vec second_of(int type, vec_u32 pairs) {
     return type == FLOAT8 ? from_e4m3s(pairs >> 8) : (vec)(pairs & 0xffff0000u);
 }
 
-/* Inputs of a layer as its weight has them: with zeros at the end. */
+/* Return a layer's number of inputs, padded as in its packed weight. */
 INLINE int64_t filled_to(int w_type, int64_t depth) {
     int64_t step = is_paired(w_type) ? 2 : w_type >= CODES8 ? 8 : 1;
     return ceil_div(depth, step) * step;
@@ -361,36 +361,36 @@ INLINE float from_bf16(uint16_t x) {
     return u.value;
 }
 
-/* To the nearest, ties to even, as torch rounds. */
+/* Round to the nearest, ties to even, like torch. */
 INLINE uint16_t to_bf16(float x) {
     union { float value; uint32_t bits; } u = {x};
     uint32_t rounded = (u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16;
     return x != x ? 0x7fc0 : (uint16_t)rounded;
 }
 
-/* To the nearest, ties to even; what is too large becomes infinity. */
+/* Round to the nearest, ties to even; larger numbers become infinity. */
 INLINE uint16_t to_fp16(float x) {
     union { float value; uint32_t bits; } u = {x}, low;
     uint32_t sign = u.bits >> 16 & 0x8000, is_nan = x != x;
     u.bits &= 0x7fffffff;
-    low.value = u.value + 0.5f; /* whose last place is 2^-24, the smallest number */
+    low.value = u.value + 0.5f; /* 0.5 has a last place of 2^-24, the smallest float16 */
     uint32_t high = ((u.bits + 0xfff + (u.bits >> 13 & 1)) >> 13) - (112u << 10);
     uint32_t rounded = u.value < 0x1p-14f ? low.bits & 0x7ff : u.value >= 65520.0f ? 0x7c00 : high;
     return (uint16_t)(is_nan ? 0x7e00 : sign | rounded);
 }
 
-/* To the nearest, ties to even; what is too large becomes the largest number, 448. */
+/* Round to the nearest, ties to even; larger numbers become 448, the largest. */
 INLINE uint8_t to_e4m3(float x) {
     union { float value; uint32_t bits; } u = {x}, low;
     uint32_t sign = u.bits >> 24 & 0x80, is_nan = x != x;
     u.bits &= 0x7fffffff;
-    low.value = u.value + 16384.0f; /* whose last place is 2^-9, the smallest number */
+    low.value = u.value + 16384.0f; /* 16384 has a last place of 2^-9, the smallest e4m3 */
     uint32_t high = ((u.bits + 0x7ffff + (u.bits >> 20 & 1)) >> 20) - (120u << 3);
     uint32_t rounded = u.value < 0x1p-6f ? low.bits & 0xf : u.value >= 448.0f ? 0x7e : high;
     return (uint8_t)(is_nan ? 0x7f : sign | rounded);
 }
 
-/* A row of floats out of a tensor, and back. */
+/* Read a row of a tensor as floats; write_row writes it back. */
 INLINE void read_row(int type, const void *from, float *to, int64_t size) {
     if (type == BFLOAT16) {
         const uint16_t *p = from;
@@ -421,7 +421,7 @@ INLINE vec keep(vec_i32 mask, vec x) { return (vec)(mask & (vec_i32)x); }
 INLINE vec choose(vec_i32 mask, vec x, vec other) {
     return (vec)((mask & (vec_i32)x) | (~mask & (vec_i32)other));
 }
-/* The larger of both; the second where one is no number. */
+/* Return the larger of both; the second if one is NaN. */
 INLINE vec larger(vec first, vec second) {
 #if defined(__AVX512F__)
     return (vec)_mm512_max_ps((__m512)first, (__m512)second);
@@ -489,12 +489,12 @@ INLINE vec round_all(int type, vec x) {
 }
 
 #define LOG2_E 1.44269504f
-#define ROUNDS 12582912.0f /* 1.5 * 2^23: what is added to it loses its fraction */
+#define ROUNDS 12582912.0f /* 1.5 * 2^23: adding and subtracting it rounds to a whole number */
 
 /* e^x within 2 units in the last place: 2^n * p(r), r in [-ln 2 / 2, ln 2 / 2], p of degree 6
- * (the Taylor polynomial's error there is 2e-7 of the value at most). Vectors, not a loop over
- * floats: GCC makes two paths of a float's limits and divides by 2^128 in the one that it drops.
- * x lies in [-87.3, 88.3]. */
+ * (the Taylor polynomial's error there is 2e-7 of the value at most). x lies in
+ * [-87.3, 88.3]. Written with vectors, because GCC compiles a loop over floats into two branches, and
+ * the branch whose result it discards divides by 2^128. */
 INLINE vec exp_within(vec x) {
     vec shifted = x * LOG2_E + ROUNDS, n = shifted - ROUNDS;
     vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -512,14 +512,14 @@ INLINE vec exp_fast(vec x) {
     return exp_within(choose(x > splat(88.3f), splat(88.3f), x));
 }
 
-/* 2^x of x <= 0 within 2 units in the last place, and 0 from where a float ends. */
+/* 2^x for x <= 0, within 2 units in the last place; 0 below the smallest normal float. */
 INLINE vec power_of_two(vec x) {
 #if defined(__AVX512F__)
     vec whole = (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     vec shifted = x + ROUNDS, whole = shifted - ROUNDS;
 #endif
-    vec rest = x - whole; /* its polynomial's error is 1.6e-7 of the value at most */
+    vec rest = x - whole; /* the polynomial's relative error is at most 1.6e-7 */
     vec p = multiply_add(rest, splat(1.32647925e-3f), splat(9.67151392e-3f));
     p = multiply_add(p, rest, splat(5.55073358e-2f));
     p = multiply_add(p, rest, splat(0.240222424f));
@@ -533,10 +533,10 @@ INLINE vec power_of_two(vec x) {
 #endif
 }
 
-/* Below -88 it is 0 in float32, but the exponential has ended. */
+/* Return 0 below -88, where exp_fast no longer grows. */
 INLINE vec silu(vec x) { return keep(~(x < -88.0f), x / (exp_fast(-x) + 1.0f)); }
 
-/* What makes a gate of the first half of a gated unit; 0 is taken by "not gated". */
+/* Activations of a gated unit's first half; 0 means "not gated". */
 enum { SILU = 1, GELU_TANH = 2, GELU = 3, CLAMPED_SWIGLU = 4, PLAIN_SIGMOID = 5, RELU = 6 };
 #define SWIGLU_LIMIT 7.0f
 #define SWIGLU_ALPHA 1.702f
@@ -553,7 +553,7 @@ INLINE vec gelu(vec x) {
     return 0.5f * x * grown;
 }
 
-/* x * sigmoid(alpha * x), where x ends at the limit (gpt-oss, arXiv:2508.10925). */
+/* x * sigmoid(alpha * x), with x clamped to the limit (gpt-oss, arXiv:2508.10925). */
 INLINE vec clamped_swish(vec x) {
     x = choose(x > SWIGLU_LIMIT, splat(SWIGLU_LIMIT), x);
     return keep(~(x < -88.0f / SWIGLU_ALPHA), x / (exp_fast(-SWIGLU_ALPHA * x) + 1.0f));
@@ -568,14 +568,14 @@ INLINE vec activate(int64_t kind, vec x) {
     return kind == SILU ? silu(x) : kind == GELU_TANH ? gelu_tanh(x) : gelu(x);
 }
 
-/* What a gate is multiplied with; `x` is the second half of a gated unit. */
+/* Return the factor of a gate, computed from `x`, the gated unit's second half. */
 INLINE vec gated_half(int64_t kind, vec x) {
     if (kind != CLAMPED_SWIGLU) return x;
     x = choose(x > SWIGLU_LIMIT, splat(SWIGLU_LIMIT), x);
     return choose(x < -SWIGLU_LIMIT, splat(-SWIGLU_LIMIT), x) + 1.0f;
 }
 
-/* cap * tanh(x / cap); where the difference would lose digits, by the series of the tangent. */
+/* cap * tanh(x / cap); small x use tanh's series, where 1 - 2 / (e^2t + 1) would lose digits. */
 INLINE vec soften(vec x, float cap) {
     vec t = x / cap, square = t * t;
     vec series = square * (62.0f / 2835) - 17.0f / 315;
@@ -586,10 +586,10 @@ INLINE vec soften(vec x, float cap) {
     return cap * choose(square < splat(0.12f), series, far);
 }
 
-/* Memory of this thread that is kept from call to call; `slot` tells uses apart. NULL: none. */
+/* Return memory that this thread keeps from call to call, one piece per `slot`; NULL: out of memory. */
 void *baton_scratch(int slot, int64_t bytes);
 
-/* Asks for the lines of a column, `step` bytes apart: read one by one each would be waited for. */
+/* Prefetch the lines of a column, `step` bytes apart, so that their latencies overlap. */
 INLINE void fetch_lines(const char *from, int64_t step, int64_t num) {
     for (int64_t i = 0; i < num; i++) __builtin_prefetch(from + i * step, 0, 3);
 }

@@ -21,7 +21,7 @@ from kvconnector.protocol.seals import Channels, Refusal, RefusedMessageError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # a grant of a million blocks is shorter
-MAX_KEPT_BYTES = 16 * 2**20  # of one peer's waiting messages, beyond the first
+MAX_KEPT_BYTES = 16 * 2**20  # most bytes of a peer's waiting messages, beyond the first
 OVERHEAD_BYTES = 256  # memory that even a short message takes
 MESSAGES_PER_TURN = 64
 WARN_INTERVAL_S = 10.0
@@ -91,7 +91,7 @@ class Inbox:
         if len(payload) > MAX_MESSAGE_BYTES:
             raise RefusedMessageError(Refusal.TOO_LONG)
         body = self._channels[sender].open(payload)
-        if not is_peer:  # no attack: a peer that stood still does not know yet that it was removed
+        if not is_peer:  # no attack: a peer that hung does not know that it was removed
             raise RefusedMessageError(Refusal.LEFT)
         queue = self._queues.setdefault(sender, _Queue())
         if queue.num_bytes > MAX_KEPT_BYTES:

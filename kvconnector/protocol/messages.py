@@ -1,16 +1,16 @@
 """What sender and receiver say to each other. Short, typed, checked when decoded.
 
 P -> D   Hello     are you there?                     D -> P   HelloAck  yes; try a write here
-P -> D   SelfTest  it is written, and so fast         D -> P   SelfTestResult
+P -> D   SelfTest  written, at this speed             D -> P   SelfTestResult
 P -> D   Start     I compute this prompt for you      D -> P   Grant     write it here
 P -> D   Watermark tokens up to here are complete     D -> P   Cancel    write no more
 P -> D   Commit    all is complete; token 1 is ...
 P -> D   Quiet     I write no more, for this reason
-P -> D   Beat      I live                             D -> P   Beat      so do I: your beat came
+P -> D   Beat      I am alive                         D -> P   Beat      so am I, your beat arrived
 
-With digests, a Commit is not the end:
-P -> D   Digests   what arrived must be this      D -> P   Resend    it is not: write it again
-                                                  D -> P   Verified  all of it is
+With digests, D checks the content before a transfer ends:
+P -> D   Digests   the blocks must have these     D -> P   Resend    these differ: write them again
+                                                  D -> P   Verified  all blocks are right
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvconnector.base import HandoffRecord
 
 MAX_TEXT_CHARS = 4096
 
-# What the wire's own types (and ours) can hold; a peer may send anything.
+# Limits of each field's values, because peers are not trusted.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ByteCount = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -36,7 +36,7 @@ Places = Annotated[list[Count], msgspec.Meta(max_length=4096)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Every message names the process start that sent it."""
+    """Base of all messages; ``engine_id`` identifies the sending process."""
 
     engine_id: Name
 
@@ -47,10 +47,11 @@ class _RequestMessage(_Message, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """P asks whether D knows it and is awake.
+    """P asks whether D knows P and is awake.
 
-    ``sent_at_s`` is of P's own clock. D sends it back and makes nothing of it. ``test`` is the
-    number of the self-test that P wants to do, each time a higher one.
+    Attributes:
+        sent_at_s: time on P's clock, which D only sends back.
+        test: number of the self-test that P wants to do; it grows with each test.
     """
 
     sent_at_s: float = 0.0
@@ -58,7 +59,7 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class HelloAck(_Message, frozen=True, kw_only=True):
-    """D does. For self-test ``test`` P may write into ``slot``; None: not now."""
+    """D knows P. For self-test ``test`` P may write into ``slot``; None: no slot is free now."""
 
     sent_at_s: float = 0.0
     test: Count = 0
@@ -66,7 +67,7 @@ class HelloAck(_Message, frozen=True, kw_only=True):
 
 
 class SelfTest(_Message, frozen=True, kw_only=True):
-    """P has written, and all of it is complete; ``digest`` is of what D must find in its slot."""
+    """P's test writes are complete; ``digest`` is that of the bytes that D's slot must contain."""
 
     test: Count
     digest: Digest
@@ -77,7 +78,7 @@ class SelfTest(_Message, frozen=True, kw_only=True):
 
 
 class SelfTestResult(_Message, frozen=True, kw_only=True):
-    """D has looked; ``problem`` is empty if what it found is right."""
+    """D has checked its slot; ``problem`` is empty if the bytes are right."""
 
     test: Count
     problem: Text = ""
@@ -91,7 +92,7 @@ class Start(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Grant(_RequestMessage, frozen=True, kw_only=True):
-    """P may write the prompt's blocks, from ``first_block`` on, into these blocks of D, in order.
+    """P may write the prompt's blocks from ``first_block`` on into D's ``block_ids``, in order.
 
     ``first_block`` counts the blocks that travel (`BlockPush.first_block`); D has those before it.
     """
@@ -101,16 +102,16 @@ class Grant(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Watermark(_RequestMessage, frozen=True, kw_only=True):
-    """Tokens up to ``num_tokens`` are complete in D's memory: the first ``num_blocks`` granted."""
+    """``num_tokens`` tokens are complete in D, in the first ``num_blocks`` granted blocks."""
 
     num_tokens: Count
     num_blocks: Count = 0
 
 
 class Commit(_RequestMessage, frozen=True, kw_only=True):
-    """Everything is complete in D's memory, and ``record`` is what D goes on from.
+    """All blocks are complete in D's memory; D continues from ``record``.
 
-    The rest is how it travelled.
+    The other fields are the cost of the transfer, for the receipt.
     """
 
     record: HandoffRecord
@@ -123,7 +124,7 @@ class Commit(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Cancel(_RequestMessage, frozen=True, kw_only=True):
-    """D wants nothing more of this request; P answers Quiet."""
+    """D no longer wants this request's KV; P answers Quiet."""
 
 
 class Quiet(_RequestMessage, frozen=True, kw_only=True):
@@ -133,25 +134,28 @@ class Quiet(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Beat(_Message, frozen=True, kw_only=True):
-    """P lives; D answers with the same, which renews P's lease to write into D's memory.
+    """P is alive; D's answer, also a Beat, renews P's lease to write into D's memory.
 
-    ``sent_at_s`` is of P's own clock, as in `Hello`: a lease is as old as the beat that D
-    answered, however long the answer has lain in a queue.
+    ``sent_at_s`` is a time on P's clock, as in `Hello`. The lease runs from that time, and not
+    from the arrival of the answer, which may have waited in a queue.
     """
 
     sent_at_s: float = 0.0
 
 
 class Digests(_RequestMessage, frozen=True, kw_only=True):
-    """Keyed digests of what P wrote into these of the granted blocks; the writes are complete.
+    """Keyed digests of granted blocks whose writes are complete.
 
-    ``attempt`` counts how often D has asked for them again. ``first_number`` is that of the first
-    digest; each has the next one, and no number ever comes again.
+    Attributes:
+        indices: places of the blocks among the request's travelling blocks.
+        layers: the written layers; None: all layers.
+        attempt: how often D has asked for these blocks again.
+        first_number: number of the first digest; the others follow. Numbers are never reused.
     """
 
     indices: Places
     digests: Annotated[bytes, msgspec.Meta(max_length=2**16)]
-    layers: tuple[Count, Count] | None = None  # None: all of them
+    layers: tuple[Count, Count] | None = None
     attempt: Count = 0
     first_number: ByteCount = 0
 
@@ -165,7 +169,7 @@ class Resend(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Verified(_RequestMessage, frozen=True, kw_only=True):
-    """D has compared everything, and asks for nothing more: P may let go of its blocks."""
+    """D has compared all blocks and they are right: P may release its own."""
 
 
 Message = (

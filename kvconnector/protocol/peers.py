@@ -150,7 +150,7 @@ class Peers:
             self._report(info.engine_id, result.problem)
         elif then is None:
             self._peers[info.engine_id] = self._new_peer(info, result.path, known)
-        elif known is not None and result.problem:  # it is tried again later
+        elif known is not None and result.problem:  # tried again later
             logger.warning("cannot connect to %s: %s", info.engine_id, result.problem)
             self._lose_unreached(known)
         elif known is not None:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0
 OFFER_S = 2 * TIMEOUT_S  # after so long a slot is free again, even if its peer is silent
-REPEAT_S = 0.05  # of an unanswered SelfTest
+REPEAT_S = 0.05  # interval of repeats of an unanswered SelfTest
 # The bandwidth is measured over so many writes, or over those posted in so long. The result is a
 # good estimate for a slow path, and a lower bound for a path that the I/O thread cannot fill.
 MAX_TIMED_WRITES = 32
@@ -241,7 +241,7 @@ class ProbeSlots:
         if known is not None and number <= known.number:
             return known.slot if number == known.number else None
         if known is not None:
-            known.slot = None  # its writes have ended, or it would not begin another
+            known.slot = None  # a peer begins a new test only after its old writes have ended
         taken = {offer.slot for offer in self._offers.values()}
         slot = next((slot for slot in range(NUM_SLOTS) if slot not in taken), None)
         if slot is not None:

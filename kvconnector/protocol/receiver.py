@@ -1,7 +1,7 @@
 """ReceiveMachine: the decode node's end of the hand-off, without I/O.
 
-It translates between messages and events; who may write where, and until when, is decided by the
-node (`decode_node/reservations.py`).
+Translates between messages and events. The node decides which peer may write into which blocks,
+and until when (`decode_node/reservations.py`).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class ReceiveMachine:
     """See `StateMachine` for the contract.
 
     Args:
-        own: how this end is presented to peers.
+        own: this node's peer info.
         make_peers: see `Sender`.
 
     Attributes:
-        grants: transfers that are neither committed nor ended yet.
+        grants: Grant messages to repeat, of transfers that are neither committed nor ended.
     """
 
     def __init__(self, own: PeerInfo, make_peers: Callable[..., Peers] = Peers) -> None:
@@ -89,7 +89,7 @@ class ReceiveMachine:
         self.peers.tick()
         for engine_id in self._drains.take_done(now, self._num_reads):
             self._report(TransferEventKind.PEER_DRAINED, engine_id)
-        # Of a transfer that is over at the sender's, its end was lost: it will say so again.
+        # If the sender has ended the transfer and its last message was lost, it answers with Quiet.
         for _, grant in self.grants.take_due(now):
             self.peers.send(grant.engine_id, grant.message)
         self._slots.tick()
@@ -97,18 +97,18 @@ class ReceiveMachine:
 
     @property
     def is_expecting(self) -> bool:
-        """Whether messages may come soon, as far as this end knows: its node knows more."""
+        """Return False: the node itself tells the I/O loop when KV may come (`IoLoop.expect`)."""
         return False
 
     @property
     def is_moving(self) -> bool:
-        """Whether a peer may be writing what its probe is measured by."""
+        """Return whether a peer may be writing a probe, whose speed is measured."""
         return self._slots.is_lent
 
     # ------------------------------------------------------------------ what the node wants
 
     def _obey(self, item: Input) -> None:
-        """Do as the node wants, or go on from what came of it."""
+        """Handle a wish of the node, or the result of an action."""
         match item:
             case NotRead():
                 self._num_reads -= 1
@@ -130,7 +130,7 @@ class ReceiveMachine:
             case SlotRead():
                 self._slots.judge(item)
             case Forbidden(action=forbid):
-                # Whatever the peer still sends is dropped: nobody need wait until it is quiet.
+                # The transport drops what the peer still sends, so nobody waits for its Quiet.
                 self._report(TransferEventKind.FAILED, forbid.engine_id, forbid.key)
             case Meet(peer=peer):
                 self.peers.meet(peer)
@@ -195,7 +195,7 @@ class ReceiveMachine:
                 key = (message.request_id, message.epoch)
                 self._end(key, peer_id)
                 self._report(TransferEventKind.FAILED, peer_id, key, reason=message.reason)
-            case Digests():  # a sign of life; whoever compares them stands before this
+            case Digests():  # only a sign of life here: `digests.py` compares them
                 pass
 
     def _end(self, key: TransferKey, engine_id: str) -> None:
@@ -203,7 +203,7 @@ class ReceiveMachine:
         self._turn.ask(Forbid(engine_id, key))
 
     def _answer_beat(self, message: Beat) -> None:
-        """Unless we know of no probe that has passed: then it must greet us again."""
+        """Answer if the peer has passed a probe; otherwise stay silent, so that it sends Hello."""
         if self.peers[message.engine_id].is_probed:
             beat = Beat(engine_id=self._own.engine_id, sent_at_s=message.sent_at_s)
             self.peers.send(message.engine_id, beat, tells=True)

@@ -1,7 +1,7 @@
 """SendMachine: the prefill node's end of the hand-off, without I/O.
 
     STARTED -> (granted) PUSHING -> COMMITTED
-        `--------------------`----> FAILED          terminal only when the wire is quiet
+        `--------------------`----> FAILED          both ends wait until no write is in flight
 
 Refuses to know: transports, threads, and how the decode node verifies blocks.
 """
@@ -73,7 +73,7 @@ class SendMachine:
     Attributes:
         transfers: the open transfers.
         repeats: repeats Start until the grant, and Commit until all blocks are verified.
-        totals: for the metrics.
+        totals: counts of posted blocks and bytes, for the metrics.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SendMachine:
         self.repeats = Repeats()
         self.totals = PushTotals()
         self._to_post: deque[Transfer] = deque()  # in this round
-        self._room_bytes: dict[str, int] = {}  # of each peer, in this round
+        self._room_bytes: dict[str, int] = {}  # bytes that may still be posted to each peer
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
@@ -152,16 +152,16 @@ class SendMachine:
 
     @property
     def is_expecting(self) -> bool:
-        """Whether messages may come soon."""
+        """Return whether messages may come soon."""
         return bool(self.transfers) or bool(self._probes) or self.peers.is_meeting
 
     @property
     def is_moving(self) -> bool:
-        """Whether bytes are in flight, or to be posted as soon as that can be."""
+        """Return whether bytes are in flight or wait to be posted."""
         granted = (t for t in self.transfers.values() if t.granted is not None)
         return self._probes.is_writing or any(t.writes or t.pieces for t in granted)
 
-    # ------------------------------------------------------------------ what came
+    # ------------------------------------------------------------------ inputs
 
     def _begin(self, wish: Begin) -> None:
         (request_id, epoch), engine_id = wish.key, wish.engine_id
@@ -193,8 +193,8 @@ class SendMachine:
     def _leave(self, engine_id: str) -> None:
         """Fail a peer's transfers, and forget the peer once nothing is in flight to it.
 
-        The router has lost the peer, but the peer may live: posted writes may still land there.
-        Only after that may it be told that nothing is in flight.
+        The router has lost the peer, but the peer may be alive, and posted writes may still land
+        there. Quiet is sent only after the last of them.
         """
         self.peers.leave(engine_id)
         self._fail_all(engine_id, "the decode node is gone")
@@ -204,12 +204,12 @@ class SendMachine:
     def _hear(self, message: Grant | Cancel | Resend | Verified) -> None:
         transfer = self.transfers.get((message.request_id, message.epoch))
         if transfer is None:
-            # Already over here: say so again, the peer may hold blocks for it.
+            # The transfer has ended here. Say so again, as the peer may hold blocks for it.
             self._say_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
         elif transfer.engine_id != message.engine_id:
             logger.warning("dropped a message about another node's transfer")
         elif isinstance(message, Cancel):
-            self._fail(transfer, "")  # why, the decode node knows
+            self._fail(transfer, "")  # no reason: the decode node knows it
         elif isinstance(message, Resend):
             self._send_again(transfer, message)
         elif isinstance(message, Verified):
@@ -244,7 +244,7 @@ class SendMachine:
 
     def _take_sent(self, result: SendEnded) -> None:
         message = result.action.message
-        if not result.problem:  # a Commit, and nobody is to answer it
+        if not result.problem:  # a Commit was sent, and no answer is expected
             assert isinstance(message, Commit)
             self._end(self.transfers.get((message.request_id, message.epoch)))
         elif not self.peers.send_again(result):
@@ -294,7 +294,7 @@ class SendMachine:
         ):
             assert grant is not None
             piece = transfer.pieces.popleft().from_place(grant.first_block)
-            if piece.indices:  # else the decode node has these
+            if piece.indices:  # otherwise, the decode node has these blocks already
                 remote = [grant.block_ids[index - grant.first_block] for index in piece.indices]
                 key = transfer.request_id, transfer.epoch
                 return Write(engine_id, key, piece, remote, transfer.groups_of(piece))
@@ -323,7 +323,7 @@ class SendMachine:
             self._probes.take_ended(result)
             return
         transfer = self.transfers.get(result.key)
-        if transfer is None or not transfer.writes:  # it was begun anew by the same name
+        if transfer is None or not transfer.writes:  # an earlier transfer had the same key
             return
         if result.problem:
             self._fail(transfer, result.problem)
@@ -332,7 +332,7 @@ class SendMachine:
     def _count_off(self, transfer: Transfer) -> None:
         """Remove the oldest write, and send its watermark."""
         watermark = transfer.writes.popleft().watermark
-        # After the last push the commit record follows and says more.
+        # No watermark after the last push: the Commit follows.
         if watermark is not None and transfer.failure is None and not transfer.record:
             self.peers.send(
                 transfer.engine_id,
@@ -350,7 +350,7 @@ class SendMachine:
         return num_blocks * self._slices_to(engine_id).num_bytes(layers)
 
     def _slices_to(self, engine_id: str) -> Slices:
-        """Return our ranks' slices for a peer; an unknown peer counts as one like us."""
+        """Return how blocks are sliced between our ranks and a peer's; unknown peers: like ours."""
         if engine_id not in self._slices:
             theirs = self.peers[engine_id].info if engine_id in self.peers else self._own
             self._slices[engine_id] = Slices(self._own.manifest, theirs.manifest)

@@ -11,7 +11,7 @@ from kvconnector.base import BlockPush, HandoffRecord
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 
-MAX_ATTEMPTS = 3  # repeated writes of blocks that arrived wrong
+MAX_ATTEMPTS = 3  # how often blocks whose digest is wrong are written again
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Piece:
     attempt: int = 0
 
     def from_place(self, first: int) -> Piece:
-        """Return the part at place ``first`` and behind; may be empty."""
+        """Return the part of this piece from place ``first`` on; may be empty."""
         if all(index >= first for index in self.indices):
             return self
         pairs = zip(self.indices, self.block_ids, strict=True)
@@ -164,7 +164,7 @@ class Transfer:
             num_layers: number of layers of a whole block.
         """
         self.block_ids.update(zip(piece.indices, piece.block_ids, strict=True))
-        # Layers of neighbouring blocks do not adjoin.
+        # Blocks sent in parts cannot be merged into one range: their layers are not adjacent.
         layers = piece.layers
         is_whole = layers in (None, (0, num_layers)) and num_ranges == 1
         num_descriptors = (
@@ -183,7 +183,7 @@ class Transfer:
         self.totals.posting_s += posting_s
 
     def send_again(self, indices: list[int], layers: LayerRange, attempt: int) -> None:
-        """Write blocks once more; repeated and late wishes count once.
+        """Queue blocks to be written again; repeated and late requests for them count once.
 
         Fails the transfer after too many attempts.
         """

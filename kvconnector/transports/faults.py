@@ -69,10 +69,10 @@ class FaultSpec:
         duplicate: a message comes twice.
         reorder: a message waits until the next one to that peer has left.
         delay_s: how long each message waits, from and to.
-        alter: one bit of a message is another when it comes, as if somebody had forged it.
+        alter: one bit of a message is flipped on arrival, as if the message were forged.
         corrupt: one bit of a transfer's blocks is wrong when its commit record is read.
         fail_post: a write cannot be posted.
-        corrupt_test: one bit of what a self-test wrote is wrong when it is looked at.
+        corrupt_test: one bit that a self-test wrote is wrong when it is checked.
         drop_test: a message about a self-test's end is lost, whatever `drop` says.
         kill: where the process ends.
         hang_engine: the engine's thread stands still behind so many rounds with work; 0: never.
@@ -221,9 +221,9 @@ class FaultyTransport:
         self._end_process = end_process
         self._random = random.Random(self._spec.seed)
         self._waiting: list[_Waiting] = []
-        self._granted: dict[tuple[str, int], Grant] = {}  # what `corrupt` may spoil
+        self._granted: dict[tuple[str, int], Grant] = {}  # grants whose blocks `corrupt` may spoil
         self._digested: set[tuple[str, int]] = set()
-        self._slots: dict[str, int] = {}  # what `corrupt_test` may spoil, by engine id
+        self._slots: dict[str, int] = {}  # slots that `corrupt_test` may spoil, by engine id
         self._num_until_kill = 0 if self._spec.kill is None else self._spec.kill.count
 
     @property
@@ -343,7 +343,7 @@ class FaultyTransport:
         for waiting in sorted(due, key=lambda waiting: waiting.due_at):
             try:
                 self._transport.notify(waiting.engine_id, waiting.payload)
-            except TransferError as error:  # as lost as any message to nobody
+            except TransferError as error:  # the peer has gone meanwhile
                 logger.warning("a delayed message to %s is lost: %s", waiting.engine_id, error)
 
     def _altered(self, payload: bytes) -> bytes:

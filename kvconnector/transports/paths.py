@@ -5,7 +5,7 @@ Refuses to know: peers, how bandwidth is measured.
 
 from __future__ import annotations
 
-UNKNOWN_GPU_PATH = "nixl/ucx unknown"  # of memory of a GPU, before and unless it is known better
+UNKNOWN_GPU_PATH = "nixl/ucx unknown"  # a GPU's path until the real one is known
 CUDA_IPC_PATH = "nixl/ucx cuda_ipc"
 # What PCIe 5.0 x16 carries one way. Copies by way of the host and network cards stay below it: on
 # one machine only CUDA IPC, over NVLink or inside a GPU, is faster.

@@ -56,10 +56,10 @@ class Schedule:
         leaks: dict[int, int] = {}
         seen: set[Block] = set()
         for place, look in sorted(self._looks.items()):
-            # All that is held when nobody works is a leak, whatever its request is said to be.
+            # Any block held while no request runs is a leak, whatever state its request has.
             new = (last.held if look is last else look.stale & last.held) - seen
             seen |= new
-            if new or not self.audit.problems:  # who was not asked may hold some
+            if new or not self.audit.problems:  # a node that was not asked may hold some
                 leaks[place - 1] = len(new)
         return leaks
 

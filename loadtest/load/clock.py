@@ -20,7 +20,7 @@ class RunClock:
         now: a monotonic clock, in seconds.
 
     Attributes:
-        began_at: what ``now`` said then.
+        began_at: time of the start, by ``now``.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:

@@ -20,7 +20,7 @@ from baton.api.bounded_files import MAX_DATA_BYTES, parse_json, read_text, refus
 from baton.api.errors import ConfigError, reason_of
 from loadtest.load.prompts import Message
 
-# The first of these that an object has is its prompt, and how long its answer is to be.
+# Names of fields with the prompt and the answer's length; the first one that is present counts.
 PROMPT_FIELDS = ("prompt", "text", "text_input", "input", "question", "instruction")
 LENGTH_FIELDS = (
     "output_length", "output_tokens", "output_tokens_count", "completion_tokens_count",

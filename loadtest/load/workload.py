@@ -1,5 +1,4 @@
-"""The requests of a plan, conversation by conversation: when they are due, what they ask, who is
-given up when.
+"""The requests of a plan, by conversation: when each is due, its prompt, and when it is cancelled.
 
 Arrivals, lengths, groups and cancels have streams of random numbers of their own: another rate does
 not change the prompts, so that two runs can be compared. The history in a later turn's prompt holds

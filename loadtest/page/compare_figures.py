@@ -68,7 +68,7 @@ def _bar(
     low, high = found["low"] * scale, found["high"] * scale
     axes.errorbar(place, mean, [[mean - low], [min(high, limit) - mean]], color=look.ink, alpha=0.7,
                   capsize=4, linewidth=1, label="95 % interval" if is_first else None)  # fmt: skip
-    if high > limit:  # of few repeats it may be far wider than all values
+    if high > limit:  # with few repeats the interval may be far wider than all values
         axes.annotate(f"to {high:,.3g}", (place, limit), xytext=(3, 2), fontsize=8,
                       textcoords="offset points")  # fmt: skip
 

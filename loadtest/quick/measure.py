@@ -23,10 +23,10 @@ from loadtest.targets import open_target
 from loadtest.targets.base import TargetError, TargetOptions
 
 NUM_READERS = 8
-INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # of a reader alone
-SHORT_INPUT_TOKENS = 128  # of one among several
+INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # tokens of a single reader's request
+SHORT_INPUT_TOKENS = 128  # prompt of one of several readers
 _DRAIN_TIMEOUT_S = 120.0  # on a slow machine an answer may take longer than a load lasts
-_MAX_LAG_S = 0.05  # of figures for people, on a machine that also serves
+_MAX_LAG_S = 0.05  # largest lag of the generator, which shares the machine with the server
 _METRICS_TIMEOUT_S = 10.0
 _READ_COUNTERS = ("baton_weight_read_bytes_total", "baton_kv_read_bytes_total")
 
@@ -35,13 +35,13 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine of a system that this command started.
+    """The machine that runs the measured system, if this command started the system.
 
     Attributes:
-        instruction_set: best one of the CPU that native kernels have; empty: none.
-        no_kernels: why there are no native kernels; empty: there are some.
-        read_bytes_per_s: speed of memory, read by all cores.
-        load_average: load of the last minute before the start.
+        instruction_set: CPU instruction set that native kernels use; empty: no native kernels.
+        no_kernels: why native kernels are missing; empty: they are there.
+        read_bytes_per_s: memory bandwidth when all cores read.
+        load_average: the machine's load in the minute before the start.
     """
 
     num_cores: int

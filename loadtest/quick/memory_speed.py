@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-_MOST_BYTES = 2**29  # of all buffers: more than caches hold
+_MOST_BYTES = 2**29  # size of all buffers: more than caches hold
 _ROUNDS = 6
 
 
@@ -35,7 +35,7 @@ def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTE
     search.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
     def read(core: int) -> list[tuple[float, float]]:
-        os.sched_setaffinity(0, {core})  # of this thread
+        os.sched_setaffinity(0, {core})  # binds this thread only
         buffer = ctypes.create_string_buffer(size)
         ctypes.memset(buffer, 1, size)  # otherwise all pages would be one page of zeros
         times = []

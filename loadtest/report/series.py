@@ -16,7 +16,7 @@ from loadtest.report.distribution import distribution
 from loadtest.report.summary import RECEIPT_SECONDS, client_seconds, frame_gaps
 from loadtest.report.terms import LATENCY_NAMES, TTFT_PARTS
 
-MAX_POINTS = 200  # of a curve, and then its last hundredth in full detail
+MAX_POINTS = 200  # points of a curve; its last hundredth is kept in full detail
 MIN_BINS, MAX_BINS = 10, 60
 MIN_PER_BIN = 5  # requests, if there are enough bins: a rate of one or none is a picket fence
 AFTER_FIRST = "after_first_s"

@@ -48,7 +48,7 @@ class _Usage(msgspec.Struct):
 
 class _Logprobs(msgspec.Struct):
     tokens: list[str] | None = None
-    content: list[msgspec.Raw] | None = None  # of a chat
+    content: list[msgspec.Raw] | None = None  # the messages of a chat
 
 
 class _FunctionDelta(msgspec.Struct):
@@ -230,7 +230,7 @@ class OpenAITarget:
         else:
             own = {"messages": prompt}
             if "logprobs" in self._body:
-                own["logprobs"] = True  # a chat's is no number
+                own["logprobs"] = True  # a boolean in chats, a number in completions
         return msgspec.json.encode(own | {"max_tokens": output_length} | self._rest(own))
 
     def _rest(self, own: dict[str, Any]) -> dict[str, Any]:

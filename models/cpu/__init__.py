@@ -1,1 +1,1 @@
-"""What makes a model quick on CPUs: packed weights, tapes of a decode step."""
+"""Speed on CPUs: packed weights, and tapes of decode steps."""

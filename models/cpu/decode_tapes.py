@@ -1,4 +1,4 @@
-"""Decode steps on a CPU without Python between the ops: the layers' native calls are taped.
+"""DecodeTapes: runs decode steps on a CPU from tapes of native calls, without Python between ops.
 
 Refuses to know: what the layers compute, and which requests there are.
 """
@@ -31,7 +31,7 @@ _Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Taped:
-    """A tape, where its inputs are written to, and where its result is."""
+    """A tape, with the memory of its inputs and of its result."""
 
     tape: Tape
     inputs: Inputs
@@ -51,9 +51,9 @@ class _Taped:
 class DecodeTapes:
     """Tapes by the shape of a step. Used by one thread at a time.
 
-    A shape is taped when it comes twice in a row: where batches change with every step, nothing
-    is. A small one is when it comes again soon: a drafter reads one to a few tokens by turns.
-    The tapes used last are kept.
+    A shape is taped when it comes twice in a row, so nothing is taped while each step's batch
+    differs. A small shape is taped if it comes again soon, as drafters alternate between few sizes.
+    The most recently used tapes are kept.
 
     Args:
         ops: which make the calls.
@@ -72,7 +72,7 @@ class DecodeTapes:
         """Compute ``layers(inputs, context)``, by a tape if there is one or can be.
 
         Args:
-            comes_again: a shape is taped the first time, as it will.
+            comes_again: whether to tape a new shape at once, as it will come again.
         """
         key = self._key(inputs, context) if native_ops() is self._ops else None
         if key is None or key not in self._tapes:

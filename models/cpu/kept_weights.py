@@ -1,4 +1,4 @@
-"""Packed weights of a CPU's model in a file that all processes of the machine map.
+"""Files of packed weights for CPUs, which all processes of a machine map.
 
 The first process packs, writes the file and maps it; the others map it. Pages are in memory once.
 Refuses to know: how weights are packed, where the file lies.
@@ -27,7 +27,7 @@ from baton.kernel_library.build import find_sources
 from baton.kernel_library.compilers import BuildError
 from baton_kernels import Groups, PackedWeight, WeightFormat
 
-_HUGE_PAGE, _POPULATE_READ = 14, 22  # of madvise(2); the latter since Linux 5.14
+_HUGE_PAGE, _POPULATE_READ = 14, 22  # advice for madvise(2); the second since Linux 5.14
 _OWN_CODE = ("models", "baton_kernels", "baton.checkpoint")
 
 # Packed weights and plain tensors, by names that the packer chooses.

@@ -1,6 +1,6 @@
-"""On a CPU: every linear layer's weight in the form that its kernels stream, made as it is loaded.
+"""CpuPacker: packs every linear layer's weight for CPU kernels while it is loaded.
 
-Rows go from where they are stored straight into panels; torch never has them as a parameter.
+Rows are read from the file directly into panels, and never become a torch parameter.
 Refuses to know: architectures, files, how a packed product is computed.
 """
 
@@ -35,8 +35,8 @@ _MIB = 2**20
 # Formats that cost small models several percent of perplexity (log, 2026-11-28); heads become INT8.
 _COARSE = (WeightFormat.INT4, WeightFormat.FP8)
 _FEW_WEIGHTS = 10**9
-_ROWS = 64  # of a weight, that are looked at together
-_WIDTH = 16  # of panels, where no kernels want another
+_ROWS = 64  # rows of a weight that are examined together
+_WIDTH = 16  # width of panels if no kernel wants another
 # Behind a layer's name, in files of packed weights.
 _KEYS, _VALUES, _NARROW = ".keys", ".values", ".narrow"
 _COARSE_KEY = "coarse"
@@ -59,7 +59,7 @@ class CpuPacker:
 
     @classmethod
     def choose(cls, dtype: torch.dtype, weights: str) -> CpuPacker | None:
-        """Choose for this process; None where torch's own layers do as well.
+        """Choose a packer for this process; None if torch's own layers are as good.
 
         Args:
             dtype: that the model computes in.
@@ -177,7 +177,7 @@ class _Packing:
         return True
 
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Keep a tied embedding within the head, another in 16 bits where these are its numbers."""
+        """Keep a tied embedding in the head's panels; keep another in 16 bits if that is exact."""
         if self._model.lm_head is None:
             self._packed[owner] = weight = self._pack(parts, is_head=True)
             self._embedding = PackedEmbedding(weight, self._packer.dtype)
@@ -295,9 +295,9 @@ class _Packing:
         )
 
     def _exact_format(self, parts: Sequence[WeightPart]) -> WeightFormat:
-        """Return the smallest format of which products are those of the model's dtype, to the bit.
+        """Return the smallest format whose products equal those of the model's dtype bit for bit.
 
-        A checkpoint of 16 bits that is computed with in float32 takes half of the memory so.
+        So a 16-bit checkpoint that is computed in float32 needs half the memory.
         """
         own = WeightFormat.of(self._packer.dtype)
         if own != WeightFormat.FP32:
@@ -339,7 +339,7 @@ def _is_float16(part: WeightPart) -> bool:
 
 
 def _is_bfloat16(part: WeightPart) -> bool:
-    """Say whether bfloat16 has all the numbers of a weight."""
+    """Return whether bfloat16 holds all numbers of a weight exactly."""
     if isinstance(part.content, Tensor) and part.content.dtype == torch.bfloat16:
         return True
     return all(

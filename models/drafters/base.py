@@ -30,10 +30,10 @@ class LayersDrafter(Protocol):
     """Drafts one token after the other, over KV of its own.
 
     Attributes:
-        kv_layers: what each of its layers keeps of the tokens before.
-        reads_states: whether it reads the model's states. Its KV at a position then belongs to the
-            state there and the token behind it; else to the token there.
-        state_layers: the model's layers before which states are read; empty: states behind the
+        kv_layers: what each of its layers keeps of earlier tokens.
+        reads_states: whether it reads the model's hidden states. If so, its KV at position i is
+            computed from the state at i and token i + 1; otherwise from token i.
+        state_layers: layers of the model whose input states are read; empty: the states after the
             last norm are read.
     """
 

@@ -57,7 +57,7 @@ def _gguf_heads(keys: Keys) -> Mapping[str, Any]:
     return {"head_dim": found["head_dim"]}
 
 
-# Its files say granitehybrid; that row chooses this one.
+# GGUF files of Bamba name the architecture granitehybrid, whose row selects this one.
 GGUF_ROW = Architecture(
     "BambaForCausalLM",
     _gguf,

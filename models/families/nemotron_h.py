@@ -76,7 +76,7 @@ def _in_common_words(fields: Fields) -> Fields:
             _PARTS: kinds,
             "rms_norm_eps": fields.number("layer_norm_epsilon", 1e-5),
             "head_dim": fields.integer(head_dim, 128),
-            "hidden_act": "silu",  # of Mamba 2
+            "hidden_act": "silu",  # activation of Mamba 2
         }
     )
 

@@ -105,8 +105,8 @@ Qwen3ForCausalLM = Family(
 Qwen3MoeForCausalLM = Family(
     recipe=_qwen3_moe, defaults={"num_key_value_heads": 4, "sliding_window": 4096}
 )
-# Qwen's tokens of text have one position on the three axes that a token of an image has: for text
-# such an embedding is the plain one.
+# For images Qwen's rotary embedding has three axes. A text token has one position on all three, so
+# for text it equals the plain embedding.
 Qwen2VLForConditionalGeneration = TextPart("Qwen2ForCausalLM")
 Qwen2_5_VLForConditionalGeneration = TextPart("Qwen2ForCausalLM")
 Qwen3VLForConditionalGeneration = TextPart("Qwen3ForCausalLM")

@@ -13,7 +13,7 @@ from models.model_fields import ModelFields
 from models.recipe import Recipe
 from models.rope_config import NO_ROPE
 
-_INTERVAL = 4  # one layer of this many does not turn
+_INTERVAL = 4  # one of so many layers has no rotary embedding
 
 
 def _smollm3(model: ModelFields) -> Recipe:

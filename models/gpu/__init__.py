@@ -1,1 +1,1 @@
-"""What makes a model small on GPUs: weights of 4 and 8 bits."""
+"""Smaller models on GPUs: weights of 4 and 8 bits."""

@@ -1,4 +1,4 @@
-"""On a GPU: layers whose results for a token do not depend on who is computed with it.
+"""InvariantPacker: layers on a GPU whose result for a token does not depend on the batch.
 
 Refuses to know: attention, files, how a product is computed.
 """
@@ -22,11 +22,11 @@ from models.loading.stored_weights import WeightPart
 
 @dataclass(frozen=True, slots=True)
 class InvariantPacker:
-    """A ``WeightPacker`` that leaves weights as they are, but has other products multiply them.
+    """A ``WeightPacker`` that keeps weights as they are but replaces the layers that multiply them.
 
     Attributes:
-        kind: the GPU's kind; other kinds add in another order.
-        int8: what takes the layers whose sums are of integers, which have no order; None: nothing.
+        kind: the GPU's kind, as other kinds add in another order.
+        int8: packer of layers with integer sums, whose order does not matter; None: none.
     """
 
     kind: str

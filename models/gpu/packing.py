@@ -1,7 +1,7 @@
-"""On a GPU: linear layers of 4 or 8 bits a weight, as a checkpoint has them or as is asked for.
+"""GpuPacker: keeps linear layers on a GPU in 4 or 8 bits, as stored in the checkpoint or as chosen.
 
-What has no such form stays torch's parameter: embeddings with the heads tied to them, experts,
-routers, projections of latents. Refuses to know: architectures, files, how a product is computed.
+These stay ordinary parameters: embeddings and heads tied to them, experts, routers, projections of
+latents. Refuses to know: architectures, files, how a product is computed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GpuPacker:
     cache_key: ClassVar[None] = None
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
-        """See ``WeightPacker``; there is no entry."""
+        """See ``WeightPacker``; a GPU's weights are not cached, so ``entry`` is None."""
         return _Packing(self, model)
 
 
@@ -127,7 +127,7 @@ class _Packing:
     def _keep(
         self, parts: Sequence[WeightPart], wanted: QuantizedFormat | None
     ) -> QuantizedWeight | None:
-        """Keep what a checkpoint has, if it is what is wanted; None where it is not, or kernels
+        """Keep a checkpoint's format if it is the wanted one; None if it is not, or if kernels
         have no form for it.
         """
         kept, layout = integers_alike(parts)

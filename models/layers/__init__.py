@@ -1,1 +1,1 @@
-"""The parts that networks are made of; parameter names are those of Hugging Face checkpoints."""
+"""The layers of networks; parameter names are those of Hugging Face checkpoints."""

@@ -1,4 +1,4 @@
-"""A norm with a gate, as recurrent mixers end with. Refuses to know: what the gate is made of."""
+"""The norm with a gate at the end of recurrent mixers. Refuses to know: the gate's origin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GatedRMSNorm(nn.Module):
         self._norm_before_gate = norm_before_gate
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``[num_tokens, size]`` and as much of the gate -> ``[num_tokens, size]``."""
+        """``[num_tokens, size]`` and a gate of the same shape -> ``[num_tokens, size]``."""
         return ops.gated_rms_norm(
             *(x, gate, self.weight, self._eps),
             group_size=self._group_size,

@@ -1,7 +1,7 @@
-"""Latent attention of one decoder layer: what is kept of a token is one vector for all heads.
+"""Latent attention of one decoder layer: the cache keeps one vector per token for all heads.
 
-Keys and values are never made of the vectors: the matrix that would make keys is applied to the
-query, the one that would make values to the sum (DeepSeek-AI, arXiv:2405.04434, section 2.1.2).
+Keys and values are never computed from the vectors. The key matrix is applied to the query instead,
+and the value matrix to the weighted sum (DeepSeek-AI, arXiv:2405.04434, section 2.1.2).
 Refuses to know: how the backend attends, which requests there are.
 """
 
@@ -23,7 +23,7 @@ _EPS = 1e-6
 
 
 class LatentProjection(nn.Linear):
-    """What would make keys and values of latents; a checkpoint's ``kv_b_proj``.
+    """The matrices from latents to keys and values; a checkpoint's ``kv_b_proj``.
 
     Args:
         num_heads: of which each has rows for its key, then for its value.
@@ -68,7 +68,7 @@ class PackedLatentProjection(nn.Module):
     def __init__(self, keys: ops.PackedWeight, values: ops.PackedWeight) -> None:
         super().__init__()
         self._keys, self._values = keys, values
-        # The same memory under the names by which memory is counted.
+        # Registers the panels, so that code that counts parameters sees them.
         self.keys = nn.Parameter(keys.panels, requires_grad=False)
         self.values = nn.Parameter(values.panels, requires_grad=False)
 

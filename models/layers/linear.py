@@ -225,7 +225,7 @@ class GatedLinear(JoinedLinear):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer on a CPU whose weight is kept in panels; made of a loaded one.
+    """A linear layer on a CPU whose weight is kept in panels; replaces a loaded layer.
 
     Args:
         weight: the layer's parameters; they are only read.
@@ -252,7 +252,7 @@ class PackedLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute what the layer that was packed computes."""
+        """Compute the original layer's result from its packed weight."""
         if self._is_exact:
             return ops.packed_scores(x, self.packed)
         if self._activation is None:
@@ -261,7 +261,7 @@ class PackedLinear(nn.Module):
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer on a GPU whose weight has 4 or 8 bits a number; made of a loaded one.
+    """A linear layer on a GPU whose weight has 4 or 8 bits a number; replaces a loaded layer.
 
     Args:
         weight: on the device of the layer.
@@ -276,19 +276,19 @@ class QuantizedLinear(nn.Module):
         self._activation = activation
         self.quantized = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        # The same memory where memory is counted.
+        # Registers the tensors of `weight`, so that code that counts parameters sees them.
         self.numbers = nn.ParameterList(
             nn.Parameter(tensor, requires_grad=False) for tensor in weight.tensors
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute what the layer computes that it was made of, with its weight rounded."""
+        """Compute the original layer's result from its rounded weight."""
         out = ops.quantized_linear(x, self.quantized, self.bias)
         return out if self._activation is None else ops.gated_mul(out, self._activation)
 
 
 class InvariantLinear(nn.Module):
-    """A linear layer on a GPU whose results do not depend on a token's company; made of another.
+    """A linear layer on a GPU whose result for a token does not depend on the batch.
 
     Args:
         weight: ``[out_features, in_features]``, shared with the original layer.
@@ -315,13 +315,13 @@ class InvariantLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> InvariantLinear:
-        """Make it of a layer that was loaded."""
+        """Make an invariant layer from a loaded one."""
         activation = linear.activation if isinstance(linear, GatedLinear) else None
         exact = isinstance(linear, ExactLinear)
         return cls(linear.weight, linear.bias, activation=activation, exact=exact)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute what the layer computes that it was made of."""
+        """Compute the original layer's result."""
         if self._is_exact:
             bias = None if self.bias is None else self.bias.float()
             return ops.invariant_linear(x.float(), self.weight.float(), bias, self._arrived)

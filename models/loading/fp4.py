@@ -10,9 +10,9 @@ from torch import Tensor
 
 from baton_kernels import E2M1_TWICE, GroupedIntegers, Groups
 
-# The eight magnitudes; after them come the same below zero.
+# The eight magnitudes; the next eight codes are the same, negative.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS = 127  # of a scale's exponent, e8m0
+_BIAS = 127  # bias of a scale's exponent (e8m0)
 _NOT_A_NUMBER = 255
 _GROUP, _SMALL_GROUP = 32, 16  # neighbouring inputs with one scale
 

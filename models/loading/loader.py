@@ -1,7 +1,7 @@
-"""Weights from files into a module, one layer at a time, nothing allocated twice.
+"""Load weights from files into a module, layer by layer, without holding any weight twice.
 
-The module is built on the meta device (shapes only). A checkpoint must have exactly its tensors;
-each is read when its place is filled: a parameter, or what a packer keeps in its stead.
+The module is built on the meta device (shapes only). A checkpoint must have exactly the module's
+tensors. Each is read when it is needed, into a parameter or into a packer's format.
 Files are read by `stored_weights.py`, `quantized_weights.py` and `gguf_weights.py`.
 Refuses to know: architectures, pickled checkpoints (they run code).
 """
@@ -202,7 +202,7 @@ class WeightPacker(Protocol):
 
     @property
     def cache_key(self) -> str | None:
-        """Say all that decides what is made of a weight; None: that is not kept in files."""
+        """Return everything that a packed weight depends on; None: it is not kept in files."""
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
         """Begin with a model that has no weights yet.
@@ -229,11 +229,11 @@ class _Place:
     owner: nn.Module
     attribute: str
     rows: slice
-    kept: Kept | None = None  # what of the tensor belongs there; None: all of it
+    kept: Kept | None = None  # the part of the tensor that belongs there; None: all of it
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What the tensor must have."""
+        """Return the shape that the tensor must have."""
         parameter: nn.Parameter = getattr(self.owner, self.attribute)
         return tuple(parameter[self.rows].shape) if self.kept is None else self.kept.shape
 

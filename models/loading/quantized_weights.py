@@ -501,7 +501,7 @@ def _keep_modelopt_float8(parts: Parts, quantization: QuantizationConfig) -> Flo
 
 
 def _modelopt_nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """e2m1 in groups of 16 with scales of e4m3 that are multiples of one for all, in float32."""
+    """Dequantize e2m1 in groups of 16, with e4m3 scales times one float32 scale."""
     scale = parts["weight_scale"].float() * parts["weight_scale_2"].float()
     numbers = _scaled(fp4(parts["weight"]).float(), scale)
     smoothed = parts.get("pre_quant_scale")

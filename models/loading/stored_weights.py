@@ -24,7 +24,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.safetensors_header import read_header
 from baton_kernels import CodeLayout, Float8Rows, GroupedIntegers
 
-_PIECE_BYTES = 16 * 2**20  # of a tensor, whose pages are in memory together
+_PIECE_BYTES = 16 * 2**20  # bytes of a mapped tensor that are in memory at a time
 
 
 @dataclass(frozen=True, slots=True)

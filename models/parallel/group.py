@@ -25,32 +25,32 @@ class Collective(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Add what all ranks have, in place and to the same bits everywhere; returns ``tensor``."""
+        """Sum ``tensor`` over all ranks in place, bit for bit equal everywhere, and return it."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """``[...]`` of each rank, of equal shapes -> ``[size, ...]`` on all of them."""
+        """Return the tensors of all ranks, equal in shape, as ``[size, ...]`` on every rank."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Have on all ranks what ``source`` has, in place; returns ``tensor``."""
+        """Copy ``tensor`` from rank ``source`` to all ranks, in place; return ``tensor``."""
         ...
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Have ``tensor`` on its way to a rank; it must not be written any more."""
+        """Send ``tensor`` to a rank without waiting; the caller must not write to it any more."""
         ...
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Wait for what a rank sends, written to ``tensor``, which is returned."""
+        """Wait for a tensor from rank ``source``, write it to ``tensor`` and return ``tensor``."""
         ...
 
     def abort(self) -> None:
-        """Let every call of every rank fail from now on; from any thread."""
+        """Make every call of every rank fail from now on; any thread may call this."""
         ...
 
 
 class CollectiveError(RuntimeError):
-    """Another rank is gone, or has said nothing for too long."""
+    """Another rank has ended, or has not answered in time."""
 
 
 class SingleRank:
@@ -60,27 +60,27 @@ class SingleRank:
     size = 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return it: it is the sum."""
+        """Return ``tensor``, which is the sum over one rank."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return it as the only one of its kind."""
+        """Return ``tensor`` as ``[1, ...]``."""
         return tensor[None]
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Return it: it is what the source has."""
+        """Return ``tensor``, since this rank is the source."""
         return tensor
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """There is nobody to send to."""
+        """Raise AssertionError: there is no other rank."""
         raise AssertionError("a rank of one sends to nobody")
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """There is nobody who sends."""
+        """Raise AssertionError: there is no other rank."""
         raise AssertionError("a rank of one hears nobody")
 
     def abort(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing, since no other rank waits."""
 
 
 SINGLE_RANK = SingleRank()
@@ -132,7 +132,7 @@ class Ranks:
         return self.everyone.rank == self.leader
 
     def abort(self) -> None:
-        """Let every call of every rank fail from now on; from any thread."""
+        """Make every call of every rank fail from now on; any thread may call this."""
         for one in {id(one): one for one in (self.group, self.everyone)}.values():
             one.abort()
 

@@ -108,4 +108,4 @@ class Kept:
         return rows.new_zeros(()).expand_as(rows) if self.is_zero else rows
 
 
-KeptParts = dict[str, Kept]  # by a parameter's name, with that of its part where it has some
+KeptParts = dict[str, Kept]  # by the name of a parameter, or of a parameter's part

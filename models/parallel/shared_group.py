@@ -18,7 +18,7 @@ from baton_kernels.dispatch import native_ops
 from baton_kernels.native.library import RankGroup
 from models.parallel.group import Collective, CollectiveError
 
-SLOT_BYTES = 2**20  # of a rank's part that is added at once; there are two of them
+SLOT_BYTES = 2**20  # bytes that a rank adds at once; each rank has two slots
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
 # Looks at another rank's word before this one lets others have its core: some 20 us.

@@ -22,7 +22,7 @@ from router.calls.output_buffer import OutputBuffer
 from router.fleet.load.forecast import PrefillForecast
 from router.fleet.node import LegDelta, Node
 
-# Nodes give up on a request this long after the router would: a safety net.
+# Nodes end a request this long after the router's deadline, in case the router does not.
 NODE_EXTRA_TIMEOUT_S = 5.0
 
 
@@ -202,7 +202,7 @@ class Attempt:
 
     def _note_forwarded_of_two(self, prefill: Node, item: LegDelta) -> None:
         if not self.began and item.role is NodeRole.DECODE:
-            # The decode node had nearly all in its cache and computed the rest itself.
+            # The decode node took the short-cut: its cache had nearly all of the prompt.
             prefill.send(CancelCommand(self._request_id, self.epoch))
         if item.delta.prefill is not None:
             self.prefill_receipt = item.delta.prefill
@@ -217,6 +217,6 @@ class Attempt:
         self._closed = True
         for node in self.nodes:
             node.close_leg(self.epoch)
-            # A last token from the decode node ended the call on both; else either may still work.
+            # The decode node's last token ends the call on both nodes; else both may still work.
             if self._finished_on is not NodeRole.DECODE:
                 node.send(CancelCommand(self._request_id, self.epoch))

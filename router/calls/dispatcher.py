@@ -1,4 +1,4 @@
-"""Dispatcher: runs calls: admits them, opens them on nodes, and forwards their tokens."""
+"""Dispatcher: admits calls, runs them on nodes, and forwards their tokens."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _opened(self, call: Call, ticket: Ticket, following: Following) -> Iterator[OpenCall]:
-        """Open the call on nodes; an error that ends the call gets the receipt."""
+        """Open the call on nodes; add the receipt to an error that ends the call."""
         self.budget.note_call()
         opened = self._open[call.scoped_id] = OpenCall(
             call,

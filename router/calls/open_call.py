@@ -61,7 +61,7 @@ class OpenCall:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._recovery = Recovery(call, pool, suspects, options, budget, self._remaining_s)
-        self._identity: Identity = ()  # of the model whose tokens the client has
+        self._identity: Identity = ()  # identity of the model that produced the client's tokens
         self._ttft_s = 0.0
         self._first_read_s = 0.0  # from request to first token read from a node's link
         self._ended_by: RequestError | None = None  # the reason, if ended from outside
@@ -148,7 +148,7 @@ class OpenCall:
         """
         call, pool = self._call, self._pool
         placement = await self._wait_for_placement(failure)
-        if self._recovery.has_failed(placement):  # nothing better is left: give it some time
+        if self._recovery.has_failed(placement):  # no better place is left: try it again later
             await self._recovery.pause()
             placement = await self._wait_for_placement(failure)
         self._recovery.note_attempt(placement)

@@ -41,9 +41,9 @@ class OutputBuffer:
         self._request_id = request_id
         self._wake_ups = wake_ups
         self._num_taken = 0
-        self._has_rest = False  # the last piece did not take all tokens
+        self._has_rest = False  # whether the last piece left tokens behind
         self._finish_reason: FinishReason | None = None
-        self._logprobs: list[TokenLogprobs] = []  # of tokens that are not taken yet
+        self._logprobs: list[TokenLogprobs] = []  # logprobs of tokens that the reader has not taken
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self._waiter: asyncio.Future[None] | None = None  # wakes on a first token
         self._sleeper: asyncio.Future[None] | None = None

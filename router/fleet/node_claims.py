@@ -38,7 +38,7 @@ MAX_KV_BYTES_PER_TOKEN = 2.0**30
 MAX_STEP_TIMES = 16
 MAX_RATE = 1e15  # bytes per second
 MAX_SECONDS = 1e9
-MAX_TEXT_CHARS = 2**16  # of an error, or of a problem with a peer
+MAX_TEXT_CHARS = 2**16  # longest text of an error or of a peer's problem
 MAX_KV_HASHES = 2**17  # per message; Baton's nodes send half of that at most
 # A running request holds a block; routers bound how many requests wait.
 MAX_REQUESTS = 2**24

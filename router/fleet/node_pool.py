@@ -52,7 +52,7 @@ from router.fleet.served_identity import ServedIdentity
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT_CHARS = 1024  # of a node's report on a peer
+MAX_KEPT_CHARS = 1024  # longest kept text of a node's report on a peer
 # Nodes hang up on a router that is silent for about a second, which takes them a moment.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
@@ -103,7 +103,7 @@ class NodePool:
         self.rollout = Rollout(clock)
         self._own_model = own_identity["model"]
         self.vocabulary = Vocabulary(vocab_size, max_model_len)
-        self._max_model_len = max_model_len  # of the last fleet; before the first, the model's
+        self._max_model_len = max_model_len  # the last fleet's; before the first fleet, the model's
         self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
         self._roles_seen: set[NodeRole] = set()

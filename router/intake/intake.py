@@ -53,7 +53,7 @@ class Intake:
         tokenizer: None for a checkpoint without one, which serves token ids only.
         vocab_size: the model's.
         default_timeout_s: for requests that come without a deadline.
-        metrics: count every request; own ones if not given.
+        metrics: count every request; new counters if not given.
         cache_salts: decide which cached prompts a request may find; per tenant if not given.
         parsers: divide conversations' outputs; chosen by the chat template if not given.
         readers: templates of the processes that read requests; new processes if not given.
@@ -181,7 +181,7 @@ class Intake:
     async def stream(
         self, call: Call, parser: OutputParser | None = None
     ) -> AsyncGenerator[TextDelta, None]:
-        """Run a call; ending the iteration early cancels it. Raises what the dispatcher does.
+        """Run a call; ending the iteration early cancels it. Raises what `Dispatcher.run` raises.
 
         Args:
             parser: divides the output; see `CallText`.
@@ -204,7 +204,7 @@ class Intake:
                                 self._dispatcher.note_handed_over(call)
                             yield delta
                             continue
-                        # Here, because nodes do not see the text, in which stop strings count.
+                        # Counted here, as nodes do not see text and so no stop strings.
                         record.on_last_delta(delta)
                         assert delta.receipt is not None
                         receipt = told(delta.receipt, num_own)

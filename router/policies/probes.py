@@ -28,7 +28,7 @@ PROBE_AFTER_S = 30.0
 # prompt, which bounds the time lost to probes of one node.
 PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
-DEADLINE_SHARE = 0.1  # of the time until the request's deadline
+DEADLINE_SHARE = 0.1  # fraction of the time until the request's deadline
 MAX_LOOKED_AT = 4  # nodes of each role, per request
 # Estimates are this exact: a node that looks slower by less is not kept waiting by its estimate.
 LEAST_SLOWNESS = 1.25

@@ -74,7 +74,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
 class StoredTensor:
     """The position of a tensor in its file."""
 
-    path: Path  # its file
+    path: Path  # the file that contains the tensor
     type_id: int  # a key of TENSOR_TYPES
     shape: tuple[int, ...]  # rows first; the file stores dimensions in reverse
     start: int  # bytes, from the file's start

@@ -20,7 +20,7 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 _MAX_PARTS = 10**5
 # A file that changes again within one tick of the kernel's clock keeps its times.
 _YOUNG_NS = 2 * 10**9
-_MOST_VALUES = 4096  # of a list that `read_places` keeps
+_MOST_VALUES = 4096  # longest list that `read_places` keeps
 _COUNT, _NUMBER, _NUM_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 

@@ -50,7 +50,7 @@ class CallPace:
             self._timer.cancel()
 
     def _start_timer(self, began_at: float | None = None) -> None:
-        """Begin an interval now, unless one has begun, or take the one that began at a time."""
+        """Start an interval, at ``began_at`` or now, unless one is running."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._began_at = loop.time() if began_at is None else began_at

@@ -38,14 +38,14 @@ _OPPOSITES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 class _UnknownOppositeError(Exception):
-    """No way to write out what a schema excludes."""
+    """The opposite of a schema cannot be written as a schema."""
 
 
 def without_conditions(schema: Schema, root: Schema, beside: Schema) -> Schema:
     """Return a schema whose own conditions are alternatives, as far as these can be written out.
 
     Args:
-        root: the whole schema, which references are of.
+        root: the whole schema, which `$ref`s point into.
         beside: what else the value fits; see `said_beside`.
     """
     found = _without_dependencies(schema)
@@ -58,14 +58,14 @@ def without_conditions(schema: Schema, root: Schema, beside: Schema) -> Schema:
 
 
 def said_beside(schema: Schema, beside: Schema) -> Schema:
-    """Return what two schemas of one value say together about types and properties."""
+    """Merge the types and properties that two schemas of one value require."""
     found = {key: one[key] for one in (beside, schema) for key in _TELLING if key in one}
     properties = {**beside.get("properties", {}), **schema.get("properties", {})}
     return {**found, "properties": properties}
 
 
 def _and(schema: Schema, ways: Sequence[Any]) -> Schema:
-    """Add alternatives of which one must hold beside a schema."""
+    """Add alternatives to a schema; a value must also fit one of them."""
     if True in ways:
         return schema
     more = ways[0] if len(ways) == 1 else {"anyOf": list(ways)}
@@ -107,7 +107,7 @@ def _not(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
     found = dict(schema)
     ways = opposites.of(found.pop("not"), beside)
     if "enum" in found and len(ways) == 1 and ways[0] is not True and set(ways[0]) == {"enum"}:
-        return {**found, **ways[0]}  # all are of the same list
+        return {**found, **ways[0]}  # the shorter list replaces the old one
     return _and(found, ways)
 
 
@@ -194,7 +194,7 @@ class _Opposites:
         raise _UnknownOppositeError
 
     def _of_properties(self, properties: Any, beside: Schema, depth: int) -> list[Any]:
-        """Return objects that have a property whose value does not fit."""
+        """Return one schema per property, for objects whose value of that property does not fit."""
         declared = beside.get("properties", {})
         ways = []
         for name, one in properties.items():
@@ -205,7 +205,7 @@ class _Opposites:
 
 
 def _typed(ways: Sequence[Schema], types: Sequence[str]) -> list[Any]:
-    """Limit alternatives to the types that a keyword applies to; other types pass the keyword."""
+    """Limit alternatives to the types that a keyword checks; other types always pass it."""
     return [{"type": list(types), **way} for way in ways] if types else []
 
 

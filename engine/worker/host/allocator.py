@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of mallopt(3)
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # parameters of mallopt(3)
 _HUGE_PAGE = 2**21
 KEPT_BYTES = 2**30
 _ROOM = KEPT_BYTES // 2  # larger free space would be given back

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 AHEAD_BYTES = 2**26  # most bytes beyond the used blocks: a lightly used node stays small
 SHARE = 8  # at most this fraction of the machine's available memory
 STEP_BYTES = 2**21  # a huge page; takes a fraction of a millisecond
-_POPULATE_WRITE = 23  # of madvise, since Linux 5.14; missing in Python's mmap
+_POPULATE_WRITE = 23  # advice for madvise, since Linux 5.14; missing in Python's mmap
 
 
 class PagesAhead:

@@ -27,7 +27,7 @@ MAX_GROUP_TOKENS = 4096
 class PromptChunk:
     """One request that computes several tokens: its rows of the query, and its blocks."""
 
-    rows: slice  # of the query tensor
+    rows: slice  # rows of the query tensor
     block_ids: Tensor  # [blocks of seq_len]
     query_len: int
     seq_len: int
@@ -45,7 +45,7 @@ class DecodeGroup:
                     |<-  max_len  ->|
     """
 
-    rows: slice | Tensor  # of the query tensor; a slice when they are neighbours
+    rows: slice | Tensor  # rows of the query tensor; a slice if they are adjacent
     block_ids: Tensor  # [num_requests * blocks per request]
     seq_lens: Tensor  # [num_requests, 1] int64
     num_requests: int

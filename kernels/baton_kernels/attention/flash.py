@@ -27,7 +27,7 @@ def installed_version() -> int | None:
 
 
 def block_size_multiple(version: int) -> int:
-    """Return what the block size of a KV cache must be a multiple of."""
+    """Return the number of which the KV cache's block size must be a multiple."""
     return 1 if version == 3 else 256
 
 

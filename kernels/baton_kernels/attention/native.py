@@ -20,7 +20,7 @@ class NativeAttention:
     def __init__(self) -> None:
         self._ops = native_ops()
         self._fallback = CpuAttention()
-        self._planned: AttentionMetadata | None = None  # by the fallback
+        self._planned: AttentionMetadata | None = None  # the step that the fallback has planned
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:

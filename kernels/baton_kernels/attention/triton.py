@@ -52,7 +52,7 @@ class TritonAttention:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[tuple[int, int | None], DecodeBuffers] = {}
         self._planned: set[int | None] = set()  # windows whose work is shared out for this step
-        self._tiles: dict[int | None, Tiles] = {}  # of this step, by window
+        self._tiles: dict[int | None, Tiles] = {}  # this step's tiles, by window
         # What the step launches, by what is alike in layers that share it.
         self._bound: dict[tuple[object, ...], tuple[BoundTiles | BoundDecodes, ...]] = {}
         # By number of tokens and window.

@@ -32,12 +32,12 @@ class InvariantTritonAttention:
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # the largest last
-        self._tiles: dict[PagedShape, Tensor] = {}  # of this step
-        # What the step launches, by what is alike in layers that share it.
+        self._tiles: dict[PagedShape, Tensor] = {}  # this step's tiles
+        # The step's bound launches, by the properties of layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``; what depends on shapes is planned by the first ``run``."""
+        """See ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
         self._metadata = metadata
         self._tiles.clear()
         self._bound.clear()
@@ -54,7 +54,7 @@ class InvariantTritonAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``; there is none over latents."""
+        """See ``AttentionBackend.run``; latents are not supported."""
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         options = (scale, sliding_window, soft_cap)
@@ -78,7 +78,7 @@ class InvariantTritonAttention:
         metadata: AttentionMetadata,
         options: tuple[float, int | None, float | None],
     ) -> tuple[BoundInvariant, ...]:
-        """Bind the launch for decodes, which zeroes the padding, too, and that for prompts."""
+        """Bind a launch for decodes, which also zeroes the padding rows, and one for prompts."""
         shape, bound = PagedShape.of(query, kv_cache), list[BoundInvariant]()
         has_prompts = metadata.max_query_len > 1
         if not has_prompts or 1 in metadata.query_lens or sum(metadata.query_lens) < len(query):

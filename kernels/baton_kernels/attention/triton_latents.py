@@ -28,18 +28,18 @@ class TritonLatentAttention:
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
-        self._buffers: dict[int, DecodeBuffers] = {}  # by requests that they are enough for
-        self._tiles: Tensor | None = None  # of this step
-        self._is_planned = False  # decodes, for this step
-        self._num_rows = 0  # where padding begins
+        self._buffers: dict[int, DecodeBuffers] = {}  # by capacity in requests
+        self._tiles: Tensor | None = None  # tiles of this step's prompts
+        self._is_planned = False  # whether this step's decodes are planned
+        self._num_rows = 0  # rows before the padding
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Nothing stores latents in eight bits."""
+        """Return the reason: latents are not stored in 8 bits."""
         return "latents are not kept in float8"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``; what depends on shapes is planned by the first ``run``."""
+        """See ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
         self._metadata = metadata
         self._tiles, self._is_planned = None, False
         self._num_rows = sum(metadata.query_lens)

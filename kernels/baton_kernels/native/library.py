@@ -355,7 +355,7 @@ def _tell_of_build() -> None:
 
 
 def _load(descriptor: int, path: Path) -> ctypes.CDLL:
-    """Load the library by its descriptor: another file could have come to its path by now."""
+    """Load the library by its descriptor, as the file at its path may have been replaced."""
     try:
         opened = Path(f"/proc/self/fd/{descriptor}")
         return ctypes.CDLL(str(opened if opened.exists() else path))

@@ -1,8 +1,8 @@
-"""The ops on CPU tensors by the C library; what it does not take goes to the reference.
+"""The ops on CPU tensors, computed by the C library; unsupported tensors go to the reference.
 
-Every function means what its namesake in ``baton_kernels.reference`` means. float32, bfloat16 and
-float16, contiguous rows; arithmetic is in float32. A row's result is the same alone and in company.
-Refuses to know: who decides to come here.
+``baton_kernels.reference`` defines each function. Supported are float32, bfloat16 and float16 with
+contiguous rows; arithmetic is in float32. A row's result does not depend on the batch.
+Refuses to know: when these ops are chosen.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _ACTIVATIONS = {
     "relu": 6,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_KERNEL_SIZE = 16  # of a convolution: what a job keeps on its stack
-_MAX_KEY_DIM = 512  # of a recurrence, likewise
+_MAX_KERNEL_SIZE = 16  # longest convolution kernel; a job keeps it on its stack
+_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, on the stack, too
 _FORMATS = {
     WeightFormat.FP32: 0,
     WeightFormat.BF16: 1,
@@ -578,7 +578,7 @@ class NativeOps:
 
     @property
     def find_run(self) -> Callable[[int, int, int, int], int]:
-        """`lookup.find_run` of int32 tokens at an address: it, their number, least, most."""
+        """Return `lookup.find_run` for int32 tokens: (address, number, least, most) -> place."""
         found: Callable[[int, int, int, int], int] = self._library.baton_find_run
         return found
 
@@ -732,11 +732,11 @@ class NativeOps:
             self._recorder.tape.add(function, call, tensors)
 
     def collect(self, group: RankGroup, tensor: Tensor, gathered: Tensor | None = None) -> bool:
-        """Add what all ranks of a group have, in place; whether this can be done here.
+        """Add the tensors of all ranks, in place; return whether the library could do so.
 
         Args:
             group: in memory that its ranks share.
-            gathered: ``[size, *tensor.shape]``; then the parts are put there, and not added.
+            gathered: ``[size, *tensor.shape]``; if given, parts are gathered there and not added.
         """
         if not _plain(tensor) or (gathered is not None and not _plain(gathered)):
             return False
@@ -769,7 +769,7 @@ class NativeOps:
         return not self._library.baton_place_threads(call)
 
     def abort_ranks(self, group: RankGroup) -> None:
-        """Have every `collect` of every rank of a group fail from now on; from any thread."""
+        """Make every `collect` of a group's ranks fail from now on; any thread may call this."""
         self._library.baton_abort_ranks(group)
 
 
@@ -788,7 +788,7 @@ def _tensors_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Say whether all are contiguous and of one type that the library computes with."""
+    """Return whether all tensors are contiguous and of one supported type."""
     dtype = tensors[0].dtype
     return dtype in _FLOATS and all(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors
@@ -796,12 +796,12 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _has_rows(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Say whether all are of ``dtype`` and gapless but for the first dimension."""
+    """Return whether all tensors have ``dtype`` and no gaps beyond the first dimension."""
     return all(tensor.dtype == dtype and _is_gapless(tensor) for tensor in tensors)
 
 
 def _is_gapless(tensor: Tensor) -> bool:
-    """Say whether what lies under each index of the first dimension has no gaps."""
+    """Return whether a tensor has no gaps within each index of the first dimension."""
     return tensor[:1].is_contiguous()
 
 
@@ -823,7 +823,7 @@ def _step(metadata: StateMetadata, num_tokens: int) -> tuple[int, ...]:
 
 
 def _is_weight(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Say whether it is a norm's weight for ``x``: of its type, or wide (float32)."""
+    """Return whether a tensor fits as a norm's weight for ``x``: same type, or float32."""
     known = (x.dtype, torch.float32)
     return weight.shape == shape and weight.dtype in known and weight.is_contiguous()
 

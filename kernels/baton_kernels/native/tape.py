@@ -1,7 +1,7 @@
-"""A chain of native calls, recorded once and run again in one call, over memory that stays.
+"""Tapes: native calls that are recorded once and run again in one call, over the same memory.
 
-Between small ops Python takes longer than the ops do. Like a CUDA graph, a tape holds addresses:
-whoever runs it again writes new inputs to where the old ones were.
+For small ops Python takes longer than the ops themselves. Like a CUDA graph, a tape holds
+addresses: callers write new inputs over the old ones before they run it again.
 Refuses to know: models, and what the calls compute.
 """
 
@@ -34,11 +34,11 @@ Result = TypeVar("Result")
 
 
 class TapeError(Exception):
-    """Something computed that no tape can run again; the message is its name."""
+    """An op was computed that a tape cannot run again; the message names it."""
 
 
 def check(code: int) -> None:
-    """Raise what a native call has failed by."""
+    """Raise the error of a failed native call."""
     if code == _RANK_IS_GONE:
         raise ConnectionAbortedError("another rank is gone, or has said nothing for too long")
     if code == _NO_ROW:
@@ -96,11 +96,11 @@ class Recorder(threading.local):
 
 
 class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets torch allocate and view, and nothing else."""
+    """Allow torch to allocate and view only."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: or torch imports its compiler, a second, at the first op."""
+        """Return True: otherwise torch imports its compiler, for a second, at the first op."""
         return False
 
     def __torch_dispatch__(
@@ -123,7 +123,7 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def record(
     recorder: Recorder, library: ctypes.CDLL, compute: Callable[[], Result]
 ) -> tuple[Tape, Result]:
-    """Compute once, and return what computes it again.
+    """Run a computation once, and return a tape that repeats it.
 
     Returns:
         The tape and the result, tensors which every run of the tape overwrites.

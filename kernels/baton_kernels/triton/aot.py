@@ -1,6 +1,6 @@
-"""How a kernel module names the variants it is compiled in ahead of time, without a GPU.
+"""AotCase: one variant of a kernel to compile ahead of time, without a GPU.
 
-Refuses to know: compilers, and which tool reads the cases.
+Refuses to know: compilers, which tool reads the cases.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class AotCase:
     name: str  # unique, for example "decode_attention d128 g4 bf16"
     kernel: Any  # the @triton.jit function
     signature: Mapping[str, str]  # argument -> triton type: "*bf16", "i32", "fp32", "constexpr"
-    constants: Mapping[str, int | float | bool | str | None]  # of the "constexpr" arguments
+    constants: Mapping[str, int | float | bool | str | None]  # values of the "constexpr" arguments
     num_warps: int = 4
     num_stages: int = 2
-    capabilities: tuple[int, ...] = (80, 90)  # of the GPUs it is compiled for
+    capabilities: tuple[int, ...] = (80, 90)  # compute capabilities to compile for
     fuses_floats: bool = True  # a product and a sum may become one operation

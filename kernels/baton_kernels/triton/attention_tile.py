@@ -1,4 +1,4 @@
-"""What both attention kernels do with one tile of keys: find it, score it, fold it in.
+"""One tile of keys in attention kernels: find it, score it, fold it into the running softmax.
 
 Refuses to know: requests, grids, who owns which row of a tile.
 """
@@ -31,7 +31,7 @@ def padded_side(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PagedShape:
-    """What a kernel is specialized on: shapes of the model and of its KV cache."""
+    """Shapes of the model and its KV cache, for which a kernel is specialized."""
 
     num_kv_heads: int
     group: int  # query heads that share a KV head
@@ -127,7 +127,7 @@ def key_offsets(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Where in the cache the keys of these tokens begin, for head 0; 0 for those from ``end``."""
+    """Return the offsets of tokens' keys in the cache, for head 0; 0 from token ``end`` on."""
     block_ids = tl.load(block_table_row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
     return block_ids.to(tl.int64) * tl.multiple_of(block_stride, 8) + tokens % BLOCK_SIZE * HEAD_DIM
 
@@ -136,7 +136,7 @@ def key_offsets(
 def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
     """``[len(rows), D]``; zeros for tokens from ``end`` and dimensions from ``HEAD_DIM``.
 
-    Zeros and not just any number: what lies behind the last token may be NaN.
+    Zeros, because memory behind the last token may contain NaN.
     """
     dims = tl.arange(0, D)
     pointers = rows[:, None] + dims[None, :]
@@ -161,7 +161,7 @@ def sink_weights(sinks, heads, present, highest):
 
 @triton.jit
 def divisor_of(total, sinks, heads, present, highest, is_whole):
-    """What sums are divided by; a sink counts once, where a part is all. A row may see no key."""
+    """Return the divisor of sums; a sink counts if the part is whole. A row may see no key."""
     divisor = tl.where(total == 0, 1.0, total)
     if sinks is not None:
         divisor += tl.where(is_whole, sink_weights(sinks, heads, present, highest), 0.0)
@@ -170,7 +170,7 @@ def divisor_of(total, sinks, heads, present, highest, is_whole):
 
 @triton.jit
 def fold(scores, values, highest, total, acc, IEEE: tl.constexpr):
-    """Online softmax (Milakov and Gimelshein, arXiv:1805.02867): take one more tile in.
+    """Online softmax (Milakov and Gimelshein, arXiv:1805.02867): add one tile.
 
     Args:
         scores: ``[M, TILE]``, -inf where hidden.

@@ -1,10 +1,10 @@
 """Paged attention for requests that compute one token: KV split over programs, then merged.
 
 Flash-Decoding (Dao et al., 2023, pytorch.org/blog/flash-decoding): all query heads of a KV head
-are one tile, the tokens of a request are shared out to as many programs as fill the GPU. How
-they are shared out is decided on the device, by ``plan_decodes``, from the lengths of all
-requests: one long request among short ones is split finely, and no launch depends on a length,
-so that a CUDA graph may hold all of it. Whichever part of a request ends last merges them::
+are one tile, and a request's tokens are divided among as many programs as fill the GPU.
+``plan_decodes`` divides them on the device, from the lengths of all requests. So one long request
+among short ones is split finely, no launch depends on a length, and a CUDA graph can hold all
+launches. The part of a request that ends last merges all of its parts::
 
     slot        0       1       2       3       4       5..
     work      r0 part 0  r0 part 1  r0 part 2  r1  r3   -        r2 has no decode
@@ -46,7 +46,7 @@ from baton_kernels.triton.tile_sizes import decode_tile
 # With two tiles in flight, 64 KiB, three programs per processor are enough to saturate the memory
 # of an H200 (latency times bandwidth: 30 KiB per processor).
 _PROGRAMS_PER_SM = 3
-_MIN_PART_TOKENS = 128  # splitting finer costs more in merging than it gains
+_MIN_PART_TOKENS = 128  # smaller parts cost more in merging than they gain
 _MERGED_AT_ONCE = 4096  # numbers that merge_parts loads: 32 registers of a thread
 _NO_WINDOW = 2**31 - 1
 
@@ -66,7 +66,7 @@ def plan_decodes(
     REQUESTS: tl.constexpr,  # num_requests rounded up
     SLOTS: tl.constexpr,  # num_slots rounded up
 ):
-    """Share the tokens of all decodes out to slots; one program."""
+    """Divide the tokens of all decodes among slots; one program."""
     requests = tl.arange(0, REQUESTS)
     present = requests < num_requests
     row = tl.load(query_start_loc + requests, mask=present, other=0)
@@ -102,7 +102,7 @@ def merge_parts(
     part_out,  # [num_slots, num_heads, HEAD_DIM] float32
     part_lse,  # [num_slots, num_heads] float32
     sinks,  # [num_heads] float32, or None
-    first_slot,  # of the request
+    first_slot,  # the request's first slot
     num_parts,
     kv_head,
     NUM_HEADS: tl.constexpr,
@@ -112,7 +112,7 @@ def merge_parts(
     HEADS: tl.constexpr,  # GROUP rounded up
     PARTS: tl.constexpr,  # at once
 ):
-    """Weigh all parts of one request and KV head; returns ``[HEADS, D]``."""
+    """Merge all parts of one request and KV head; returns ``[HEADS, D]``."""
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, D)
     highest = tl.full([HEADS], -float("inf"), tl.float32)
@@ -173,7 +173,7 @@ def decode_attention(
 ):
     """Grid (NUM_KV_HEADS, num_slots): one KV head of one part of one request.
 
-    Whoever is the last of a request's parts to arrive merges all of them.
+    The program that finishes last of a request's parts merges all of them.
     """
     kv_head = tl.program_id(0)
     slot = tl.program_id(1)
@@ -237,7 +237,7 @@ def decode_attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """What the programs of one step hand to each other; kept from step to step."""
+    """Memory that a step's programs share; kept from step to step."""
 
     work: Tensor  # [num_slots, 4] int32
     first_slot: Tensor  # [num_requests + 1] int32
@@ -293,7 +293,7 @@ def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
 
 @dataclass(frozen=True, slots=True)
 class BoundDecodes:
-    """What one step launches in every layer of the same options; the buffers are its plan's."""
+    """A step's launch, for all layers with the same options; uses the buffers of its plan."""
 
     attend: Launch
     metadata: AttentionMetadata
@@ -344,7 +344,7 @@ def bind_decodes(
 
 @functools.cache
 def _launcher(shape: PagedShape, element_size: int, has_soft_cap: bool) -> Launcher:
-    """Return what launches `decode_attention`."""
+    """Return the launcher of `decode_attention`."""
     tile = decode_tile(shape, element_size)
     return Launcher(
         decode_attention,

@@ -1,11 +1,11 @@
-"""A mixture of experts: products of rows sorted by expert, a tile of one expert's at a time.
+"""A mixture of experts: multiplies rows sorted by expert, in tiles of one expert each.
 
     rows, by expert   | e0 e0 e0 | e2 | e5 e5 |          row = token * top_k + place
     tiles             [ e0     ][e0  ][e2     ][e5     ][no expert] ...
 
-How many tiles there are depends on the routing; as many as there can be are launched, and those
-without an expert return at once. So shapes depend on the number of tokens alone, nothing is looked
-at by the host, and a CUDA graph can hold it all. Refuses to know: models, how experts are chosen.
+The number of tiles depends on the routing. The largest possible number is launched, and tiles
+without an expert return at once. So shapes depend on the number of tokens only, the host reads no
+result, and a CUDA graph can hold all launches. Refuses to know: models, how experts are chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.silu_mul import gate_of, gated_half
 
 BLOCK_K = 64
-FEW_ROWS = 16  # of a tile; a product's least
+FEW_ROWS = 16  # rows of a tile; tl.dot takes no fewer
 MANY_ROWS = 64
 SUM_BLOCK = 1024
 
@@ -95,7 +95,7 @@ def experts(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Which rows each tile has.
+    """The rows of each tile.
 
     Attributes:
         experts: ``[count]`` int64, ``num_experts`` where a tile has none.
@@ -116,12 +116,12 @@ class Tiles:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All, as kernels take them."""
+        """Return all tensors, in the order that kernels take."""
         return self.experts, self.first_places, self.ends, self.order
 
     @classmethod
     def of(cls, ids: Tensor, num_experts: int, tile_rows: int) -> Tiles:
-        """Sort the rows of ``ids``, ``[num_tokens, top_k]``, without a look at them by the host."""
+        """Sort the rows of ``ids``, ``[num_tokens, top_k]``, without the host reading them."""
         flat = ids.flatten().long()  # [num_rows]
         num_rows = len(flat)
         order = flat.sort(stable=True).indices
@@ -184,7 +184,7 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Some columns of a tile's gated middle; like the reference, each step is rounded."""
+    """Compute some columns of a tile's gated hidden rows, rounding each step like the reference."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -246,7 +246,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Some columns of a tile's results."""
+    """Compute some columns of a tile's results."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -278,7 +278,7 @@ def down_kernel(
 def sum_kernel(
     result_ptr, weight_ptr, base_ptr, base_gate_ptr, out_ptr, hidden, top_k, BLOCK: tl.constexpr
 ):
-    """Some columns of one token: its results in the order in which it chose their experts."""
+    """Sum some columns of one token's results, in the order of its chosen experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < hidden

@@ -1,7 +1,7 @@
-"""float8 in Triton: where it can be used, and how a number becomes one.
+"""float8 in Triton: which GPUs have it, and how numbers are converted.
 
-Triton converts by instructions of the GPU, which there are from compute capability 8.9 on (Ada,
-Hopper); for older ones it refuses to compile. Refuses to know: caches, scales' origin.
+Triton converts with instructions of compute capability 8.9 and above (Ada, Hopper), and does not
+compile float8 for older GPUs. Refuses to know: caches, scales' origin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def has_fp8(device: torch.device) -> bool:
 
 @triton.jit
 def to_stored(x, factor, dtype: tl.constexpr):
-    """As ``reference.quantize_fp8`` where the cache is of float8, else what a cast makes of it."""
+    """Convert like ``reference.quantize_fp8`` for a float8 cache; otherwise cast."""
     if dtype == tl.float8e4nv:
         wide = x.to(tl.float32) * factor
         x = tl.clamp(wide, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)

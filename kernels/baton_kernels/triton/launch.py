@@ -1,16 +1,16 @@
-"""Launches a Triton kernel without asking Triton every time which of its variants that takes.
+"""Launches Triton kernels without Triton's own search for the compiled variant.
 
-Triton looks at every argument of every launch, by its name: 20 us of Python for a kernel that runs
-for 3. What it looks for is little, and most of it is the same for as long as a model lives:
+Triton inspects every argument of every launch by name: 20 us of Python for a kernel that runs for
+3 us. Only these matter, and most of them never change while a model lives:
 
     constants   a `Launcher` is made once for them
-    numbers     strides and sizes, by value; those that Triton does not look at may change freely
+    numbers     strides and sizes, by value; those that Triton does not specialize on may change
     tensors     their dtypes, and whether each address is a multiple of 16
 
-A `Launcher` looks at numbers and tensors in each launch, and finds the variant by one look-up; a
-new one is found, and compiled, by Triton itself. Of a step all layers have the same shapes, so an
-op binds the numbers and the grid to a `Launch`, which looks at addresses alone, and keeps it by
-what it has seen of its tensors. Refuses to know: what a kernel computes.
+A `Launcher` finds the variant by one look-up of numbers and tensors; Triton itself compiles a new
+one. All layers of a step have the same shapes, so an op binds numbers and grid to a `Launch`, which
+looks at addresses only, and keeps the `Launch` for tensors of the same kind.
+Refuses to know: what a kernel computes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Launcher:
     def through_triton(
         self, grid: tuple[int, ...], tensors: Sequence[Tensor | None], numbers: Sequence[float]
     ) -> Any:
-        """Launch it as Triton does; returns what it has compiled."""
+        """Launch through Triton itself; return the variant that it compiled."""
         return self._kernel[grid](*tensors, *numbers, **self._options)
 
     def key(
@@ -80,7 +80,7 @@ class Launcher:
         tensors: Sequence[Tensor | None],
         numbers: Sequence[int | float],
     ) -> tuple[object, ...]:
-        """Key what leads to a variant."""
+        """Return the key of a variant."""
         if self._numbers is None:
             self._numbers = _Numbers(self._kernel, len(tensors), len(numbers))
         return (
@@ -91,7 +91,7 @@ class Launcher:
         )
 
     def known(self, key: tuple[object, ...]) -> _Variant | None:
-        """Look a variant up."""
+        """Return the variant of a key, or None."""
         return self._variants.get(key)
 
     def remember(self, key: tuple[object, ...], compiled: Any, num_arguments: int) -> None:
@@ -167,18 +167,16 @@ class Launch:
 def bind(
     launcher: Launcher, grid: tuple[int, ...], numbers: Sequence[int | float] = ()
 ) -> Callable[..., None]:
-    """Return the launch of a step's shape, or, where there is nothing to compute, none at all."""
+    """Bind a kernel to a step's grid and numbers; for an empty grid, return a no-op."""
     return Launch(launcher, grid, numbers) if all(grid) else _launch_nothing
 
 
 def _launch_nothing(*tensors: Tensor | None) -> None:
-    """An empty grid."""
+    """Launch nothing: the grid is empty."""
 
 
 def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
-    """Return how far the rows ``[..., size]`` of a tensor lie apart; None: a row has gaps, or they
-    do not lie evenly.
-    """
+    """Return the distance of a tensor's rows ``[..., size]``; None: gaps or uneven distances."""
     size = expected = shape[-1]
     if stride[-1] != 1 and size != 1:
         return None
@@ -195,7 +193,7 @@ def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a key leads to."""
+    """A compiled variant of a kernel, found by its key."""
 
     run: Any
     function: int
@@ -226,7 +224,7 @@ class _Variant:
 
 
 class _Numbers:
-    """Which of a kernel's numbers Triton looks at."""
+    """The numbers of a kernel that Triton specializes on, and the others."""
 
     def __init__(self, kernel: JITFunction[Any], first: int, count: int) -> None:
         params = kernel.params[first : first + count]

@@ -67,7 +67,7 @@ def _bind(
     eps: float,
     factor: float,
 ) -> Callable[..., None] | None:
-    """Return what launches the norm of such tensors; None: some row has gaps."""
+    """Return the bound launch of a norm; None: a row has gaps."""
     size, num_rows = shape[-1], math.prod(shape[:-1])
     assert weight_shape == (size,), f"weight: [{size}], got {tuple(weight_shape)}"
     known = (dtype, torch.float32)
@@ -83,7 +83,7 @@ def _bind(
 
 @functools.cache
 def _launcher(size: int, adds: bool, scales: bool) -> tuple[int, Launcher]:
-    """Return the rows of a program, and what launches it."""
+    """Return the rows of a program, and its launcher."""
     block = triton.next_power_of_2(size)
     num_tile_rows = max(1, TILE_ELEMENTS // block)
     return num_tile_rows, Launcher(

@@ -20,7 +20,7 @@ from baton_kernels.triton.fp8 import has_fp8, to_stored
 from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind
 from baton_kernels.triton.norm import rms_norm
 
-HEADS = 8  # of one program
+HEADS = 8  # heads of one program
 
 
 def norm_rotary_store(
@@ -82,7 +82,7 @@ def _bind(
     key_scale: float,
     value_scale: float,
 ) -> tuple[tuple[int, int, int], Callable[..., None]]:
-    """Return the queries' shape, and what launches; of all dtypes there is a launch each."""
+    """Return the queries' shape and the bound launch; each dtype has a launch of its own."""
     _, _, num_kv_heads, block_size, head_dim = cache_shape
     assert qkv_stride[1] == cache_stride[4] == 1
     known = (dtype, reference.FP8)
@@ -207,7 +207,7 @@ def normalize(
 def norm_rotary_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, slots_ptr, out_ptr, cache_ptr,
     qkv_stride, block_stride, plane_stride, head_stride, token_stride, eps,
-    key_factor, value_factor,  # of what is stored as float8
+    key_factor, value_factor,  # factors of keys and values stored as float8
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
     TAIL_BLOCK: tl.constexpr,

@@ -35,14 +35,14 @@ from baton_kernels.triton.aot import FP8, AotCase
 from baton_kernels.triton.attention_tile import padded_side
 from baton_kernels.triton.launch import Launcher
 
-FEW_TOKENS = 64  # of a tile, and for which a row's inputs are summed in parts
+FEW_TOKENS = 64  # tokens of a tile; up to so many, a row's inputs are summed in parts
 # By what the kernels take from there on, and what the numbers of a weight cost in memory.
 GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
-WANTED_PROGRAMS = {4: 512, 8: 384}  # by bits of a code
+WANTED_PROGRAMS = {4: 512, 8: 384}  # programs that fill a GPU, by bits of a code
 WANTED_ROUNDED = 264
-_LEAST_CHUNKS = 4  # of a part
-_STAGE_BYTES = 60 * 2**10  # of shared memory, for all stages
+_LEAST_CHUNKS = 4  # fewest chunks of a part
+_STAGE_BYTES = 60 * 2**10  # shared memory for all stages
 _UNPACK_ROWS = 16
 _ALL = 2**30  # more inputs than any row has: they are one group
 SUPER_GROUP = tl.constexpr(_SUPER_GROUP)
@@ -51,7 +51,7 @@ WORDS = tl.constexpr(SIDE)
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """How a product is cut.
+    """How a matrix product is cut into programs.
 
     Attributes:
         rows: rows of the weight in a tile.
@@ -88,7 +88,7 @@ def tokens_of(num_tokens: int) -> int:
 def num_parts(
     out_features: int, num_chunks: int, tile: ProductTile, wanted: int, num_tokens: int
 ) -> int:
-    """Return in how many parts a row's inputs are summed, for so many programs."""
+    """Return the number of parts in which a row's inputs are summed."""
     if num_tokens > FEW_TOKENS:
         return 1
     return max(1, min(wanted // -(-out_features // tile.rows), num_chunks // _LEAST_CHUNKS))
@@ -134,7 +134,7 @@ def _has_vendors_product(x: Tensor, weight: RoundedWeight) -> bool:
 
 @functools.cache
 def _scales_rows(device: torch.device) -> bool:
-    """Say whether the vendor's product of float8 takes a scale per row on this device."""
+    """Return whether the vendor's float8 product takes a scale per row on this device."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -156,8 +156,8 @@ def grouped_linear(
     """Multiply ``[num_tokens, in_features]``, see `quantized_linear`.
 
     Args:
-        tile: None: as it is chosen.
-        parts: likewise.
+        tile: None: choose one.
+        parts: parts of a row's inputs; None: choose.
     """
     num_tokens, out_features = len(x), weight.out_features
     out = x.new_empty(num_tokens, out_features)
@@ -225,8 +225,8 @@ def rounded_linear(
     """Multiply ``[num_tokens, in_features]``, rounded token by token, see `quantized_linear`.
 
     Args:
-        tile: None: as it is chosen.
-        parts: likewise.
+        tile: None: choose one.
+        parts: parts of a row's inputs; None: choose.
     """
     num_tokens, out_features = len(x), weight.out_features
     out = x.new_empty(num_tokens, out_features)
@@ -382,7 +382,7 @@ def plane_of(
 
 @triton.jit
 def planes_of_4_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
-    """The numbers of eight planes."""
+    """Unpack words of 4-bit codes into the numbers of eight planes."""
     if HAS_ASM and dtype == tl.bfloat16:
         planes = tl.inline_asm_elementwise(
             _BF16_4_FROM_0 if FROM_0 else _BF16_4, _EIGHT_OF_TWO, [words],
@@ -409,7 +409,7 @@ def planes_of_4_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: 
 
 @triton.jit
 def planes_of_8_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
-    """The numbers of four planes."""
+    """Unpack words of 8-bit codes into the numbers of four planes."""
     if HAS_ASM and dtype == tl.bfloat16:
         planes = tl.inline_asm_elementwise(
             _BF16_8_FROM_0 if FROM_0 else _BF16_8, _FOUR_OF_TWO, [words],
@@ -478,7 +478,7 @@ def numbers_of(
     if BITS == 4:
         p = planes_of_4_bits(words, dtype, HAS_MINIMA, HAS_ASM)
         if IS_SCALED:
-            # Planes share what they can share.
+            # Planes in the same group share its scale and minimum.
             g0 = scale_and_minimum(0, at, 4, GROUP)
             g4 = scale_and_minimum(4, at, 4, GROUP) if GROUP <= 64 else g0
             g2 = scale_and_minimum(2, at, 4, GROUP) if GROUP <= 32 else g0

@@ -53,10 +53,10 @@ def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
 def _bind(
     shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, activation: str
 ) -> tuple[tuple[int, ...], Callable[..., None] | None]:
-    """Return the result's shape, and what launches; None: a row has gaps.
+    """Return the result's shape and the bound launch; None: rows are not contiguous.
 
     Args:
-        dtype: of which there is a launch each.
+        dtype: part of the cache's key only, because a launch is bound for one dtype.
     """
     *rows, both = shape
     size, row = both // 2, row_stride(shape, stride)
@@ -79,7 +79,7 @@ def _gate_launcher(activation: str) -> Launcher:
 
 @triton.jit
 def gate_of(x, ACTIVATION: tl.constexpr):
-    """The activation of ``x``, in float32."""
+    """Return the activation of ``x``, in float32."""
     if ACTIVATION == "clamped_swiglu":
         x = tl.where(x > SWIGLU_LIMIT, SWIGLU_LIMIT, x)
     if ACTIVATION == "gelu":

@@ -45,8 +45,8 @@ from baton_kernels.triton.tile_sizes import (
     varlen_tile,
 )
 
-_NO_TOKEN = 2**30  # of no request
-_MERGED_ROWS = 16  # of a tile, per program of merge_tiles
+_NO_TOKEN = 2**30  # a position behind every request
+_MERGED_ROWS = 16  # rows of a tile that one program of merge_tiles merges
 
 
 @triton.jit
@@ -194,9 +194,9 @@ def merge_tiles(
     HEAD_DIM: tl.constexpr,
     M: tl.constexpr,  # rows of a tile
     D: tl.constexpr,
-    ROWS: tl.constexpr,  # of a program
+    ROWS: tl.constexpr,  # rows of a program
 ):
-    """Grid (NUM_KV_HEADS, num_merges, M / ROWS): weigh the parts of some rows of a tile."""
+    """Grid (NUM_KV_HEADS, num_merges, M / ROWS): merge the parts of some rows of a tile."""
     kv_head = tl.program_id(0)
     merge = merges + tl.program_id(1) * 4
     request = tl.load(merge)

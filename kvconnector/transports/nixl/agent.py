@@ -169,7 +169,7 @@ class NixlAgent:
             raise TransferError(f"NIXL cannot prepare a table: {_words(error)}") from error
 
     def release(self, table: Any) -> None:
-        """Let go of a table; what was posted from it may still land."""
+        """Release a table; writes posted from it may still arrive."""
         with contextlib.suppress(*self._errors):
             table.release()
 

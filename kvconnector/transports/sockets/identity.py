@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CERTIFICATE_BYTES = 4096  # ours have some 400
 MAX_FORGOTTEN = 64
-_VALID_DAYS = 36500  # as long as the process; what ends it is that nobody knows it any more
+_VALID_DAYS = 36500  # outlives the process; peers then forget the certificate
 
 
 class Identity(Protocol):

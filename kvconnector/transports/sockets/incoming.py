@@ -37,7 +37,7 @@ HELLO_TIMEOUT_S = 3.0
 MAX_STRANGERS = 32  # connections without a believed HELLO; the oldest goes for a new one
 MAX_ACCEPTS = 8  # in a round
 MAX_PER_PEER = 4  # a peer that dials again may not know that an older connection has ended
-MAX_QUEUED_BYTES = 2**20  # of what a peer does not read
+MAX_QUEUED_BYTES = 2**20  # most bytes queued for a peer that does not read
 _LOG_INTERVAL_S = 1.0
 
 
@@ -173,7 +173,7 @@ class Incoming:
     def _believe(self, incoming: _Incoming, hello: HelloHead) -> None:
         if incoming.peer_id:
             raise FrameError("a second HELLO")
-        if hello.peer_id != self._own_id:  # its peer info is of a process that was here before
+        if hello.peer_id != self._own_id:  # the sender has the peer info of an earlier process here
             raise FrameError("it looks for another engine than this")
         shown = self._shown_by(hello.engine_id)
         if shown is None:

@@ -141,7 +141,7 @@ class StagedMemory:
         def store() -> None:
             with torch.inference_mode():
                 self._blocks[list(block_ids), _part(layers)] = staged.to(self._blocks.device)
-            if self._blocks.is_cuda:  # who is told that it is there must find it there
+            if self._blocks.is_cuda:  # complete the copy before anybody is told of it
                 torch.cuda.current_stream(self._blocks.device).synchronize()
 
         return _Staged([_view(staged)], may_write, store)

@@ -37,7 +37,7 @@ DIAL_TIMEOUT_S = 5.0  # until WELCOME
 FIRST_BACK_OFF_S = 0.02
 MAX_BACK_OFF_S = 1.0
 REPORT_S = 1.0  # after so long without a WELCOME the reason is said
-MAX_QUEUED_BYTES = 8 * 2**20  # of messages; blocks are counted by the sender
+MAX_QUEUED_BYTES = 8 * 2**20  # most bytes of queued messages; the sender limits blocks
 # A key of TLS 1.3 is good for 2^24 full records (RFC 8446, 5.5); this stays below.
 RENEW_BYTES = 2**37
 
@@ -92,7 +92,7 @@ class Outgoing:
         self._clock = clock
         self._renew_bytes = renew_bytes
         self.problem = ""
-        self._raw: socket.socket | None = None  # its TCP part is being made
+        self._raw: socket.socket | None = None  # a TCP connection that is being opened
         self._connection: Connection | None = None
         self._ended: Connection | None = None  # says no more; what it has said may be on its way
         self._is_welcome = False

@@ -114,7 +114,7 @@ class MessageEvents:
         self._max_tokens = call.sampling_params.max_tokens
         self._num_thinking_tokens = 0
         self._is_open = False
-        self._parts: list[str] = []  # of the open block
+        self._parts: list[str] = []  # text of the open content block
         self._blanks = ""
         self._call_index = -1
 

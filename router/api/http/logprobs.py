@@ -139,7 +139,7 @@ class TextOffsets:
         errors = "surrogateescape" if has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
         self._is_between = True  # not within a character
-        self._num_chars_of: dict[int, int] = {}  # of tokens that are whole characters
+        self._num_chars_of: dict[int, int] = {}  # characters of tokens that are whole characters
 
     def next_offset(self, token_id: int) -> int:
         """Return where the next token begins."""

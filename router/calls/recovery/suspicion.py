@@ -46,11 +46,11 @@ class Suspicion:
         self._fingerprint = suspects.fingerprint(call)
         self._blamed: dict[
             Work, set[Loss]
-        ] = {}  # losses in which the call had a part, by kind of work
-        self._index = 0  # of the output, at the last loss
+        ] = {}  # losses that the call may have caused, by kind of work
+        self._index = 0  # output index at the last loss
         self._waits_since = 0.0
-        self._work: Work | None = None  # to be tried alone
-        self._begun: Work | None = None  # begun on the node lost last
+        self._work: Work | None = None  # work that the call must try alone
+        self._begun: Work | None = None  # work begun on the most recently lost node
         self._room = ""  # engine id of the trial's node, once the call may be placed there
         self._tried_on = ""  # engine id, while the call is on trial there
         self._verdict: Verdict | None = None
@@ -138,7 +138,7 @@ class Suspicion:
             self._tried_on = self._room
             self._suspects.begin_trial(self._fingerprint)
         else:
-            self._leave_room()  # that node does not take it
+            self._leave_room()  # that node does not admit the call
 
     def note_progress(self, attempt: Attempt) -> None:
         """Note that tokens of an attempt came, and clear the call of work that went well."""

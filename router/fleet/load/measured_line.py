@@ -22,7 +22,7 @@ _OLDEST_WEIGHT = 0.2  # weight of the oldest measurement kept, relative to the n
 _COLD_WEIGHT = 0.25  # weight of the first measurement, which may include warm-up or compilation
 # The prior weighs as much as this many measurements.
 PROFILE_WEIGHT, SHARED_WEIGHT = 1.5, 0.5
-_LARGEST_ERROR = 0.5  # relative error beyond which a measurement pulls no harder
+_LARGEST_ERROR = 0.5  # a larger relative error counts as this one
 # Times are bounded, because sums of squares must stay finite whatever a node tells.
 _LEAST_S, _MOST_S = 1e-6, 1e6
 _SHARED_UNITS = (1.0, 256.0, 2048.0)

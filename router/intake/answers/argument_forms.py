@@ -83,18 +83,18 @@ class Argument:
 
 
 class ValueForm(Protocol):
-    """Write values in a family's form."""
+    """Write grammar for argument values, in the tool-call format of a family of models."""
 
     def json(self, rule: str) -> str:
-        """Write an expression for a JSON value, given the rule of the JSON."""
+        """Return an expression for a value in JSON; ``rule`` is the grammar rule of that JSON."""
         ...
 
     def text(self, conditions: Sequence[str]) -> str | None:
-        """Write a terminal for a text that matches all conditions; None: texts are JSON too."""
+        """Return a terminal for a text that matches all conditions; None: texts are JSON, too."""
         ...
 
     def behind_text(self) -> str:
-        """Write what follows the terminal of a text."""
+        """Return the grammar that must follow a text's terminal."""
         ...
 
 

@@ -140,9 +140,11 @@ class OutputParsers:
         return answer_or_calls(self._calls.form, answer, functions, self._mark, several=several)
 
     def forced_calls(self, functions: Sequence[Function], *, several: bool) -> tuple[str, bool]:
-        """Make a grammar of calls; raises InvalidRequestError.
+        """Make a grammar of forced calls, in the model's form or in a common JSON form.
 
-        Also returns whether `make` must be asked for the parser of one common call.
+        Also returns whether the common form is forced, to pass to `make` as ``is_forced``.
+
+        Raises InvalidRequestError.
         """
         if self._calls is None:
             return common_call(functions), True

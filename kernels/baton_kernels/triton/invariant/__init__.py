@@ -1,1 +1,1 @@
-"""Kernels in which what a token gets does not depend on who is computed with it."""
+"""Kernels whose result for a token does not depend on the batch."""

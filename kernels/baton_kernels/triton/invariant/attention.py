@@ -1,17 +1,16 @@
-"""Paged attention in which what a query gets does not depend on its company, to the bit.
+"""Paged attention whose bits for a query do not depend on the batch.
 
-The keys that a query sees are cut into parts by how many they are, and by nothing else; each part
-is computed by itself, tile by tile of keys, and parts are weighed in their order. So it does not
-matter whether a token is a decode, or where in which chunk of a prompt it stands, and who else is
-in the step::
+The keys that a query sees are cut into parts; their number alone decides how. Each part is computed
+tile by tile, and parts are merged in order. So the result does not depend on whether a token is a
+decode, on its place in a chunk of a prompt, or on other requests in the step::
 
     keys that are seen    0 .. 511 | 512 .. 1,023 | ...      a query at most 8,192 tokens on
                           0 .. 1,023 | 1,024 .. 2,047 | ...  at most 16,384; so at most 16 parts
 
-Decodes have a program per part, and the last to arrive weighs all of them; a tile of a prompt's
-queries has one program for all parts, which weighs them as it goes. Both compute a part by one
-function, with tiles of one size, compiled without joining a product and a sum to one operation:
-whether a compiler does so depends on what is around them.
+Decodes have a program per part, and the last to finish merges all parts; a tile of a prompt's
+queries has one program, which merges parts as it computes them. Both use one function with tiles of
+one size, compiled without fused multiply-adds, as a compiler's choice to fuse depends on the
+surrounding code.
 
 Refuses to know: how the host cuts a step into tiles.
 """
@@ -42,12 +41,12 @@ from baton_kernels.triton.attention_tile import (
 from baton_kernels.triton.launch import Launch, Launcher
 from baton_kernels.triton.varlen_attention import attend_tile
 
-LEAST_PART = 512  # keys; a multiple of every tile
-MOST_PARTS = 16  # of one query
+LEAST_PART = 512  # fewest keys of a part; a multiple of every tile
+MOST_PARTS = 16  # most parts of one query
 _NO_WINDOW = 2**31 - 1
 
-# By padded head size, of 16-bit numbers: 64 rows are the least of a matrix product on 9.0. All fit
-# the 99 KiB of 8.6 and 8.9, as a size of one's own would be a result of one's own.
+# Tiles by padded head size, for 16-bit numbers. 64 rows are the fewest of a matrix product on 9.0.
+# All GPUs use the same tiles, as other tiles give other bits; so all must fit the 99 KiB of 8.6.
 _ROWS = 64
 _TILES = {
     16: TileSize(64, 4, 5),
@@ -60,7 +59,7 @@ _ROWS_FLOAT32, _TILE_FLOAT32 = 16, TileSize(16, 4, 1)
 
 
 def part_keys(num_keys: int) -> int:
-    """Return the keys of a part of so many; see ``parts_of``."""
+    """Return the keys per part for ``num_keys`` keys; see ``parts_of``."""
     size = LEAST_PART
     while size * MOST_PARTS < num_keys:
         size *= 2
@@ -82,7 +81,7 @@ def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOS
 
 @triton.jit
 def weigh(highest, total, acc, lse, values):
-    """Take one more part in.
+    """Merge one more part.
 
     Args:
         highest: ``[M]``, the highest log2 of a sum of weights so far; -inf before the first.
@@ -102,7 +101,7 @@ def weigh(highest, total, acc, lse, values):
 
 @triton.jit
 def finished(highest, total, acc, sinks, heads, present):
-    """What all parts are worth together: ``[M, D]``."""
+    """Return the result of all merged parts, ``[M, D]``."""
     if sinks is not None:
         total += sink_weights(sinks, heads, present, highest)
     return acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -161,7 +160,7 @@ def merge_parts(
     D: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Weigh the parts of one decode and KV head."""
+    """Merge the parts of one decode and KV head."""
     group, dims = tl.arange(0, HEADS), tl.arange(0, D)
     present, heads = group < GROUP, kv_head * GROUP + group
     in_group = present[:, None] & (dims < HEAD_DIM)[None, :]
@@ -208,15 +207,15 @@ def invariant_decodes(
     D: tl.constexpr,  # HEAD_DIM rounded up
     TILE: tl.constexpr,  # keys at once
     HEADS: tl.constexpr,  # GROUP rounded up
-    LEAST: tl.constexpr,  # keys of a part
-    MOST: tl.constexpr,  # parts
+    LEAST: tl.constexpr,  # fewest keys of a part
+    MOST: tl.constexpr,  # most parts
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
     """Grid (NUM_KV_HEADS, num_requests, MOST): one part of a request with one new token.
 
-    Whoever is the last of a request's parts to arrive weighs all of them.
+    The program that finishes last of a request's parts merges all of them.
     """
     kv_head, request, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, M), tl.arange(0, D)
@@ -260,7 +259,7 @@ def invariant_decodes(
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def invariant_prompts(
-    out,  # as are the next ones, see invariant_decodes
+    out,  # this and the next ones: see invariant_decodes
     query,
     kv_cache,
     block_table,
@@ -324,7 +323,7 @@ def invariant_prompts(
 
 @dataclass(frozen=True, slots=True)
 class PartBuffers:
-    """What the parts of decodes hand to each other; kept from step to step."""
+    """Memory that the parts of decodes share; kept from step to step."""
 
     part_out: Tensor  # [num_requests, MOST_PARTS, num_heads, head_dim] float32
     part_lse: Tensor  # [num_requests, MOST_PARTS, num_heads] float32
@@ -379,7 +378,7 @@ def tiles_of_step(metadata: AttentionMetadata, shape: PagedShape, element_size: 
 
 @dataclass(frozen=True, slots=True)
 class BoundInvariant:
-    """What one step launches in every layer of the same options.
+    """A step's launch, for all layers with the same options.
 
     Attributes:
         attend: for its decodes, or for its tiles.
@@ -447,7 +446,7 @@ def bind_invariant(
 def _launcher(
     shape: PagedShape, element_size: int, has_window: bool, has_soft_cap: bool, *, is_decode: bool
 ) -> Launcher:
-    """Return what launches a step's decodes, or its prompts."""
+    """Return the launcher of a step's decodes or prompts."""
     tile = _tile(shape, element_size)
     return Launcher(
         invariant_decodes if is_decode else invariant_prompts,

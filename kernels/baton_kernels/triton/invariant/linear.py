@@ -1,9 +1,9 @@
-"""Linear layers in which what a token gets does not depend on how many others there are.
+"""Linear layers whose result for a token does not depend on the number of tokens.
 
-A row's inputs are summed in parts, as many as the weight's shape says, whatever the number of
-tokens; parts are added in their order. For few tokens each part is a program of its own, and the
-last to arrive adds all; for many a program computes all parts of its tile. Tiles of few and of many
-tokens are products of the same size to a matrix unit: of 64 tokens and as many rows of the weight.
+A row's inputs are summed in parts. Only the weight's shape decides their number, and they are added
+in order. With few tokens each part has a program, and the last to finish adds all parts; with many,
+a program computes all parts of its tile. Both use matrix products of the same size, 64 tokens by 64
+rows of the weight.
 
 Refuses to know: layers, weights of few bits.
 """
@@ -22,13 +22,13 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
 FEW_TOKENS = 64
-_WANTED_PROGRAMS = 256  # for few tokens, of one layer
-_LEAST_STEPS = 4  # of a part
+_WANTED_PROGRAMS = 256  # programs per layer that fill the GPU when tokens are few
+_LEAST_STEPS = 4  # fewest steps over the inputs that one part sums
 
 
 @dataclass(frozen=True, slots=True)
 class LinearTile:
-    """How a product is cut.
+    """How a matrix product is cut into programs.
 
     Attributes:
         tokens: tokens of a tile.
@@ -78,7 +78,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Te
 
 
 def steps_of_part(out_features: int, num_steps: int, tile: LinearTile) -> int:
-    """Return the steps of all parts of a row but the last, which may have fewer."""
+    """Return the steps per part of a row; the last part may have fewer."""
     wanted = _WANTED_PROGRAMS // -(-out_features // tile.rows)
     parts = max(1, min(wanted, num_steps // _LEAST_STEPS))
     return -(-num_steps // parts)

@@ -36,15 +36,15 @@ from baton_kernels.triton.decode_attention import (
 )
 from baton_kernels.triton.launch import Launcher
 
-_MOST_HEADS = 16  # of a tile: what a product has at the least
+_MOST_HEADS = 16  # most heads of a tile: tl.dot has at least 16 rows
 _MIN_PART_TOKENS = 128
 _NO_WINDOW = 2**31 - 1
-_PROMPT_ROWS = 32  # of a tile of prompts; of float32, whose products take more registers, half
+_PROMPT_ROWS = 32  # rows of a prompt's tile; half for float32, which takes more registers
 
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """What a kernel is specialized on."""
+    """Shapes for which a kernel is specialized."""
 
     num_heads: int
     rank: int
@@ -152,8 +152,8 @@ def latent_decodes(
     cache,  # [num_blocks, BLOCK_SIZE, RANK + ROTARY], strided blocks and tokens
     block_table,  # [num_requests, max_blocks] int32
     query_start_loc,  # [num_requests + 1] int32
-    work,  # of plan_decodes
-    first_slot,  # likewise
+    work,  # see plan_decodes
+    first_slot,  # see plan_decodes
     score_scale,
     num_requests,
     num_tokens,
@@ -245,7 +245,7 @@ def latent_prompts(
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # GROUP rounded up: rows of a token
-    M: tl.constexpr,  # of a tile
+    M: tl.constexpr,  # rows of a tile
     R: tl.constexpr,
     P: tl.constexpr,
     TILE: tl.constexpr,
@@ -288,7 +288,7 @@ def allocate(num_requests: int, shape: LatentShape, device: torch.device) -> Dec
 
 
 def launch_plan(buffers: DecodeBuffers, metadata: AttentionMetadata, shape: LatentShape) -> None:
-    """Share the decodes of a step out, see `plan_decodes`."""
+    """Divide a step's decodes among programs, see `plan_decodes`."""
     spare = spare_slots(shape.as_paged, metadata.seq_lens.device)
     num_slots = metadata.num_requests + spare
     launch = _plan_launcher(

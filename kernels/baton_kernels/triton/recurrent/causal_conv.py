@@ -1,4 +1,4 @@
-"""Short causal convolutions of channels, with the state that each request comes with and leaves.
+"""Short causal convolutions of channels, which read and write each request's state.
 
 A program computes some channels of a request. Of a long one several share the tiles of tokens; the
 first of them alone reads and writes states. Refuses to know: models, who owns a slot.
@@ -16,9 +16,9 @@ from baton_kernels.state_metadata import StateMetadata
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
-CHANNELS = 128  # of a program
-TILE_TOKENS = 8  # of a prompt, that are computed together
-LARGEST_SHARE = 32  # programs for the tokens of a request
+CHANNELS = 128  # channels of a program
+TILE_TOKENS = 8  # tokens of a prompt that are computed together
+LARGEST_SHARE = 32  # most programs that share one request's tokens
 
 
 def causal_conv(
@@ -134,7 +134,7 @@ def causal_conv_kernel(
         store_results(out_ptr, out_gate_ptr, out_gate_stride, token, channel, num_channels,
                       total.to(dtype).to(tl.float32), exists, SILU)  # fmt: skip
     if tl.program_id(2) == 0:
-        tl.debug_barrier()  # what another thread has yet to read may be in the slot that is written
+        tl.debug_barrier()  # another thread may still read the slot that is written next
         for segment in range(first_segment, end_segment):
             at = (tl.load(segment_start_ptr + segment + 1) - (KERNEL - 1) + kept).to(tl.int64)
             is_new = (at >= begin)[:, None] & is_kept
@@ -158,7 +158,7 @@ def store_results(
     """Store sums, float32 ``[tokens, CHANNELS]``, after what follows them."""
     dtype = out_ptr.dtype.element_ty
     if SILU:
-        small = tl.exp(-tl.abs(result))  # of minus the magnitude: cannot overflow
+        small = tl.exp(-tl.abs(result))  # of -|x|, so that it cannot overflow
         result = result * tl.where(result >= 0, 1.0, small) / (1 + small)
         result = result.to(dtype).to(tl.float32)
     if out_gate_ptr is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
-TILE_ELEMENTS = 2048  # of a program; wider groups get more threads
+TILE_ELEMENTS = 2048  # elements of a program; wider groups get more threads
 
 
 def gated_rms_norm(
@@ -42,7 +42,7 @@ def gated_rms_norm(
 
 @functools.cache
 def _launcher(group_size: int, norm_before_gate: bool) -> tuple[int, Launcher]:
-    """Return the groups of a program, and what launches it."""
+    """Return the groups of a program, and its launcher."""
     block = triton.next_power_of_2(group_size)
     num_tile_groups = max(1, TILE_ELEMENTS // block)
     return num_tile_groups, Launcher(
@@ -73,7 +73,7 @@ def gated_rms_norm_kernel(
     place = (group % groups_per_row * group_size)[:, None] + column  # within the row
     x = tl.load(x_ptr + row * x_stride + place, mask=exists, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + place, mask=exists, other=0.0).to(tl.float32)
-    small = tl.exp(-tl.abs(gate))  # of minus the magnitude: cannot overflow
+    small = tl.exp(-tl.abs(gate))  # of -|x|, so that it cannot overflow
     gate = gate * tl.where(gate >= 0, 1.0, small) / (1 + small)
     if not NORM_FIRST:
         x *= gate

@@ -135,7 +135,7 @@ def partials_kernel(
 
 @triton.jit
 def best_score(x, token_ids, temperature, key0, key1):
-    """The best score and its token: logarithms only where a bound does not tell."""
+    """Find the best score and its token; compute logarithms only where a bound cannot decide."""
     hashes = mixed(key0, key1, token_ids)
     bounds = x + temperature * gumbel_bound(hashes)
     _, token = first_best(bounds, token_ids)
