@@ -37,7 +37,7 @@ def load_model(
 
     Args:
         folder: a local folder as ``save_pretrained`` writes it.
-        dtype: of weights and activations; None takes the checkpoint's own.
+        dtype: type of weights and activations; None: the checkpoint's own.
         device: where the weights go.
         max_model_len: see ``ModelConfig.from_folder``.
         packer: keeps linear layers in a form of their own, such as

@@ -67,7 +67,7 @@ class ForwardContext:
 
 
 class StateContext(Protocol):
-    """What a layer with a state is told about a step."""
+    """The part of a step that layers with a recurrent state read."""
 
     def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
         """Return a layer's metadata, and the arrays of its state, each ``[num_slots, ...]``."""
@@ -79,7 +79,7 @@ class CausalLM(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """What the model was built from."""
+        """Configuration that the model was built from."""
         ...
 
     @property
@@ -89,12 +89,12 @@ class CausalLM(Protocol):
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        """What each layer keeps of the tokens before."""
+        """Layout of each layer's KV cache or recurrent state."""
         ...
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """What each layer's keys and values in a cache of float8 are multiplied with."""
+        """Factors ``(key, value)`` of each layer's numbers in a float8 KV cache."""
         ...
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:

@@ -23,12 +23,12 @@ Windows = Sequence[int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFields:
-    """What a config.json says; lengths are in tokens.
+    """Fields of a config.json; lengths are in tokens.
 
     Attributes:
         fields: all fields, with the family's defaults.
         max_model_len: the longest sequence, prompt and output, that comes out right.
-        activation: of gated units: "silu", "gelu_tanh" or "gelu".
+        activation: activation of gated units: "silu", "gelu_tanh" or "gelu".
         rope: rotary embedding of all layers, or of those without a window.
         sliding_rope: rotary embedding of layers with a window; None: as ``rope``.
         sliding_window_pattern: one layer of so many has no window, where no types are given.

@@ -17,10 +17,10 @@ _SPARSE_FORMATS = ("dense",)
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """What of a configuration is needed to read weights.
+    """The part of a checkpoint's configuration that reading its weights needs.
 
     Attributes:
-        method: of `quant_method`.
+        method: value of `quant_method`.
         block_shape: rows and columns that share a scale, where scales are per block.
         group_size: neighbours of a row with a scale, the row's last ones perhaps fewer, where the
             tensors do not tell which column has which; 0: they do, or all have as many.
@@ -39,8 +39,8 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
     """Read ``quantization_config``; None: weights are stored plainly.
 
     Args:
-        fields: of config.json.
-        beside: of `MODELOPT_FILE`, where there is one.
+        fields: fields of config.json.
+        beside: fields of `MODELOPT_FILE`; None: no such file.
 
     Raises:
         ModelLoadError: the scheme is not one that is read; names the field.
@@ -236,7 +236,7 @@ _AUTO_ROUND_AWQ = ("auto_round:auto_awq", "auto_round:awq:gemm", "auto_round:awq
 
 
 def _modelopt(quantization: Fields) -> QuantizationConfig | None:
-    """What NVIDIA's ModelOpt exports; layers of several kinds tell by their tensors which."""
+    """Read NVIDIA ModelOpt's fields; in mixed exports each layer's tensors show its kind."""
     _check_kv_of_modelopt(quantization)
     if not quantization.has("quant_algo"):
         return None

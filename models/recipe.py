@@ -392,7 +392,7 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a decoder is built of.
+    """The parts of a decoder.
 
     Attributes:
         layers: the layers, in order.

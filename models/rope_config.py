@@ -70,7 +70,7 @@ def parse_ropes(
     """Read the rotary embeddings from the fields of config.json.
 
     Args:
-        fields: of config.json.
+        fields: fields of config.json.
         head_dim: size of one attention head.
         max_position_embeddings: as config.json has it.
         max_model_len: see ``ModelConfig.from_folder``.

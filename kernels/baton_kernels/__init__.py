@@ -43,12 +43,12 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
-    """Rows of ``x``, each followed by that of ``y``."""
+    """Concatenate each row of ``x`` with the same row of ``y``."""
     return ops_for(x).join(x, y)
 
 
 def largest(x: Tensor) -> Tensor:
-    """Where in each row its largest number is, of equal ones the first."""
+    """Return the index of each row's largest number; the first one if several are equal."""
     return ops_for(x).largest(x)
 
 

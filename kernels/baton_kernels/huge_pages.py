@@ -44,7 +44,7 @@ class WeightMemory:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As ``torch.empty``; the memory is free when all tensors of its chunk are."""
+        """Allocate as ``torch.empty`` does; a chunk is freed with the last of its tensors."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(*shape, dtype=dtype)

@@ -209,7 +209,7 @@ class GroupedIntegers:
 
     @property
     def layout(self) -> CodeLayout:
-        """What parts of one weight must have in common."""
+        """Layout of the codes, which all parts of one weight must share."""
         groups, format_ = self.groups, WeightFormat.INT4 if self.bits == 4 else WeightFormat.INT8
         minima = None if groups.minima is None else groups.minima.dtype
         factors = None if groups.scale_factors is None else groups.scale_factors.dtype
@@ -328,7 +328,7 @@ class Float8Rows:
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
         scales: ``[n, groups]`` float32: what a group of a row's neighbours is multiplied with.
-        group_size: of neighbours; one group may have all.
+        group_size: neighbours of a group; one group may have the whole row.
     """
 
     numbers: Tensor
@@ -429,11 +429,11 @@ class PackedWeight:
         layout: CodeLayout | None = None,
         has_gaps: bool = False,
     ) -> PackedWeight:
-        """Allocate one whose rows are to be written; what fills up its last panel is there.
+        """Allocate a weight whose rows are written later; the last panel's padding is filled in.
 
         Args:
             empty: allocates what is streamed.
-            layout: of codes; None: as `pack_rows` makes them.
+            layout: layout of codes; None: the one that `pack_rows` makes.
             has_gaps: whether every panel may have rows that are never written; all rows begin as 0.
         """
         num_panels = -(-out_features // width)

@@ -28,7 +28,7 @@ ROUNDED_BLOCK = FLOAT8_GROUP
 
 
 class QuantizedFormat(Enum):
-    """What numbers of a weight are rounded to, where a GPU is to have fewer bits."""
+    """Formats that a GPU's weights can be rounded to."""
 
     # A scale per 128 inputs; inputs stay what they are.
     INT4 = "int4"

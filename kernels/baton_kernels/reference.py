@@ -359,7 +359,7 @@ def pack_float8(weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
     """Write rows that a checkpoint keeps in float8 into a weight's panels, as they are.
 
     Args:
-        weight: of `FP8`, with groups of the same size.
+        weight: a weight of format `FP8` with groups of the same size.
         first_row: first output to write.
         rows: ``[n, in_features]``.
     """
@@ -402,7 +402,7 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
     Args:
         x: ``[..., in_features]``.
-        weight: of ``out_features`` outputs.
+        weight: weight of ``out_features`` outputs.
 
     Returns:
         ``[..., out_features]`` in the dtype of ``x``; computed in float32, of inputs that are
@@ -417,8 +417,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
     Args:
         x: ``[..., in_features]``.
-        weight: of ``out_features`` outputs; a `RoundedWeight` has ``x`` rounded to its type,
-            token by token.
+        weight: weight of ``out_features`` outputs; with a `RoundedWeight`, ``x`` is rounded to
+            its type, token by token.
         bias: ``[out_features]``.
 
     Returns:

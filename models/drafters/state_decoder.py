@@ -28,7 +28,7 @@ from models.recipe import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """What a checkpoint has.
+    """Parts and names of a drafter's checkpoint.
 
     Attributes:
         names: how our parameters' names begin -> what the checkpoint has in its place, in order.
@@ -70,7 +70,7 @@ class WideLayer(DecoderLayer):
         attention.qkv_proj = make_joined_projection(spec, 2 * config.hidden_size)
 
     def join(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """What it attends over, ``[n, 2 * hidden_size]``, and what it adds to."""
+        """Return the attention's input, ``[n, 2 * hidden_size]``, and the residual stream."""
         normed = self.hidden_norm(states)
         before, _ = self._mixer_norms
         joined = ops.join(before(embedded), normed)
@@ -79,7 +79,7 @@ class WideLayer(DecoderLayer):
     def attend(
         self, joined: Tensor, residual: Tensor, rotations: Rotations, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """As ``DecoderLayer.forward``, behind `join`."""
+        """Run the rest of ``DecoderLayer.forward`` on what `join` returned."""
         before, _ = self._feed_forward_norms
         assert self.mlp is not None, "a drafter's layer has one"
         normed, residual = before.add(self.self_attn(joined, rotations, step), residual)

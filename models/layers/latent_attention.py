@@ -23,10 +23,10 @@ _EPS = 1e-6
 
 
 class LatentProjection(nn.Linear):
-    """What would make keys and values of latents; a checkpoint's ``kv_b_proj``.
+    """The projection of latents to keys and values: a checkpoint's ``kv_b_proj``.
 
     Args:
-        num_heads: of which each has rows for its key, then for its value.
+        num_heads: heads; each has rows for its key, then for its value.
         rank: size of a latent.
         key_dim: size of a head's key, without the part that carries the position.
         value_dim: size of a head's value.

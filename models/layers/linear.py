@@ -103,7 +103,7 @@ class HeadsInPairs(JoinedLinear):
         parts: name of each in the checkpoint -> its rows.
         turning: those whose heads turn.
         head_dim: rows of a head.
-        rotary_dim: of them, those that turn.
+        rotary_dim: rows of a head that turn.
         bias: whether each has one.
     """
 

@@ -18,7 +18,7 @@ _GROUP, _SMALL_GROUP = 32, 16  # neighbouring inputs with one scale
 
 
 def fp4(packed: Tensor) -> Tensor:
-    """Two numbers in each byte, the low half first: ``[out, in / 2]`` -> ``[out, in]`` bfloat16."""
+    """Unpack ``[out, in / 2]`` bytes of two numbers, low half first, to ``[out, in]`` bfloat16."""
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.bfloat16)
     return torch.cat([magnitudes, -magnitudes])[_codes(packed)]
 

@@ -132,7 +132,7 @@ def _latents(*parts: Tensor) -> Tensor:
     """Join the matrices that make keys and values of latents.
 
     Args:
-        parts: of keys ``[num_heads, rank, key_dim]``, of values ``[num_heads, value_dim, rank]``.
+        parts: for keys ``[num_heads, rank, key_dim]``, for values ``[num_heads, value_dim, rank]``.
 
     Returns:
         ``[num_heads * (key_dim + value_dim), rank]``.

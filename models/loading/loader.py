@@ -233,7 +233,7 @@ class _Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What the tensor must have."""
+        """Shape that the checkpoint's tensor must have."""
         parameter: nn.Parameter = getattr(self.owner, self.attribute)
         return tuple(parameter[self.rows].shape) if self.kept is None else self.kept.shape
 
@@ -264,7 +264,7 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
 
 
 class _Names(NamedTuple):
-    """What a checkpoint of a whole model has, whatever this rank keeps of it."""
+    """Names of all tensors in a whole model's checkpoint, including those of other ranks."""
 
     places: Sequence[str]
     scales: Sequence[str]  # there may be

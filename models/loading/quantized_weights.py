@@ -197,8 +197,8 @@ def _scaled(
         numbers: ``[out, in]``.
         scale: one; or one per row, per row and group of columns, or per block.
         zero_point: likewise; None: 0.
-        columns: of which group each column is; None: groups of neighbours.
-        block_shape: of blocks; None: there are none.
+        columns: each column's group; None: groups of neighbours.
+        block_shape: rows and columns of a block; None: no blocks.
     """
     shape = (numbers.shape[0], numbers.shape[1])
 
@@ -390,7 +390,7 @@ def _gptq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tens
 
 
 def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Integers with zero points; transposed."""
+    """Unpack transposed integers with zero points."""
     numbers, zero_points = _gptq_integers(parts, quantization)
     columns = parts.get("g_idx")
     if columns is None:
@@ -399,7 +399,7 @@ def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> Tensor:
-    """Which group each of a row's columns is of, where no tensor says so: ``[size]``.
+    """Return each column's group, ``[size]``, where no tensor lists it.
 
     A layer's groups may be of another size than the rest's; then they are all as large.
     """
@@ -412,7 +412,7 @@ def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> 
 
 
 def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Those in groups of neighbours."""
+    """Return the integers if each group is a run of neighbouring columns, else None."""
     numbers, zero_points = _gptq_integers(parts, quantization)
     scales, columns, num_bits = parts["scales"].T, parts.get("g_idx"), _bits_by_zeros(parts)
     if columns is None:

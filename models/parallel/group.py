@@ -72,11 +72,11 @@ class SingleRank:
         return tensor
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """There is nobody to send to."""
+        """Raise AssertionError: a single rank has no peer."""
         raise AssertionError("a rank of one sends to nobody")
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """There is nobody who sends."""
+        """Raise AssertionError: a single rank has no sender."""
         raise AssertionError("a rank of one hears nobody")
 
     def abort(self) -> None:

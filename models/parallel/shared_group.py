@@ -98,7 +98,7 @@ class SharedGroup:
 
 
 def share_memory(group: Collective, descriptor: int | None, index: int) -> Collective:
-    """The group, adding through shared memory if all of its ranks can."""
+    """Return a group that adds through shared memory if all ranks can, else the given one."""
     if descriptor is None or group.size == 1:
         return group
     shared: SharedGroup | None = None

@@ -31,7 +31,7 @@ def padded_side(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PagedShape:
-    """What a kernel is specialized on: shapes of the model and of its KV cache."""
+    """Shapes of a model and of its KV cache that a kernel is compiled for."""
 
     num_kv_heads: int
     group: int  # query heads that share a KV head
@@ -127,7 +127,7 @@ def key_offsets(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Where in the cache the keys of these tokens begin, for head 0; 0 for those from ``end``."""
+    """Return the offset of each token's key for head 0 in the cache; 0 for tokens from ``end``."""
     block_ids = tl.load(block_table_row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
     return block_ids.to(tl.int64) * tl.multiple_of(block_stride, 8) + tokens % BLOCK_SIZE * HEAD_DIM
 
@@ -161,7 +161,7 @@ def sink_weights(sinks, heads, present, highest):
 
 @triton.jit
 def divisor_of(total, sinks, heads, present, highest, is_whole):
-    """What sums are divided by; a sink counts once, where a part is all. A row may see no key."""
+    """Return each row's softmax divisor, 1 if it sees no key; add the sink if the part is whole."""
     divisor = tl.where(total == 0, 1.0, total)
     if sinks is not None:
         divisor += tl.where(is_whole, sink_weights(sinks, heads, present, highest), 0.0)
@@ -207,7 +207,7 @@ def aot_case(
     *,
     fuses_floats: bool = True,
 ) -> AotCase:
-    """A case of one of the attention kernels, whose other arguments have the same types in all."""
+    """Build a compilation case; arguments not given have one type in all attention kernels."""
     types = {"score_scale": "fp32", "cap": "fp32"}
     types |= dict.fromkeys(("query_stride", "block_stride"), "i32:16")
     types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}

@@ -237,7 +237,7 @@ def decode_attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """What the programs of one step hand to each other; kept from step to step."""
+    """Buffers through which a step's programs exchange results; reused by later steps."""
 
     work: Tensor  # [num_slots, 4] int32
     first_slot: Tensor  # [num_requests + 1] int32
@@ -293,7 +293,7 @@ def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
 
 @dataclass(frozen=True, slots=True)
 class BoundDecodes:
-    """What one step launches in every layer of the same options; the buffers are its plan's."""
+    """The launch of one step in all layers of the same options, with its plan's buffers."""
 
     attend: Launch
     metadata: AttentionMetadata

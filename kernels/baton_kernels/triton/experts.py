@@ -184,7 +184,7 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Some columns of a tile's gated middle; like the reference, each step is rounded."""
+    """Compute BLOCK_N columns of a tile's gated middle; round each step as the reference does."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -246,7 +246,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Some columns of a tile's results."""
+    """Compute BLOCK_N columns of a tile's results."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -278,7 +278,7 @@ def down_kernel(
 def sum_kernel(
     result_ptr, weight_ptr, base_ptr, base_gate_ptr, out_ptr, hidden, top_k, BLOCK: tl.constexpr
 ):
-    """Some columns of one token: its results in the order in which it chose their experts."""
+    """Sum some columns of one token's results, in the order in which it chose the experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < hidden

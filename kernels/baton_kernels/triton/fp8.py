@@ -20,7 +20,7 @@ def has_fp8(device: torch.device) -> bool:
 
 @triton.jit
 def to_stored(x, factor, dtype: tl.constexpr):
-    """As ``reference.quantize_fp8`` where the cache is of float8, else what a cast makes of it."""
+    """Convert to the cache's type: as ``reference.quantize_fp8`` for float8, else by a cast."""
     if dtype == tl.float8e4nv:
         wide = x.to(tl.float32) * factor
         x = tl.clamp(wide, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)

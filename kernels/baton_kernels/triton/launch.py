@@ -195,7 +195,7 @@ def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a key leads to."""
+    """A compiled kernel and its constants, stored under a key."""
 
     run: Any
     function: int

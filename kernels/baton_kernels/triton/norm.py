@@ -102,7 +102,7 @@ def rms_norm_kernel(
     eps, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows per program; like the reference, each intermediate result is rounded."""
+    """Normalize ROWS rows per program; round each intermediate result as the reference does."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weight_dtype: tl.constexpr = weight_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]

@@ -373,7 +373,7 @@ _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 def plane_of(
     words, place: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr, FROM_0: tl.constexpr
 ):
-    """One plane's numbers, without the instructions of a GPU."""
+    """Unpack one plane's numbers without GPU instructions."""
     number = ((words >> (place * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
     if not FROM_0:
         number -= 1 << (BITS - 1)
@@ -382,7 +382,7 @@ def plane_of(
 
 @triton.jit
 def planes_of_4_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
-    """The numbers of eight planes."""
+    """Unpack the numbers of eight planes."""
     if HAS_ASM and dtype == tl.bfloat16:
         planes = tl.inline_asm_elementwise(
             _BF16_4_FROM_0 if FROM_0 else _BF16_4, _EIGHT_OF_TWO, [words],
@@ -409,7 +409,7 @@ def planes_of_4_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: 
 
 @triton.jit
 def planes_of_8_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
-    """The numbers of four planes."""
+    """Unpack the numbers of four planes."""
     if HAS_ASM and dtype == tl.bfloat16:
         planes = tl.inline_asm_elementwise(
             _BF16_8_FROM_0 if FROM_0 else _BF16_8, _FOUR_OF_TWO, [words],
@@ -457,7 +457,7 @@ def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.con
 
 @triton.jit
 def scaled(codes, of_group, HAS_MINIMA: tl.constexpr):
-    """One plane's codes as weights, computed in float32 and rounded to the codes' type."""
+    """Scale one plane's codes in float32, then round to their type."""
     numbers = codes.to(tl.float32) * of_group[0][:, None]
     if HAS_MINIMA:
         numbers += of_group[1][:, None]
@@ -469,11 +469,11 @@ def numbers_of(
     words, at, dtype: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     IS_SCALED: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_ASM: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's codes as numbers, ``[rows, inputs]``; scaled, if they are to be.
+    """Unpack a chunk's codes to numbers, ``[rows, inputs]``, scaled if ``IS_SCALED``.
 
-    ``at``: the chunk, pointers to the groups' numbers, rows, and how many inputs and rows there
-    are. Planes are joined by turns, so that an input's place is its plane's, and then its word's:
-    where its number is already, in the registers of a product's operand.
+    ``at``: the chunk, pointers to the groups' numbers, the rows, and the numbers of all inputs and
+    rows. Planes are interleaved: an input's index is its plane first, then its word. In a product's
+    operand each number then stays in the register where it is unpacked.
     """
     if BITS == 4:
         p = planes_of_4_bits(words, dtype, HAS_MINIMA, HAS_ASM)
@@ -554,7 +554,7 @@ def grouped_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, IS_EVEN: tl.constexpr, HAS_ASM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the weight times some tokens, over some chunks of the inputs."""
+    """Multiply BLOCK_N rows of the weight by BLOCK_M tokens, over some chunks of the inputs."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Places beyond the last row or token load the last one again; their results are not stored.
@@ -597,7 +597,7 @@ def unpack_kernel(
     out_features, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ASM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of some rows as numbers."""
+    """Unpack one chunk of BLOCK_N rows to numbers."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     chunk = tl.program_id(1)
     known = tl.minimum(row, out_features - 1)
@@ -619,7 +619,7 @@ def unpack_float8_kernel(
     number_ptr, scale_ptr, out_ptr, in_features, out_features,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Some inputs, of one group, of some rows as numbers."""
+    """Scale BLOCK_K inputs of one group, for BLOCK_N rows."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     is_row = row < out_features
@@ -637,9 +637,9 @@ def rounded_kernel(
     num_tokens, in_features, out_features, num_chunks,
     GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the weight times some tokens; ``GROUP`` 0: one scale for all of a row.
+    """Multiply some rows of the weight by some tokens; ``GROUP`` 0: one scale per row.
 
-    Integers are summed as integers: whatever their order, the sum is the same.
+    Integers are summed as integers, so their order does not change the sum.
     """
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -686,7 +686,7 @@ def round_kernel(
     x_ptr, number_ptr, scale_ptr, x_stride, num_tokens, size, group_size,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One group of one token: its largest number becomes ``LARGEST``."""
+    """Round one group of one token; scale its largest number to ``LARGEST``."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = group * group_size
     end = tl.minimum(first + group_size, size)

@@ -335,7 +335,7 @@ class CapturedTiles:
 
 @dataclass(frozen=True, slots=True)
 class BoundTiles:
-    """What one step launches in every layer of the same options.
+    """The launches of one step in all layers of the same options.
 
     Attributes:
         attend, merge: take the tensors that differ between layers; ``merge`` None: no tile is cut.
@@ -381,7 +381,7 @@ def bind_tiles(
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: one layer's, see ``PagedShape.of``.
         metadata: the step.
-        tiles: of :func:`plan_step` for this step and window.
+        tiles: tiles of :func:`plan_step` for this step and window.
         scale: see ``AttentionBackend.run``.
         sliding_window: see ``AttentionBackend.run``.
         soft_cap: see ``AttentionBackend.run``.

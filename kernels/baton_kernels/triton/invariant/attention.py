@@ -69,8 +69,9 @@ def part_keys(num_keys: int) -> int:
 
 @triton.jit
 def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """What queries from a position on see of ``end`` keys: ``(first key, keys of a part, first
-    part, parts)``; the first key begins a tile.
+    """Split the keys before ``end`` that queries from ``position`` see into parts.
+
+    Returns ``(first key, keys of a part, first part, parts)``; the first key begins a tile.
     """
     first_seen = tl.maximum(position - window + 1, 0) // TILE * TILE
     size = tl.full((), LEAST, tl.int32)
@@ -102,7 +103,7 @@ def weigh(highest, total, acc, lse, values):
 
 @triton.jit
 def finished(highest, total, acc, sinks, heads, present):
-    """What all parts are worth together: ``[M, D]``."""
+    """Divide the sums of all parts by their weights: ``[M, D]``."""
     if sinks is not None:
         total += sink_weights(sinks, heads, present, highest)
     return acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -130,7 +131,7 @@ def attend_part(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """The keys ``[start, end)``: ``(lse, values)`` as `weigh` takes them."""
+    """Attend to the keys ``[start, end)``; return ``(lse, values)`` for `weigh`."""
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     highest = tl.full([q.shape[0]], -float("inf"), tl.float32)
@@ -324,7 +325,7 @@ def invariant_prompts(
 
 @dataclass(frozen=True, slots=True)
 class PartBuffers:
-    """What the parts of decodes hand to each other; kept from step to step."""
+    """Buffers through which the parts of decodes exchange results; reused by later steps."""
 
     part_out: Tensor  # [num_requests, MOST_PARTS, num_heads, head_dim] float32
     part_lse: Tensor  # [num_requests, MOST_PARTS, num_heads] float32
@@ -379,12 +380,12 @@ def tiles_of_step(metadata: AttentionMetadata, shape: PagedShape, element_size: 
 
 @dataclass(frozen=True, slots=True)
 class BoundInvariant:
-    """What one step launches in every layer of the same options.
+    """The launch of one step in all layers of the same options.
 
     Attributes:
-        attend: for its decodes, or for its tiles.
+        attend: launch for the step's decodes or for its tiles.
         metadata: the step.
-        work: what else that kernel takes.
+        work: further tensors that the kernel takes.
     """
 
     attend: Launch

@@ -104,7 +104,7 @@ def linear_kernel(
     weight_stride, in_features, out_features, part_steps,
     IS_EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens times some rows of the weight: one part of the inputs, or all, part by part."""
+    """Multiply some tokens by some rows of the weight, over one part of the inputs or all parts."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)

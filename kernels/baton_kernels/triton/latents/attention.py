@@ -44,7 +44,7 @@ _PROMPT_ROWS = 32  # of a tile of prompts; of float32, whose products take more 
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """What a kernel is specialized on."""
+    """Shapes that a kernel is compiled for."""
 
     num_heads: int
     rank: int

@@ -97,7 +97,7 @@ def causal_conv_kernel(
     KERNEL: tl.constexpr, KEPT: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of every so-many-th tile of a request's tokens."""
+    """Convolve some channels of one request; programs share its tiles of tokens in turn."""
     dtype = out_ptr.dtype.element_ty
     first_segment = tl.load(request_start_ptr + tl.program_id(0))
     end_segment = tl.load(request_start_ptr + tl.program_id(0) + 1)

@@ -114,7 +114,7 @@ def recurrence_kernel(
     num_heads, heads_per_key, key_dim, value_dim, query_scale,
     DELTA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head of a request, through all of its tokens."""
+    """Compute some columns of one head for all tokens of a request."""
     dtype = out_ptr.dtype.element_ty
     head = tl.program_id(1)
     first_segment = tl.load(request_start_ptr + tl.program_id(2))
