@@ -57,7 +57,7 @@ class Authority:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """As certificate managers do it: nobody ever reads a half."""
+    """Replace a file atomically, as certificate managers do, so that nobody reads half of it."""
     beside = path.with_suffix(".new")
     beside.write_bytes(data)
     beside.chmod(0o600)

@@ -58,7 +58,7 @@ class FakeCuda:
         self.stream = self.main = FakeStream()
 
     def multiply(self, *_: object) -> None:
-        """What cuBLAS does to memory."""
+        """Take memory for a stream's workspace, as cuBLAS does."""
         if self.stream not in self.workspaces:
             self.workspaces.add(self.stream)
             self.free_bytes -= WORKSPACE_BYTES

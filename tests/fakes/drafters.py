@@ -74,7 +74,7 @@ def _draft_model(
 def _medusa(
     config: dict[str, Any], stored: Mapping[str, Tensor], random: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As the authors write them, with the model's own output matrix."""
+    """Make a Medusa checkpoint as its authors write one, with the model's own output matrix."""
     width, tensors = config["hidden_size"], {}
     for head in range(NUM_MEDUSA_HEADS):
         tensors[f"{head}.0.linear.weight"] = random(width, width)
@@ -102,7 +102,7 @@ def _layer(config: dict[str, Any], random: Any, *, inputs: int = 1) -> dict[str,
 def _eagle(
     config: dict[str, Any], stored: Mapping[str, Tensor], random: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As the authors write it: no norm before the attention, none at the end."""
+    """Make an EAGLE checkpoint as its authors write one: no norm before attention or at the end."""
     width = config["hidden_size"]
     tensors = {f"layers.0.{name}": one for name, one in _layer(config, random).items()}
     # Nearly the state before: the next token's is not far from it.
@@ -113,7 +113,7 @@ def _eagle(
 def _mtp(
     config: dict[str, Any], stored: Mapping[str, Tensor], random: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As Qwen writes it, with the model's last layer."""
+    """Make an MTP checkpoint as Qwen writes one, with the model's last layer."""
     width, last = config["hidden_size"], config["num_hidden_layers"] - 1
     tensors = {
         f"mtp.layers.0.{name.partition(f'layers.{last}.')[2]}": one

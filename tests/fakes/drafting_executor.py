@@ -84,7 +84,7 @@ class DraftingExecutor:
         return ProposingStep(self._executor.submit(travelled, hooks), propose)
 
     def _drafts(self, request_id: str, first: int) -> tuple[int, ...]:
-        """What may come from the output position ``first`` on."""
+        """Return drafts for the output positions from ``first`` on, some of them wrong."""
         num_drafts = (first * 7 + len(request_id)) % (self._num_drafts + 1)
         known = self._outputs(request_id)[first : first + num_drafts]
         return tuple(

@@ -139,7 +139,7 @@ class ContentRunner(FakeRunner):
         self._slots: dict[tuple[int, int], object] = {}
 
     def write(self, request: Request, start: int, end: int) -> None:
-        """What computing (or receiving) the KV of positions ``start .. end - 1`` leaves."""
+        """Write what computing or receiving the KV of positions ``start .. end - 1`` writes."""
         self.write_into(request.block_ids, request, start, end)
 
     def write_into(self, block_ids: Sequence[int], request: Request, start: int, end: int) -> None:
@@ -150,7 +150,7 @@ class ContentRunner(FakeRunner):
                 self._slots[slot] = self._content(request, group, position)
 
     def write_what_travels(self, request: Request) -> None:
-        """What the arrival of a prompt leaves: the blocks that its next token looks at."""
+        """Write what an arrived prompt writes: the blocks that its next token attends to."""
         num_tokens = request.num_prompt_tokens
         for group, window in enumerate(self._windows):
             oldest = 0 if window is None else max(num_tokens - window + 1, 0)
@@ -159,7 +159,7 @@ class ContentRunner(FakeRunner):
                 self._slots[slot] = self._content(request, group, position)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """What a peer leaves that writes something else there."""
+        """Overwrite blocks with garbage, as a peer would that writes something else there."""
         for block_id in block_ids:
             for offset in range(self._block_size):
                 self._slots[block_id, offset] = "garbage"
@@ -192,7 +192,7 @@ class ContentRunner(FakeRunner):
 
 
 def shares(scheduled: SchedulerOutput) -> dict[str, int]:
-    """Who computes how many tokens, in batch order."""
+    """Return each request's number of scheduled tokens, in batch order."""
     return {item.request.request_id: item.num_scheduled_tokens for item in scheduled.scheduled}
 
 

@@ -54,12 +54,12 @@ _ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a file says about text.
+    """The tokenizer fields of a GGUF file.
 
     Attributes:
         kind: ``tokenizer.ggml.model``.
         pre: ``tokenizer.ggml.pre``; empty: not said.
-        scores: of SentencePiece kinds.
+        scores: each token's score, in SentencePiece kinds.
         fields: more of ``tokenizer.ggml``.
     """
 
@@ -74,7 +74,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: tokenizers.Tokenizer, **options: Any) -> Vocabulary:
-    """What a converter makes of a byte-level `tokenizer.json`."""
+    """Convert a byte-level `tokenizer.json` as a converter to GGUF does."""
     added = tokenizer.get_added_tokens_decoder()
     ids = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     types = {

@@ -31,12 +31,12 @@ TOKENIZER = Tokenizer(Path(__file__).parents[2] / "examples" / "demo_model")
 
 
 def expected(seed: int, num_tokens: int) -> tuple[int, ...]:
-    """What the nodes here say of a request."""
+    """Return the tokens that the nodes of this scene send for a request."""
     return tuple(seed % 1000 + index for index in range(num_tokens))
 
 
 class AnsweringNode(HandNode):
-    """Says of each request what is `expected`, while ``talks`` is set.
+    """A node that answers each request with the `expected` tokens while ``talks`` is set.
 
     Each behind a turn of the loop, as far as ``max_tokens`` goes.
     """
@@ -70,7 +70,7 @@ class AnsweringNode(HandNode):
 
 
 class GrpcScene:
-    """What a test needs of a served router; ``talks`` is cleared to silence the decode node.
+    """A served router and its parts; clear ``talks`` to silence the decode node.
 
     Attributes:
         address: the server's address.

@@ -173,7 +173,7 @@ class Cluster:
 
     Attributes:
         p_id: the prefill node's engine id; a restarted one has another.
-        spans: of both nodes; every attempt is traced.
+        spans: trace spans of both nodes; every attempt is traced.
     """
 
     def __init__(

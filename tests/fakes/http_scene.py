@@ -36,7 +36,7 @@ class HttpScene:
 
     Attributes:
         session: an HTTP client; ``url`` is where the API is.
-        headers: of every request that is posted.
+        headers: headers of every posted request.
     """
 
     def __init__(

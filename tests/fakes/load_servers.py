@@ -38,7 +38,7 @@ class ServedCall:
 
 
 class ScriptedServer:
-    """What both servers share.
+    """Base of both scripted servers.
 
     Attributes:
         calls: calls in order of arrival.

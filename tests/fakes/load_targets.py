@@ -19,7 +19,7 @@ TICK_S = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a scripted server says to one request.
+    """A scripted server's answer to one request.
 
     Attributes:
         frames: for each, seconds after the one before (or the request), and its tokens.
@@ -111,7 +111,7 @@ class ScriptedTarget:
                 await asyncio.sleep(self._began_at + end_s - loop.time())
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: the target has no connection."""
 
 
 def run_virtually(

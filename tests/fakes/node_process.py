@@ -246,7 +246,7 @@ class NodeProcess:
         self._links = []
 
     def resume(self) -> None:
-        """It serves again, whatever routers had been told to tell it."""
+        """Serve again; drop drain commands that are still on their way."""
         if self.link is not None:
             kept = [m for m in self.link.down if m is None or m.WhichOneof("message") != "drain"]
             self.link.down = deque(kept)

@@ -140,14 +140,14 @@ def join_pair(
 def token_1(
     request_id: str, token_id: int, *, epoch: int, finish: FinishReason | None = None
 ) -> RequestDelta:
-    """What a prefill node says when it has sampled."""
+    """Make the delta that a prefill node sends when it has sampled token 1."""
     return RequestDelta(request_id, 0, (token_id,), finish, epoch=epoch, prefill=PREFILL_RECEIPT)
 
 
 def token(
     request_id: str, index: int, token_id: int, *, epoch: int, finish: FinishReason | None = None
 ) -> RequestDelta:
-    """What a decode node says in a step; with the last token comes the receipt."""
+    """Make the delta that a decode node sends in a step; the last one carries the receipt."""
     return RequestDelta(
         request_id,
         index,

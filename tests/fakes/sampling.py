@@ -22,7 +22,7 @@ from engine.sampling.sampling_input import (
 
 
 def sampling_input(requests: Sequence[Request]) -> SamplingInput:
-    """What the sampler reads of requests, each row made for itself."""
+    """Make the sampler's input for requests, each row on its own."""
     rows = [
         NewRow(
             index,
@@ -50,7 +50,7 @@ def sampling_input(requests: Sequence[Request]) -> SamplingInput:
 
 
 def snapshot(request: Request) -> RequestSnapshot:
-    """What a request's logits depend on now, but for its grammar."""
+    """Copy all that a request's logits depend on now, except its grammar."""
     return RequestSnapshot(
         request.sampling_params,
         request.token_ids.copy(),
@@ -79,7 +79,7 @@ def random_words(seed: int, position: int) -> list[int]:
 
 
 def scores(logits: Tensor, temperature: float, seed: int, position: int = 0) -> Floats:
-    """What decides a draw, by definition; logits and scores are `[vocab_size]`."""
+    """Compute the scores whose maximum is drawn, by definition; `[vocab_size]` like the logits."""
     keys = np.array([random_words(seed, position)], dtype=np.uint32)
     noise = gumbel(noise_hashes(keys, np.arange(len(logits))))
     values: Floats = logits.double().numpy()

@@ -152,7 +152,7 @@ class SimPair:
             self.nodes[name].handle_command(CancelCommand(request_id, epoch))
 
     def deltas(self, request_id: str, who: str = "pd") -> list[tuple[float, RequestDelta]]:
-        """What the halves said of a request, and when, in order of the output."""
+        """Return the halves' deltas of a request with their times, in order of the output."""
         found = [
             (when, delta)
             for when, name, event in self.events

@@ -71,7 +71,7 @@ class System:
         dead: engine ids of processes that ended.
         cut: names of nodes whose KV messages are lost.
         loses: kinds of message of which the next one is lost.
-        max_model_len: of every node.
+        max_model_len: longest sequence of every node, in tokens.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -137,7 +137,7 @@ class System:
         self.loop.run_until_idle()
 
     def drain(self, name: str, *, resume: bool) -> None:
-        """As an operator does through the router; lost if there is no link."""
+        """Drain or resume a node, as an operator does through the router; lost without a link."""
         node = self.pool.node(self.processes[name].engine_id)
         if node is not None:
             node.send(DrainCommand(resume=resume))
@@ -233,11 +233,11 @@ class System:
         return client
 
     def _output_of(self, request_id: str) -> tuple[int, ...]:
-        """What a call's client is to get, by its name on a node."""
+        """Return the tokens that a call's client must get, by the call's id on a node."""
         return self._outputs[split_request_id(request_id)[0]]
 
     def leave(self, client: Client) -> None:
-        """The client goes away."""
+        """Disconnect a client."""
         assert client.task is not None
         client.left = True
         client.task.cancel()
@@ -347,11 +347,11 @@ class System:
 
     @property
     def num_steps(self) -> int:
-        """That computed something, of all nodes."""
+        """Number of steps of all nodes that computed something."""
         return sum(process.node.engine.num_steps for process in self.by_id.values())
 
     def close(self) -> None:
-        """End the router; of calls that are over nothing may be left."""
+        """End the router, and check that calls that are over left nothing behind."""
         self._watch.cancel()
         self.loop.run_until_idle()
         assert asyncio.all_tasks(self.loop) == set()
@@ -379,7 +379,7 @@ class System:
         self.check_writes()
 
     def check_writes(self) -> None:
-        """What a peer may write is held, names no content, and is offered once."""
+        """Check that blocks a peer may write are held, name no content, and are offered once."""
         writable: dict[tuple[str, int], tuple[str, str, int]] = {}
         for process in self.by_id.values():
             if process.dead or not isinstance(process.node, PrefillNode):
@@ -466,6 +466,6 @@ class System:
 
 
 def num_pairs(pool: NodePool) -> int:
-    """That may get requests."""
+    """Return the number of pairs of nodes that may get requests."""
     fleet = pool.fleet
     return sum(len(fleet.reached_by(prefill)) for prefill in fleet.prefills)

@@ -215,7 +215,7 @@ def draft_model_by_hand(teacher: Teacher, drafter: Path) -> Guess:
 
 
 def eagle_3_folder(folder: Path, to: Path) -> Path:
-    """As its authors write it, with a head of 50 tokens."""
+    """Make an EAGLE-3 checkpoint as its authors write one, with a head of 50 tokens."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     generator = torch.Generator().manual_seed(8)
 
@@ -321,7 +321,7 @@ def test_guesses_are_those_of_plain_torch(
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle", "mtp"])
 def test_what_nobody_guessed_for_is_read_before_it_is_guessed_by(kind: str, folder: Path) -> None:
-    """Its blocks are cached, and hold nothing of a drafter's."""
+    """Check a prompt whose cached blocks hold no KV of the drafter."""
     drafter = drafter_folder(kind, folder)
     llm = LLM(
         str(folder),

@@ -53,7 +53,7 @@ def expected_output(
 
 @functools.cache
 def known_contents() -> dict[BlockHash, torch.Tensor]:
-    """Of prompts' blocks; in a model with several KV cache groups names hide more."""
+    """Return the contents of prompts' blocks by hash, for a model with one KV cache group."""
     prompts = [prompt_of(family, MAX_PROMPT_TOKENS) for family in FAMILIES]
     contents: dict[BlockHash, torch.Tensor] = {}
     for salt in SALTS:

@@ -52,7 +52,7 @@ class World:
         self.incarnations = 0
 
     def plan(self) -> None:
-        """What each node will say of commands that it has not seen yet."""
+        """Choose each node's answers to commands that it has not seen yet."""
         for hand in (*self.scene.prefills, *self.scene.decodes):
             for command in commands_of(hand):
                 if (hand.engine_id, command.epoch) in self.planned:

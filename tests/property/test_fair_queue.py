@@ -65,7 +65,7 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     @rule(tenant=tenants, num_tokens=sizes, priority=st.sampled_from([0, 0, 1, 5, -1]))
     def come(self, tenant: str, num_tokens: int, priority: int) -> None:
-        """As admission does it: begin at once if nothing is before it and there is room."""
+        """Admit a request as admission does: at once if none is before it and there is room."""
         ticket = make_ticket(tenant, next(self.numbers), num_tokens, priority)
         mine = self.waiting_of(tenant)
         start = self.starts[tenant] if mine else max(self.starts[tenant], self.virtual_time)

@@ -109,7 +109,7 @@ def make_cluster(
     """Two nodes; a mixed model has three KV cache groups.
 
     Args:
-        engine_options: of both nodes' engines.
+        engine_options: options of both nodes' engines.
         num_drafts: most drafts of a request in a step of the decode node; every third is wrong.
     """
     cluster = Cluster(
@@ -136,7 +136,7 @@ def make_cluster(
 
 
 def num_references(engine: Engine) -> int:
-    """Of requests, pushes and quarantine; not the null block's own."""
+    """Return the references that requests, pushes and quarantine hold; not the null block's own."""
     return engine.block_pool.num_references() - engine.kv_memory.spec.num_null_blocks
 
 
@@ -165,7 +165,7 @@ def assert_clean(cluster: Cluster) -> None:
 
 
 class HandoffMachine(RuleBasedStateMachine):
-    """What the network and the users of one prefill and one decode node may do."""
+    """All that the network and the users of one prefill and one decode node may do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cluster.attempts and not self.cluster.is_down)
     @rule(data=st.data())
     def retry(self, data: st.DataObject) -> None:
-        """What the router does about an attempt that failed."""
+        """Retry a failed attempt, as the router does."""
         attempts = self.cluster.attempts
         failed = sorted(
             key

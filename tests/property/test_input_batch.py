@@ -40,7 +40,7 @@ params = st.builds(
 
 
 def queries(scheduled: tuple[ScheduledRequest, ...]) -> list[tuple[ScheduledRequest, int, int]]:
-    """What attends together: which tokens of whom. In a decode step each draft is on its own."""
+    """Return the spans of tokens that attend together; in a decode step each draft is alone."""
     num_tokens = sum(item.num_scheduled_tokens for item in scheduled)
     is_decode = all(
         i.samples and i.num_scheduled_tokens == 1 + len(i.draft_token_ids) for i in scheduled

@@ -27,7 +27,7 @@ def num_tokens_kept(cluster: Cluster, prompt: list[int]) -> int:
 
 
 def watermarks(cluster: Cluster) -> list[int]:
-    """That the decode node has heard of."""
+    """Return the watermarks that the decode node has received."""
     kind = TransferEventKind.WATERMARK
     return [event.num_tokens for event in cluster.receiver.heard if event.kind is kind]
 

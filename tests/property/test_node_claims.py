@@ -137,7 +137,7 @@ def begin(scene: Scene) -> None:
 
 
 def say(hand: HandNode, message: node_pb2.NodeMessage) -> None:
-    """What `NodeLinkService` does with a message."""
+    """Hand a message to the pool, as `NodeLinkService` does."""
     event = wire.node_event_from_proto(message)
     if event is not None:
         hand.pool.on_event(hand.node, event)

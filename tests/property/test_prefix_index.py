@@ -75,7 +75,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
     def join_again(self, data: st.DataObject) -> None:
-        """Its link broke: it keeps its cache, and what was on its way is lost."""
+        """Reconnect a node whose link broke: its cache stays, its messages on the way are lost."""
         node = self._draw(data)
         node.feed.after_step(busy=False)
         node.sent.clear()
@@ -140,7 +140,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             assert found.keys() <= self.nodes.keys()
 
     def _step(self, node: HandPool, hears: bool) -> None:
-        """Its messages arrive, all or none."""
+        """Send a node's messages; all or none arrive."""
         node.feed.after_step(busy=False)
         node.is_behind = False
         for message in node.sent:

@@ -258,7 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check()
 
     def run(self, next_token: Callable[[Request], int], step: SchedulerOutput) -> ModelRunnerOutput:
-        """What a step samples, and drafts for the next one, some of which are wrong."""
+        """Return a step's samples and drafts for the next one, some of them wrong."""
 
         def propose(request: Request) -> tuple[int, ...]:
             drafts: tuple[int, ...] = ()

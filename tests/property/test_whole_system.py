@@ -54,7 +54,7 @@ names = st.sampled_from(NAMES)
 
 
 class WholeSystemMachine(SystemMachine):
-    """What may happen to a cluster."""
+    """All that may happen to a cluster."""
 
     @property
     def is_busy(self) -> bool:
@@ -432,7 +432,7 @@ class WholeSystemMachine(SystemMachine):
 
 
 def test_drafts_are_taken_and_those_of_a_node_that_dies_are_made_good() -> None:
-    """What the machine does at random, once for certain: tokens were delivered, others follow."""
+    """Do surely what the machine does at random: end a node after it delivered some tokens."""
     machine = WholeSystemMachine()
     machine.make(
         num_blocks=20,

@@ -405,7 +405,7 @@ def test_of_a_mixed_model_travels_what_the_decode_node_needs_and_no_more() -> No
 def test_a_grammar_that_cannot_be_compiled_is_refused_by_both_nodes_and_nothing_is_left(
     num_steps: int,
 ) -> None:
-    """This checkpoint has no tokenizer, so no grammar at all; a plain request goes on meanwhile."""
+    """Refuse a grammar on a checkpoint without tokenizer while a plain request goes on."""
     cluster = make_cluster(40)
     structured = SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex="a"))
     place(cluster, "other", 12)

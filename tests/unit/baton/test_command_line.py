@@ -159,7 +159,7 @@ def test_an_error_of_a_command_is_one_line_with_its_option() -> None:
 
 @pytest.mark.medium
 def test_help_waits_for_no_library_that_it_does_not_need() -> None:
-    """What takes longest to import, and what brings it in."""
+    """Check the slowest imports, and the modules that bring them in."""
     code = (
         "import sys\nfrom baton.cli.app import app\n"
         "try: app(['--help'], prog_name='baton')\n"
@@ -175,7 +175,7 @@ def test_help_waits_for_no_library_that_it_does_not_need() -> None:
 
 @pytest.mark.medium
 def test_an_error_of_an_operators_command_names_its_option_too() -> None:
-    """It said ``router: ...``."""
+    """Regression: the error began ``router: ...``."""
     code, _, errors = baton("admin", "nodes", "--router", "127.0.0.1:1")
     assert code == 1
     assert errors == "error: --router: 127.0.0.1:1 cannot be reached (is it up?)\n"

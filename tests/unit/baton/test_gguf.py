@@ -327,7 +327,7 @@ HOSTILE: dict[str, tuple[dict[str, bytes], str]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_file_of_untrusted_hands_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    """These were errors that nobody expects, much memory, or minutes."""
+    """Regression: these files caused unexpected errors, or took much memory or minutes."""
     changes, message = HOSTILE[name]
     integers = {field: value for field, value in FIELDS.items() if isinstance(value, int)}
     metadata = {

@@ -31,7 +31,7 @@ MAX_PIECES = 2000
 
 @asynchronous
 async def test_a_client_that_takes_nothing_is_cut_off_when_grpc_has_closed_its_side() -> None:
-    """Its connection stayed open for ever, and took the place of another one."""
+    """Regression: the client's connection stayed open for ever and used up a place."""
     front = RpcFront(RpcLimits(idle_timeout_s=0.5))
     upstream: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
     grpc = await asyncio.start_unix_server(

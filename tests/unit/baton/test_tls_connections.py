@@ -187,7 +187,7 @@ async def test_a_server_without_tls_is_told_apart_and_one_that_is_not_there_is_n
 def test_a_server_that_hangs_up_before_a_word_refuses_nothing(
     authority: Authority, resets: bool
 ) -> None:
-    """As a router that stops does; gRPC's says something before it refuses a certificate."""
+    """Hang up as a stopping router does; a gRPC server sends an alert before it refuses."""
     listening = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listening.getsockname()[1]}"
     tries = [authority.issue("bob"), TlsOptions(ca=str(authority.ca_file)), NO_TLS] * 20

@@ -25,7 +25,7 @@ SPECIAL = [4093, 4094, 4095]
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """As of Llama 2: a decoded text has no space before its first word, wherever it begins."""
+    """Make a tokenizer as of Llama 2: no decoded text begins with a space."""
     model = tokenizers.models.WordLevel({"▁ab": 0, "▁c": 1, "d": 2}, unk_token="d")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.decoder = tokenizers.decoders.Metaspace()

@@ -96,7 +96,7 @@ def test_no_step_seems_to_take_longer_than_a_larger_one() -> None:
 
 
 def test_guesses_that_give_little_more_are_not_computed() -> None:
-    """What they seem to give is within what times vary by."""
+    """Drop drafts whose expected gain is below the variation of step times."""
     costs = costs_of({32: 40.0, 72: 84.0})
     assert choose_lengths(costs, 32, [5] * 8, [0.99] * 8)[1].num_drafts == 0
     assert choose_lengths(costs_of({32: 40.0, 72: 60.0}), 32, [5] * 8, [0.99] * 8)[1].num_drafts

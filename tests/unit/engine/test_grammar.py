@@ -299,7 +299,7 @@ def test_a_stop_token_may_cut_an_output_short(llm: LLM) -> None:
 def test_a_grammar_that_costs_too_much_ends_its_request_and_not_the_process(
     compiler: GrammarCompiler,
 ) -> None:
-    """It took gigabytes, and a thread of two, until the process was gone."""
+    """Regression: such a grammar took gigabytes and one of two threads until the process died."""
     schemas = [f'{{"type":"integer","multipleOf":{99999989 + i}}}' for i in range(3)]
     hostile = [
         request_of(SamplingParams(structured_output=StructuredOutput(json_schema=schema)), None)

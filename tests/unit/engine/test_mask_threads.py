@@ -249,10 +249,10 @@ def test_a_state_comes_with_its_mask_and_with_what_the_output_had_before() -> No
 
 
 def test_what_nobody_foresaw_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client would else wait until its deadline."""
+    """End a request on an unforeseen error; its client would wait until its deadline otherwise."""
 
     class PanicError(BaseException):
-        """As pyo3's, whose base is no `Exception`."""
+        """An error like pyo3's, which is no `Exception`."""
 
     def fail(_: GrammarState) -> None:
         raise PanicError("index out of bounds")

@@ -66,7 +66,7 @@ def test_a_text_goes_on_as_it_did_before(in_c: bool, monkeypatch: pytest.MonkeyP
 
 
 def output(request: Request, *token_ids: int, ends: bool = False) -> RequestDelta:
-    """What a step gave a request, which has it by now."""
+    """Append a step's tokens to a request, and return its delta."""
     index = request.num_output_tokens
     request.token_ids += token_ids
     reason = FinishReason.LENGTH if ends else None

@@ -282,7 +282,7 @@ def test_one_late_message_does_not_move_the_line_of_steps(book: FleetBook) -> No
 
 
 def test_what_is_on_its_way_does_not_flatten_the_line_of_steps(book: FleetBook) -> None:
-    """Of much that is placed here only what decodes makes steps longer."""
+    """Fit step time to decoding requests only: the others placed here make no step longer."""
     load, draw = book["d0"], random.Random(1)
     num_decoding = 0
     for _ in range(400):
