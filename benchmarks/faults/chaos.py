@@ -297,7 +297,7 @@ async def run_all(
     method: str = "none",
 ) -> list[Result]:
     """Each drill on a whole site; a site that cannot be made whole is replaced by a new one."""
-    guesses = guessing_args(method)
+    draft_args = drafting_args(method)
     results: list[Result] = []
     while len(results) < len(chosen):
         config = LocalDeploymentConfig(
@@ -307,10 +307,10 @@ async def run_all(
             num_decode=2,
             router_args=["--no-local-prefill"],  # it is the hand-off that is to fail
             node_args=[
-                *(*NODE_ARGS, *guesses, "--kv-connector", kv_connector),
+                *(*NODE_ARGS, *draft_args, "--kv-connector", kv_connector),
                 *(RANK_ARGS if chosen[len(results)].of_ranks else []),
             ],
-            decode_args=["--no-adaptive-speculation"] if guesses else [],
+            decode_args=["--no-adaptive-speculation"] if draft_args else [],
         )
         of_ranks = chosen[len(results)].of_ranks
         with LocalDeployment(config) as deployment:
@@ -319,8 +319,8 @@ async def run_all(
             while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
                 drill = chosen[len(results)]
                 result = await run_drill(site, drill, concurrency, seed + len(results))
-                if guesses and not result.num_accepted_drafts:
-                    result.broken.append(f"{result.num_drafts} guesses, and none was right")
+                if draft_args and not result.num_accepted_drafts:
+                    result.broken.append(f"{result.num_drafts} drafts, and none was right")
                 results.append(result)
                 mark = "; ".join(result.broken) or "holds"
                 console.print(f"{drill.name}: {result.counts} {mark}", highlight=False)
@@ -336,7 +336,7 @@ async def run_all(
     return results
 
 
-def guessing_args(method: str) -> list[str]:
+def drafting_args(method: str) -> list[str]:
     """Return the options of nodes that draft with this method."""
     if method == "none":
         return []
