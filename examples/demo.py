@@ -177,7 +177,7 @@ class Talk:
     def ask_with_tool(
         self, title: str, messages: Sequence[Mapping[str, Any]], *, must_call: bool
     ) -> dict[str, Any]:
-        """The message that answers where there is a function, by OpenAI's API; shows it."""
+        """Send a chat with a function by OpenAI's API; show the answer's message and return it."""
         body = {
             "model": "demo",
             "messages": messages,
@@ -249,7 +249,7 @@ class Paragraph:
 
 
 def show_model(talk: Talk) -> None:
-    """What a model that was taught to answer can do."""
+    """Show the skills of a model that was taught to answer."""
     talk.scene("a chat: what is said before is computed once")
     talk.line("rule", SHORT["content"])
     chat: list[dict[str, Any]] = [SHORT]
@@ -286,7 +286,7 @@ def show_model(talk: Talk) -> None:
 
 
 def show_toy(talk: Talk) -> None:
-    """What the model of the tests can do: its text reads like Python and means little."""
+    """Show the skills of the tests' model, whose text reads like Python and means little."""
     source = Path(json.__file__).with_name("encoder.py").read_text(encoding="utf-8")
     long_prompt = source[:2600].rpartition("\n")[0] + "\n"
     question = "Write the function `read_lines(path)`: Return the lines of a file."
@@ -313,7 +313,7 @@ def _as_written(call: Mapping[str, str]) -> str:
 
 
 def receipt_table(receipts: Sequence[tuple[str, Receipt]]) -> Table:
-    """One column per answer; what p0 and d0 did for it."""
+    """Return a table with a column per answer: the work of p0 and d0 for it."""
     table = Table(title="receipts", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     columns = []

@@ -263,7 +263,7 @@ def acceptance_by_place(
 
 
 def load_text(seed: int) -> Corpus:
-    """The demo model's training text by its own tokenizer, and as much of what it writes."""
+    """Encode the demo model's training text, and as much text that the model writes itself."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     sources = collect_sources(Path(sysconfig.get_paths()["stdlib"]))
     training, validation = split_sources(sources, seed)

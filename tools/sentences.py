@@ -41,8 +41,10 @@ _ATTRIBUTE = re.compile(r"^\s+[\w, ]+: (.+)$")
 # Old sentences that each folder may keep.
 OLD = {
     "baton": 0,
+    "benchmarks": 0,
     "decode_node": 0,
     "engine": 0,
+    "examples": 0,
     "kernels": 0,
     "kvconnector": 0,
     "loadtest": 0,

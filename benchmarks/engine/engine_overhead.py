@@ -123,7 +123,7 @@ def outside(step: dict[str, float]) -> float:
 
 
 def fastest_tenth(steps: Steps) -> Steps:
-    """The steps that others disturbed least."""
+    """Return the fastest tenth of the steps, which other processes disturbed least."""
     return sorted(steps, key=lambda step: step["total"])[: max(2, len(steps) // 10)]
 
 

@@ -149,7 +149,7 @@ class _Event:
 
 
 class _Device:
-    """What says that it is a GPU where only that is asked for."""
+    """A device that says it is a GPU, for code that asks for nothing else."""
 
     type, index = "cuda", 0
 
@@ -160,8 +160,8 @@ class FakeGPU:
     Attributes:
         driver: counts launches of Triton's kernels.
         timeline: when the device computes.
-        num_copies: between host and device, so far.
-        num_products: of matrices, likewise; each is taken for one launch.
+        num_copies: copies between host and device so far.
+        num_products: matrix products so far; each counts as one launch.
     """
 
     def __init__(self) -> None:

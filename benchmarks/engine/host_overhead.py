@@ -209,11 +209,11 @@ class Layers:
         self._request = 0
 
     def prompt(self) -> Any:
-        """A step of a prompt's first chunk."""
+        """Schedule a step that computes a prompt's first chunk."""
         return self._scheduled(CHUNK + 1, 0, CHUNK)
 
     def decode(self) -> Any:
-        """A step of one request's next token."""
+        """Schedule a step that computes one request's next token."""
         return self._scheduled(CHUNK, CHUNK - 1, 1)
 
     def _scheduled(self, num_tokens: int, num_computed: int, count: int) -> Any:
@@ -334,7 +334,7 @@ def compute_in_bursts(burst_s: float, stop: threading.Event) -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """No garbage collection meanwhile."""
+    """Switch garbage collection off inside the block."""
     gc.collect()
     gc.disable()
     try:
@@ -430,7 +430,7 @@ def merged(runs: list[Any]) -> Any:
 
 
 def missed(found: dict[str, Any]) -> list[str]:
-    """A line for each target that a revision's figures miss; those of parts not measured do not."""
+    """Return a line for each target that a revision's figures miss; skip parts not measured."""
     lines = []
     for what, (most, places) in TARGETS.items():
         for place in places:

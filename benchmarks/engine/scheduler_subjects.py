@@ -108,7 +108,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a scheduler has to do. ``turnover``: one request ends and one begins in each step."""
+    """A scheduler's load. ``turnover``: one request ends and one begins in each step."""
 
     name: str
     num_waiting: int

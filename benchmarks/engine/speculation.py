@@ -87,7 +87,7 @@ class Row:
 
 
 def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
-    """One chat about the beginning of each file."""
+    """Return a prompt per file: a chat about the file's beginning."""
     assert llm.tokenizer is not None
     found = []
     for name in files:
@@ -99,7 +99,7 @@ def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
 
 
 def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[int, ...]]]:
-    """Tokens per second, and the outputs."""
+    """Return tokens per second, and the outputs."""
     started = time.monotonic()
     outputs = run()
     return sum(map(len, outputs)) / (time.monotonic() - started), outputs
@@ -113,7 +113,7 @@ def compare(
     batch: int,
     options: Options,
 ) -> Row:
-    """Complete prompts in batches with both, in turns."""
+    """Complete prompts in batches with both engines in turns."""
     params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True)
     prompts = [prompts[index % len(prompts)] for index in range(max(batch, len(prompts)))]
 
@@ -161,7 +161,7 @@ def engine_steps(*llms: LLM) -> list[int]:
 
 
 def load_peer(model: Path) -> Any:
-    """A folder, or a GGUF file, by `transformers`."""
+    """Load a folder or a GGUF file with `transformers`."""
     where: dict[str, Any] = {"gguf_file": model.name} if model.is_file() else {}
     folder = model.parent if model.is_file() else model
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where)
@@ -208,7 +208,7 @@ def first_layers(folder: Path, to: Path, num_layers: int) -> Path:
 def compare_drafters(
     method: str, add: Callable[[Row], None], draft_model: Path, options: Options
 ) -> None:
-    """A drafter with weights, of the demo model."""
+    """Measure one of the demo model's drafters that have weights."""
     of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**28}
     plain = LLM(str(DEMO), **of_engine)
     assert plain.tokenizer is not None
@@ -227,7 +227,7 @@ def compare_drafters(
 
 
 def compare_ngram(task: str, add: Callable[[Row], None], model: Path, options: Options) -> None:
-    """Prompt lookup with SmolLM2."""
+    """Measure prompt lookup with SmolLM2."""
     of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**29}
     drafts: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
     plain = LLM(str(model), **of_engine)
@@ -249,7 +249,7 @@ def compare_ngram(task: str, add: Callable[[Row], None], model: Path, options: O
 def compare_peers(
     add: Callable[[Row], None], model: Path, draft_model: Path, options: Options
 ) -> None:
-    """`transformers` with the same models, weights in float32."""
+    """Measure `transformers` with the same models, weights in float32."""
     reader = LLM(str(model), dtype="float32", kv_cache_bytes=2**26)
     peer, drafts = load_peer(model), {"prompt_lookup_num_tokens": NUM_DRAFTS}
     for task, (files, text) in TASKS.items():
@@ -267,7 +267,7 @@ def compare_peers(
 
 
 def measure(part: str, console: Console, options: Options) -> list[Row]:
-    """The rows of a part."""
+    """Measure the rows of a part."""
     rows: list[Row] = []
 
     def add(row: Row) -> None:

@@ -80,7 +80,7 @@ TARGETS = {"experts over dense": 0.8, "attention's share of bandwidth": 0.7, "ov
 
 
 def make_checkpoint(row: str, num_layers: int) -> Path:
-    """The random checkpoint of a row, made once."""
+    """Make the random checkpoint of a row once; return its folder."""
     architecture, others = SHAPES[row]
     folder = BUILD / f"{row}-{num_layers}"
     if not (folder / "model.safetensors").exists():
@@ -145,7 +145,7 @@ def measure(
 
 
 def measure_attention(row: str, options: Options) -> dict[str, float]:
-    """What the KV of a long context adds to a token, as bytes per second."""
+    """Measure the time that a long context's KV adds to a token, as bytes per second."""
     folder = make_checkpoint(row, options.layers)
     call = "benchmarks.engine_cpu.families:print_attention"
     words = ("-m", "benchmarks", "--call", call, folder)

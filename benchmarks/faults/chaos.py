@@ -64,7 +64,7 @@ FLUSH_INTERVAL_S = 1.0  # what nodes have in their caches does not travel, and k
 
 @dataclass(slots=True)
 class Result:
-    """What a drill showed. ``broken`` lists the promises that did not hold."""
+    """Result of a drill. ``broken`` lists the promises that did not hold."""
 
     name: str
     counts: dict[str, int] = field(default_factory=dict)
@@ -132,7 +132,7 @@ async def stop_one(site: Site, name: str) -> None:
 
 
 async def end_rank(site: Site, name: str, which: int, number: signal.Signals) -> None:
-    """At some moment of the load, whatever the rank does then."""
+    """End a rank at a random moment of the load, and start its node again."""
     before = left_behind()
     await site.end_rank(name, which, number)
     await asyncio.to_thread(site.deployment.restart, name)
@@ -181,7 +181,7 @@ async def wait_for_death(site: Site, name: str, point: str) -> None:
 
 
 def drills() -> list[Drill]:
-    """All of them; those at arrows only where the nodes can inject faults."""
+    """Return all drills; those at arrows only if the nodes can inject faults."""
     found = [
         Drill("kill -9 of a prefill node", partial(kill_one, name="p0")),
         Drill("kill -9 of a decode node", partial(kill_one, name="d0"), in_short=True),
@@ -296,7 +296,7 @@ async def run_all(
     kv_connector: str,
     method: str = "none",
 ) -> list[Result]:
-    """Each drill on a whole site; a site that cannot be made whole is replaced by a new one."""
+    """Run each drill on a whole site; replace a site that cannot be repaired."""
     draft_args = drafting_args(method)
     results: list[Result] = []
     while len(results) < len(chosen):

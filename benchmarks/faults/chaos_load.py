@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one request.
+    """The outcome of one request.
 
     Attributes:
         outcome: complete, left, hung, lost, wrong, or the type of the error.
@@ -121,7 +121,7 @@ class Load:
 
 
 async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: float) -> Answer:
-    """One request to its end, or to where its client leaves."""
+    """Send one request; follow it to its end, or until its client leaves."""
     leave_after, patience_s = None, HUNG_S
     if draw.random() < leaving:
         leave_after = draw.randrange(len(case.expected))

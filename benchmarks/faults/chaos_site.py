@@ -127,7 +127,7 @@ class Site:
         await asyncio.to_thread(self.deployment.wait_ready, READY_TIMEOUT_S)
 
     async def repair(self) -> None:
-        """All processes run again, and are connected."""
+        """Start ended processes again, and wait until all are connected."""
         for child in list(self.deployment.children):
             if child.process.poll() is not None:
                 await self.restart(child.name)
@@ -135,7 +135,7 @@ class Site:
 
 
 async def wait_until_free(site: Site) -> tuple[float | None, str]:
-    """How long until every block of every living node is free; else what is held."""
+    """Return the seconds until all blocks of living nodes are free, or what stays held."""
     begin = time.monotonic()
     while True:
         alive = {c.name for c in site.deployment.children if c.process.poll() is None}
@@ -195,7 +195,7 @@ def ranks_of(node: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and not just its exit code."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):

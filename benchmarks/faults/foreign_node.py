@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(slots=True)
 class Order:
-    """What one order showed."""
+    """Result of one order of events."""
 
     name: str
     num_tokens: int = 0
@@ -231,7 +231,7 @@ ORDERS: dict[str, Callable[[Fleet, Sequence[Case], Order], Awaitable[None]]] = {
 
 
 def make_foreign_model(folder: Path) -> Path:
-    """The demo model with the rows of its largest tensor moved by one."""
+    """Write a copy of the demo model with the rows of its largest tensor moved by one."""
     foreign = folder / "foreign_model"
     shutil.copytree(DEMO_MODEL, foreign)
     path = foreign / "model.safetensors"

@@ -119,7 +119,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """What happens to a deployment under load.
+    """Events that happen to a deployment under load.
 
     Attributes:
         through_proxies: whether the first node of each role dials the router through a proxy.

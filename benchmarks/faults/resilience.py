@@ -119,7 +119,7 @@ async def run_deaths(sizes: Sizes, seed: int) -> Row:
 
 
 def problems_of_deaths(row: Row, sizes: Sizes) -> list[str]:
-    """What broke the promise."""
+    """Return a line for each promise that deaths broke."""
     problems = [
         f"{row[name]} {name}" for name in ("open_requests_after", "open_legs_after") if row[name]
     ]
@@ -173,7 +173,7 @@ async def run_overload(sizes: Sizes, seed: int) -> Row:
 
 
 def _phase(answers: list[Answer], sizes: Sizes) -> Row:
-    """What became of the requests of one part of the drill."""
+    """Summarize the outcomes of one part of the drill."""
     refused = [answer for answer in answers if answer.outcome == "refused"]
     accepted = [answer for answer in answers if answer.outcome != "refused"]
     lateness = [answer.total_s - sizes.timeout_s for answer in accepted]
@@ -220,7 +220,7 @@ def normal_again_s(before: Sequence[Sent], after: Sequence[Sent], ended_at: floa
 
 
 def problems_of_overload(row: Row, sizes: Sizes) -> list[str]:
-    """What broke the promise."""
+    """Return a line for each promise that overload broke."""
     problems = []
     for name in ("before", "overload", "after"):
         phase = row[name]

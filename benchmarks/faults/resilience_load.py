@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one request; times are seconds, ``at`` by `time.monotonic`.
+    """The outcome of one request; times are seconds, ``at`` by `time.monotonic`.
 
     Attributes:
         outcome: complete, refused, hung, wrong, or the type of the error.
@@ -69,7 +69,7 @@ def draw_case(draw: random.Random, vocab_size: int) -> Case:
 
 
 async def ask(client: AsyncClient, case: Case, timeout_s: float | None) -> Answer:
-    """One request to its end."""
+    """Send one request; follow it to its end."""
     got: list[int] = []
     sent_at = last_at = time.monotonic()
     ttft_s = longest = 0.0
@@ -163,7 +163,7 @@ class Load:
 
 @contextlib.asynccontextmanager
 async def watch_lag() -> AsyncIterator[list[float]]:
-    """How late this process's timers are: what a client measures is wrong by so much."""
+    """Record how late this process's timers fire, which is the error of a client's times."""
     lags: list[float] = []
 
     async def watch() -> None:

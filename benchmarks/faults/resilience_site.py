@@ -80,11 +80,11 @@ class Site:
             time.sleep(0.2)
 
     def log_tail(self) -> str:
-        """The last that both processes said."""
+        """Return the ends of both processes' logs."""
         return "\n".join(log.read_text(errors="replace")[-2000:] for log in self._logs)
 
     def num_deaths(self) -> int:
-        """Of nodes, so far."""
+        """Return how many nodes have died so far."""
         return self._logs[1].read_bytes().count(_KILLED)
 
     def stats(self) -> admin_pb2.GetStatsResponse:

@@ -90,10 +90,10 @@ def describe(others: Sequence[Answer]) -> dict[str, Any]:
 
 @contextmanager
 def running(num_simulated: tuple[int, int] | None) -> Iterator[dict[str, AsyncClient]]:
-    """A router with keys, nodes, and a client of each tenant.
+    """Run a router with keys and its nodes; yield a client of each tenant.
 
     Args:
-        num_simulated: prefill and decode nodes, in one process; None: a real one of each.
+        num_simulated: numbers of simulated prefill and decode nodes; None: a real one of each.
     """
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         address = free_address()

@@ -53,13 +53,13 @@ PREFILL_NODE, COLD_FACTOR = "sim-p0", 8.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What nodes are, and how much of a load is for them.
+    """The nodes' machine, and the load that suits it.
 
     Attributes:
         chunk: most tokens of a step.
-        num_chats: at a time.
+        num_chats: chats at the same time.
         pause_s: between an answer and the next turn, on average.
-        rate: of prompts of 512 tokens, per second; of long ones an eighth of it.
+        rate: prompts of 512 tokens per second; long prompts come at an eighth of this rate.
     """
 
     timing: TimingModel
@@ -173,7 +173,7 @@ class Player:
         return answer
 
     async def chat(self, machine: Machine, prefix: Sequence[int]) -> None:
-        """One chat: each turn has all that was said before."""
+        """Play one chat, in which each turn contains all earlier turns."""
         prompt = list(prefix)
         for turn in range(1, NUM_TURNS + 1):
             await asyncio.sleep(self._random.expovariate(1 / machine.pause_s))

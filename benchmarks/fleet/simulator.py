@@ -103,7 +103,7 @@ class Sink(node_pb2_grpc.NodeLinkServicer):
 
 
 def run_sink(address: str, num_streams: int, begin: Event) -> None:
-    """The sink's process; ends with its parent."""
+    """Run the sink in its process, which ends with its parent."""
 
     async def serve() -> None:
         sink = Sink(num_streams, begin)
@@ -122,7 +122,7 @@ def run_sink(address: str, num_streams: int, begin: Event) -> None:
 async def measure(
     num_pairs: int, num_streams: int, time_scale: float, seconds: float
 ) -> dict[str, float]:
-    """One row: a cluster of so many pairs with so many streams."""
+    """Measure one row: a cluster of ``num_pairs`` pairs of nodes with ``num_streams`` streams."""
     address = free_address()
     context = multiprocessing.get_context("spawn")
     begin = context.Event()

@@ -49,7 +49,7 @@ TIMEOUT_S = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request; seconds. ``receipt`` is None if it failed."""
+    """The outcome of one request; times are seconds. ``receipt`` is None if it failed."""
 
     num_prompt_tokens: int
     ttft_s: float
@@ -226,7 +226,7 @@ class PoolLinks:
 
 
 def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
-    """What `wire.split_step` makes of what simulated nodes say, in less time."""
+    """Split simulated nodes' deltas as `wire.split_step` does, in less time."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
         if delta.prefill or delta.decode or delta.error or delta.finish_reason:

@@ -180,7 +180,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _weight_bytes(engine: Engine) -> int:
-    """What every step reads: all weights, but for an embedding that is no output head."""
+    """Return the bytes of weights that every step reads: all but an embedding with its own head."""
     model = worker_of(engine.executor).runner._model
     assert isinstance(model, torch.nn.Module)
     weights = {name: p.numel() * p.itemsize for name, p in model.named_parameters()}

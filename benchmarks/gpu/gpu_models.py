@@ -76,7 +76,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_engine(shape: str, device: str, **options: Any) -> Engine:
-    """An engine over a shape of `SHAPES`; options are `EngineConfig`'s."""
+    """Make an engine for a shape of `SHAPES`; ``options`` are fields of `EngineConfig`."""
     with tempfile.TemporaryDirectory() as folder:
         config = json.dumps(SHAPES[shape])
         Path(folder, "config.json").write_text(config, encoding="utf-8")
@@ -87,7 +87,7 @@ def make_engine(shape: str, device: str, **options: Any) -> Engine:
 def make_request(
     name: str, prompt: list[int], engine: Engine, max_tokens: int, temperature: float = 0.0
 ) -> Request:
-    """One that runs until it has ``max_tokens`` tokens."""
+    """Make a request that runs until it has ``max_tokens`` tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
     return Request.create(
         name,

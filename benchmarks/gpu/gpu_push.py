@@ -102,7 +102,7 @@ def _receiver(device: str, block_size: int, tokens: int, folder: str) -> Iterato
 
 
 def _read(path: Path) -> bytes:
-    """What the other process writes there, when it has."""
+    """Wait until the other process has written the file; return its contents."""
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists() or not path.read_bytes():
         if time.monotonic() > deadline:

@@ -42,7 +42,7 @@ OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
 def check_ops(device: str, report: Report) -> bool:
-    """Every op in Triton and every attention backend against the reference; bf16 on a GPU."""
+    """Check all Triton ops and attention backends against the reference; in bf16 on a GPU."""
     for module in ("pytest", "pytest_timeout"):
         if find_spec(module) is None:
             raise ModuleNotFoundError(name=module)
@@ -154,14 +154,14 @@ def _split_completions(
 
 
 def measure_kernels(device: str, report: Report) -> bool:
-    """Every row of `kernels_gpu.py`, each when it is there; a kernel that is wrong is a failure."""
+    """Report the rows of `kernels_gpu.py`; return False if a kernel is wrong."""
     from benchmarks.kernels.kernels_gpu import measure
 
     return _all_right(list(_reported(measure(device), report)))
 
 
 def measure_attention(device: str, report: Report) -> bool:
-    """Every row of `attention_gpu.py`, likewise; right is what the libraries give, too."""
+    """Report the rows of `attention_gpu.py`; return False if a result differs from a library's."""
     from benchmarks.kernels.attention_gpu import geometric_mean, measure, peers
 
     here, missing = peers()
@@ -173,7 +173,7 @@ def measure_attention(device: str, report: Report) -> bool:
 
 
 def measure_products(device: str, report: Report) -> bool:
-    """Every row of `quantized_gpu.py`, likewise."""
+    """Report the rows of `quantized_gpu.py`; return False if a product is wrong."""
     from benchmarks.kernels.quantized_gpu import measure
 
     return _all_right(list(_reported(measure(device), report)))

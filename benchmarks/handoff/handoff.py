@@ -164,8 +164,8 @@ def run(
         parts: costs of a hand-off; macs: keyed digests; hybrids: layers with states; transports:
             NIXL beside TLS sockets.
         requests: per prompt length; fewer of long prompts, of hybrids and per transport.
-        families: of hybrids.
-        block_sizes: of hybrids.
+        families: families of the hybrids part.
+        block_sizes: block sizes of the hybrids part.
     """
     for part in parts:
         if part == "costs":

@@ -27,7 +27,7 @@ MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 1000, 300
 
 @dataclass(slots=True)
 class _Held:
-    """What a request holds on both nodes."""
+    """Blocks that a request holds on both nodes."""
 
     p: list[int]
     d: list[int]

@@ -144,7 +144,7 @@ def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
 
 
 def exposed_ms(lanes: dict[str, list[tuple[float, float]]]) -> float:
-    """From the end of the last layer until the decode node has taken the commit."""
+    """Return the ms from the last layer's end until the decode node has handled the commit."""
     return lanes["commit"][0][1] - lanes["layer"][-1][1]
 
 

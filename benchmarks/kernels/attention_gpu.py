@@ -98,7 +98,7 @@ class Cell:
 
 
 def metadata_of(cell: Cell, device: str) -> tuple[AttentionMetadata, Tensor]:
-    """A step of the cell, its blocks at random places; and the block table ``[batch, blocks]``."""
+    """Return a step of the cell with scattered blocks, and its table ``[batch, blocks]``."""
     blocks = -(-cell.seq_len // cell.block_size)
     table = torch.randperm(cell.batch * blocks, device=device).view(cell.batch, blocks)
     positions = torch.arange(cell.prefix, cell.seq_len, device=device)  # [query_len]
@@ -290,7 +290,7 @@ def _flashinfer(
 
 
 def decode_cells(device: str) -> Iterator[Cell]:
-    """All that fit; on a CPU two tiny ones."""
+    """Yield all decode cells that fit into memory; on a CPU two tiny ones."""
     if torch.device(device).type == "cpu":
         yield Cell(4, 2, 1, 1, 6, 16, 4, torch.float32)
         yield Cell(2, 1, 3, 1, 9, 16, 4, torch.float32)
@@ -315,7 +315,7 @@ def prefill_cells(device: str) -> Iterator[Cell]:
 
 @torch.inference_mode()
 def measure(device: str) -> Iterator[Row]:
-    """Rows as they come, the few of prompts first; on a CPU tiny ones, whose times mean nothing.
+    """Yield rows as they are measured, the few of prompts first; tiny ones on a CPU, untimed.
 
     A cell that fails is a row with the key "failed", and costs no other.
     """
@@ -350,7 +350,7 @@ def _row(what: str, ours: float, theirs: dict[str, float]) -> Row:
 
 
 def geometric_mean(rows: list[Row]) -> float:
-    """Of library / ours over the decode rows."""
+    """Return the geometric mean of library / ours over the decode rows."""
     decodes = (row for row in rows if str(row["what"]).startswith("decode"))
     ratios = [row.get("library / ours") for row in decodes]
     known = [ratio for ratio in ratios if isinstance(ratio, float) and ratio > 0]

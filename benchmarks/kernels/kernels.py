@@ -72,7 +72,7 @@ def take_turns(subjects: Mapping[str, Subject], repetitions: int) -> dict[str, f
 def decode_step(
     batch: int, context: int = CONTEXT, block_size: int = BLOCK_SIZE
 ) -> AttentionMetadata:
-    """Every request computes one token; blocks are scattered."""
+    """Make a step in which each request computes one token; blocks are scattered."""
     blocks = context // block_size
     table = torch.randperm(batch * blocks).to(torch.int32).view(batch, blocks)
     return AttentionMetadata(
@@ -90,7 +90,7 @@ def decode_step(
 
 
 def prompt_step(length: int) -> AttentionMetadata:
-    """One request computes its whole prompt, into scattered blocks."""
+    """Make a step in which one request computes its whole prompt, into scattered blocks."""
     table = torch.randperm(length // BLOCK_SIZE).to(torch.int32).view(1, -1)
     return AttentionMetadata(
         num_requests=1,
@@ -114,7 +114,7 @@ def read(memory: Tensor, layer: int) -> object:
 def attend(
     backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
 ) -> object:
-    """One layer's attention."""
+    """Run one layer's attention."""
     return backend.run(query, cache[:, layer], step, scale=query.shape[-1] ** -0.5)
 
 
@@ -128,13 +128,13 @@ def attend_to_one(
 def attend_latents(
     backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
 ) -> object:
-    """One layer's attention over latents."""
+    """Run one layer's attention over latents."""
     keys = as_keys_and_values(cache[:, layer])
     return backend.run(query, keys, step, scale=LATENT_WIDTH**-0.5, value_dim=LATENT_RANK)
 
 
 def multiply(x: Tensor, weights: Tensor, copy: int) -> object:
-    """One of several weights of one shape."""
+    """Multiply by one of several weights of one shape."""
     return functional.linear(x, weights[copy])
 
 

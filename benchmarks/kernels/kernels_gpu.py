@@ -112,7 +112,7 @@ class Step:
 
 
 def kernels_of(step: Step, sizes: Sizes) -> dict[str, tuple[Callable[[], object], int]]:
-    """Each op as one launch, and the bytes that it has to read and write."""
+    """Return each op as one launch, with the bytes that it must read and write."""
     heads = (sizes.num_heads, step.cos, step.sin, step.kv_cache, step.slots)
     weight = step.head_weight
     return {
@@ -268,9 +268,9 @@ PARTS: dict[str, Callable[[Sizes], Iterator[Row]]] = {
 
 @torch.inference_mode()
 def measure(device: str, parts: tuple[str, ...] = tuple(PARTS)) -> Iterator[Row]:
-    """Rows as they come; on a CPU tiny ones, whose times mean nothing.
+    """Yield rows as they are measured; on a CPU tiny ones, whose times mean nothing.
 
-    What fails is a row with the key "failed", and ends its part.
+    A failure is a row with the key "failed", and ends its part.
     """
     sizes = Sizes.of(device)
     for part in parts:

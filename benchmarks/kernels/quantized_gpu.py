@@ -116,7 +116,7 @@ class Case:
 
 
 def cases(device: str) -> Iterator[Case]:
-    """Every layer, format and number of tokens; in bfloat16 first."""
+    """Yield a case per layer, format and number of tokens; bfloat16 comes first."""
     on_gpu = device != "cpu"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     layers, tokens = (LAYERS, TOKENS) if on_gpu else (TINY_LAYERS, (1, 3))
@@ -158,7 +158,7 @@ def _copies(one: Any, copy: Callable[[Any], Any], size: int, device: str) -> lis
 
 
 def measure(device: str) -> Iterator[Row]:
-    """Every case's row, when it is there."""
+    """Yield each case's row as soon as it is measured."""
     compile_ahead(device, cases)
     read = copy_gb_per_s(device, 2**30 if device != "cpu" else 2**16)
     plain_us: dict[tuple[object, object], float] = {}
@@ -230,7 +230,7 @@ def _chosen(
 
 
 def sweep(device: str) -> Iterator[Row]:
-    """Every case's microseconds, the fastest of each first."""
+    """Yield each case's microseconds, the fastest tile first."""
     compile_ahead(device, other_tiles)
     for case in other_tiles(device):
         row = dict(case.row)

@@ -24,7 +24,7 @@ MAX_LENGTH = 2048
 
 
 def server_models(url: str, name: str, folder: str) -> dict[str, Any]:
-    """The served model by each API."""
+    """Return lm-eval's models for the served model, one per API."""
     common: dict[str, Any] = {"model": name, "num_concurrent": 4, "max_length": MAX_LENGTH}
     completions = LocalCompletionsAPI(
         base_url=f"{url}/completions",

@@ -50,7 +50,7 @@ def start(core: int, *words: str) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def server(core: int, time_scale: float) -> Iterator[str]:
-    """A router with simulated nodes; its address, once it answers."""
+    """Run a router with simulated nodes; yield its address once it answers."""
     address = free_address()
     router = ("router", "--model", MODEL, "--listen", address, "--max-open-requests", "100000")
     nodes = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
@@ -84,7 +84,7 @@ def server(core: int, time_scale: float) -> Iterator[str]:
 
 
 def measure(address: str, core: int, streams: int, options: Options) -> dict[str, Any]:
-    """One run of so many users; what its own report says of the generator."""
+    """Run one load of ``streams`` users; return what its report says of the generator."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         child = start(

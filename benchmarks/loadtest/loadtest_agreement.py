@@ -97,7 +97,7 @@ def baton_command(job: Job) -> list[str]:
 
 
 def baton_numbers(folder: Path) -> Numbers:
-    """What others call ITL, a request's mean, is TPOT here."""
+    """Return Baton's numbers; TPOT here is what other programs call ITL."""
     summary = read(folder / "result.json")["summary"]
     found = {
         f"{name}_{ours}_ms": summary["latencies"][f"{key}_s"][ours] * 1e3
@@ -187,7 +187,7 @@ def guidellm_numbers(folder: Path) -> Numbers:
 
 
 def others_environment() -> dict[str, str]:
-    """Without our folders, whose packages have common names."""
+    """Return the environment without our folders, whose packages have common names."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     # Of ten processes, guidellm's default, each imports torch: half a minute on one core.
     return {**kept, "GUIDELLM__MAX_WORKER_PROCESSES": "2"}
@@ -279,7 +279,7 @@ def read(path: Path) -> Any:
 
 
 def measure(load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
-    """The runs of each generator."""
+    """Run each generator; return its numbers per round."""
     names = list(GENERATORS)
     runs: dict[str, list[Numbers]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:

@@ -120,7 +120,7 @@ def write(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one file of results says, row by row."""
+    """One file of results, told row by row."""
 
     measurement: Measurement
     source: Source

@@ -72,7 +72,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What `python -m benchmarks NAME` measures: function `run` of benchmarks/SUBJECT/NAME.py.
+    """The measurement of `python -m benchmarks NAME`: `run` of benchmarks/SUBJECT/NAME.py.
 
     Attributes:
         module: `benchmarks.SUBJECT.NAME`; a tool of `tools/` for one that is no benchmark.

@@ -61,7 +61,7 @@ def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
     """Run one part; return how it ended, or nothing if all went well.
 
     Args:
-        folder: of scripts that stand in for measurements, for tests.
+        folder: folder of scripts that stand in for measurements, in tests.
     """
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     measurement = ("-m", "benchmarks", part.name, "--save")

@@ -98,7 +98,7 @@ class Tap:
 
 
 class Attacker:
-    """What reaches the nodes without their keys: messages under any name, bytes into any block."""
+    """An attacker without keys, who can send messages under any name and write into any block."""
 
     def say(self, name: str, target: str, payload: bytes) -> None:
         raise NotImplementedError
@@ -173,10 +173,10 @@ class Scene:
     """Both nodes, their router's part, and the attacker.
 
     Args:
-        connector: between them.
+        connector: KV connector between the nodes.
         has_digests: whether blocks are checked.
-        too_late: whether it writes into blocks that have been checked, and not before.
-        seed: of everything that is drawn.
+        too_late: whether the attacker writes only into blocks that have been checked.
+        seed: seed of all random choices.
     """
 
     def __init__(self, connector: str, *, has_digests: bool, too_late: bool, seed: int) -> None:
@@ -300,7 +300,7 @@ class Scene:
     # ------------------------------------------------------------------ the attack
 
     def before_it_is_heard(self, payload: bytes) -> None:
-        """On the decode node's I/O thread: bytes have arrived and are about to be believed."""
+        """Attack on the decode node's I/O thread, before bytes that arrived are handled."""
         if not self.is_attacking or len(payload) < HEADER_BYTES:
             return
         try:
@@ -370,7 +370,7 @@ class Scene:
         self.attacks[kind] += 1
 
     def _lie(self, source: str) -> Message:
-        """What would do most harm if it were believed."""
+        """Make the message that would do most harm if it were believed."""
         request_id = self.draw.choice([*self.open, "r0"])
         about: dict[str, Any] = {"engine_id": source, "request_id": request_id, "epoch": 1}
         if source == D:
@@ -480,7 +480,7 @@ def _nothing() -> None:
 
 
 def open_unchecked(channel: Channel, payload: bytes) -> bytes:
-    """The planted mistake: everybody is believed."""
+    """Open a payload without a check: the planted mistake that the attack must find."""
     return payload[HEADER_BYTES:]
 
 
@@ -494,7 +494,7 @@ SCENES = {
 
 
 def run_scene(name: str, num_attacks: int) -> dict[str, Any]:
-    """One scene in a process of its own, which the attack may end."""
+    """Run one scene in a process of its own, as the attack may end the process."""
     started = time.perf_counter()
     done = subprocess.run(
         [

@@ -91,7 +91,7 @@ class Watch:
                 await asyncio.sleep(PROBE_S)
 
     async def stream(self) -> None:
-        """One long output after the other; a gap is between two of its messages."""
+        """Stream one long output after the other; a gap is the time between two messages."""
         params = SamplingParams(max_tokens=1500, temperature=0.7, ignore_eos=True)
         async with AsyncClient(self.deployment.config.listen) as client:
             while True:
@@ -134,7 +134,7 @@ class Watch:
 
 
 async def send(shape: Shape, url: str, address: str, timeout_s: float) -> str:
-    """What became of a hostile request, in a word or two."""
+    """Send a hostile request; return its outcome in a word or two."""
     try:
         async with asyncio.timeout(timeout_s):
             if shape.method:

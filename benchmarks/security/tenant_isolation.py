@@ -47,7 +47,7 @@ class Probe:
 
 @contextmanager
 def running(*, keys: bool, more: Sequence[str]) -> Iterator[dict[str, Client]]:
-    """A client of each tenant; without keys all are the same."""
+    """Run a deployment; yield a client of each tenant. Without keys all are one tenant."""
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         address = free_address()
         made = {name: draw_key() for name in TENANTS}

@@ -76,7 +76,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Played:
-    """What a load gave.
+    """Result of a load.
 
     Attributes:
         began_at: when the first request was sent.
