@@ -20,7 +20,7 @@ from models.config import ModelConfig
 Rotations = tuple[tuple[Tensor, Tensor], ...]
 
 
-# A layer's views of the cache, each [num_blocks, ...]: one where it attends, or a state's arrays.
+# A layer's views of the cache, each [num_blocks, ...]: one if it attends, else its state's arrays.
 LayerCache = Tensor | tuple[Tensor, ...]
 AttentionStep = tuple[AttentionMetadata, AttentionBackend]
 GroupStep = AttentionStep | tuple[StateMetadata, None]

@@ -25,7 +25,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a model, what it is built of, and the token ids it ends with.
+    """The shape of a model, its parts, and the token ids that end an output.
 
     Lengths are in tokens.
 

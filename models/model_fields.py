@@ -16,7 +16,7 @@ from models.recipe import AttentionSpec, FeedForwardSpec, LayerSpec, MlpSpec, Re
 from models.rope_config import RopeConfig, parse_ropes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# What layers are called whose mixers carry a state, and those between them.
+# Names of layer types -> whether the mixer carries a state.
 STATE_KINDS = {FULL: False, "attention": False, "linear_attention": True, "mamba": True}
 Windows = Sequence[int | None]
 

@@ -346,7 +346,7 @@ class ExpertsSpec(Part):
 
 
 def mlp_matrices(hidden_size: int, inner_size: int, activation: str) -> list[Matrix]:
-    """List the two linear layers of an MLP; none where its middle has no size."""
+    """List the two linear layers of an MLP; empty if its middle has no size."""
     if not inner_size:
         return []
     num_first = 1 if activation == RELU2 else 2
@@ -379,7 +379,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Where a layer has norms, each by its name in checkpoints; None: there is none.
+    """The places of a layer's norms, by their names in checkpoints; None: no norm.
 
     A part's result goes through the norm behind the part before it is added to the stream.
     """

@@ -18,7 +18,7 @@ _LINE = 64  # where a tensor may begin
 
 
 def huge_pages(num_bytes: int) -> Tensor:
-    """Bytes that are 0, `[num_bytes]`, from a huge page's beginning on.
+    """Allocate `[num_bytes]` zero bytes that begin at a huge page.
 
     They take no memory until they are written, then in huge pages where the kernel has some and
     allows them on request.
@@ -35,7 +35,7 @@ def huge_pages(num_bytes: int) -> Tensor:
 
 
 class WeightMemory:
-    """Hands out tensors that lie one behind another in huge pages.
+    """Hands out tensors that lie one after another in huge pages.
 
     A tensor of its own has them only where it covers whole ones: of some MiB, half of it.
     """

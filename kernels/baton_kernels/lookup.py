@@ -14,7 +14,7 @@ from baton_kernels.dispatch import native_ops
 
 
 def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
-    """Find where the longest run of tokens that a text ends with came before.
+    """Find an earlier copy of the longest run of tokens that a text ends with.
 
     Args:
         tokens: `[num_tokens]`.
@@ -38,7 +38,7 @@ def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
 
 
 class Text:
-    """Tokens that only grow, and look-ups of what they end with."""
+    """A growing text of tokens, with look-ups of its last tokens."""
 
     def __init__(self) -> None:
         ops = native_ops()

@@ -37,9 +37,9 @@ def _clamped_swish(gate: Tensor) -> Tensor:
     return (wide * (SWIGLU_ALPHA * wide).sigmoid()).to(gate.dtype)
 
 
-# Of experts and MLPs without gates: the square of the positive part.
+# Activation of experts and MLPs without gates: the square of the positive part.
 RELU2 = "relu2"
-# What a gate goes through; "gelu_tanh" is the approximation (Hendrycks and Gimpel,
+# Activations of gates; "gelu_tanh" is the approximation (Hendrycks and Gimpel,
 # arXiv:1606.08415).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -88,7 +88,7 @@ def join(x: Tensor, y: Tensor) -> Tensor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """``[n, size]`` -> ``[n]`` int64, where in each row its largest number is, the first one."""
+    """Return the index of each row's largest number, the first of equals: ``[n]`` int64."""
     return torch.from_numpy(x.float().numpy().argmax(axis=-1)) if x.is_cpu else x.argmax(dim=-1)
 
 
@@ -192,7 +192,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def quantize_fp8(x: Tensor, scale: float) -> Tensor:
-    """``x / scale`` to the nearest float8; what is too large becomes +-448, NaN stays NaN."""
+    """Round ``x / scale`` to the nearest float8; larger numbers become +-448, NaN stays NaN."""
     return (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
@@ -246,7 +246,7 @@ def norm_rotary_store(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Do all that lies between the joined projection and attention: norms, rotation, storing.
+    """Do the work between the joined projection and attention: norms, rotation, storing.
 
     Args:
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads;
@@ -299,7 +299,7 @@ def norm_rotary_store_latent(
     interleaved: bool,
     out: Tensor,
 ) -> None:
-    """Do all that lies between projections and attention over latents: norm, rotation, storing.
+    """Do the work between projections and attention over latents: norm, rotation, storing.
 
     Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
@@ -451,7 +451,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Te
 
 
 def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
-    """``packed_linear`` whose result is float32 and not rounded, whatever ``x`` is."""
+    """Apply ``packed_linear`` with an unrounded float32 result, for ``x`` of any type."""
     return packed_linear(x.float(), weight)
 
 
@@ -500,7 +500,7 @@ def experts(
     activation: str = "silu",
     invariant: bool = False,
 ) -> Tensor:
-    """Send each token through its experts, gated MLPs, and add up what they make.
+    """Send each token through its experts, gated MLPs, and add up their results.
 
     Args:
         x: ``[num_tokens, hidden_size]``.
@@ -539,7 +539,7 @@ def packed_experts(
     *,
     activation: str = "silu",
 ) -> Tensor:
-    """`experts`, whose weights are packed: those of all experts, one after another.
+    """Run `experts` with packed weights: those of all experts, one after another.
 
     Each expert's gates, ups and outputs are filled up to whole panels (see
     `PackedWeight.in_whole_panels`). Where weights are codes, the inputs of each product are rounded
@@ -579,7 +579,7 @@ def _mix_experts(
     base: Tensor | None,
     base_gate: Tensor | None,
 ) -> Tensor:
-    """`experts`, each of which is ``compute(expert, rows)``."""
+    """Run `experts` with ``compute(expert, rows)`` for each expert."""
     results = x.new_empty(*ids.shape, x.shape[1])  # [num_tokens, top_k, hidden_size]
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, places = (ids == expert).nonzero(as_tuple=True)

@@ -37,14 +37,14 @@ _COARSE = (WeightFormat.INT4, WeightFormat.FP8)
 _FEW_WEIGHTS = 10**9
 _ROWS = 64  # of a weight, that are looked at together
 _WIDTH = 16  # of panels, where no kernels want another
-# Behind a layer's name, in files of packed weights.
+# Suffixes of a layer's name in files of packed weights.
 _KEYS, _VALUES, _NARROW = ".keys", ".values", ".narrow"
 _COARSE_KEY = "coarse"
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPacker:
-    """A ``WeightPacker`` for CPUs; equal ones make equal models.
+    """A ``WeightPacker`` for CPUs; equal packers make equal models.
 
     Attributes:
         dtype: the dtype in which the model computes.
@@ -339,7 +339,7 @@ def _is_float16(part: WeightPart) -> bool:
 
 
 def _is_bfloat16(part: WeightPart) -> bool:
-    """Say whether bfloat16 has all the numbers of a weight."""
+    """Return whether bfloat16 can represent all numbers of a weight."""
     if isinstance(part.content, Tensor) and part.content.dtype == torch.bfloat16:
         return True
     return all(

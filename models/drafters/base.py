@@ -42,7 +42,7 @@ class LayersDrafter(Protocol):
     state_layers: tuple[int, ...]
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Turn states of the model into what `compute` takes: ``[n, ...]`` -> ``[n, width]``."""
+        """Convert states of the model to the input of `compute`: ``[n, ...]`` -> ``[n, width]``."""
         ...
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
@@ -60,7 +60,7 @@ class LayersDrafter(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """``[n, width]`` rows of `compute`'s result -> ``[n, vocab_size]``, of the next token."""
+        """Turn ``[n, width]`` rows of `compute`'s result into logits of the next token."""
         ...
 
 

@@ -22,7 +22,7 @@ from models.loading.stored_weights import WeightPart
 
 @dataclass(frozen=True, slots=True)
 class InvariantPacker:
-    """A ``WeightPacker`` that leaves weights as they are, but has other products multiply them.
+    """A ``WeightPacker`` that keeps weights as they are, but uses batch-invariant products.
 
     Attributes:
         kind: the GPU's kind; other kinds add in another order.

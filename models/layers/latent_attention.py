@@ -18,7 +18,7 @@ from models.layers.norm import RMSNorm
 from models.parallel.shards import Rank, Span, scaled
 from models.recipe import LatentSpec
 
-# Of the norms between low-rank projections, whatever the config's `rms_norm_eps` is.
+# Epsilon of the norms between low-rank projections; the config's `rms_norm_eps` does not apply.
 _EPS = 1e-6
 
 
@@ -68,7 +68,7 @@ class PackedLatentProjection(nn.Module):
     def __init__(self, keys: ops.PackedWeight, values: ops.PackedWeight) -> None:
         super().__init__()
         self._keys, self._values = keys, values
-        # The same memory under the names by which memory is counted.
+        # The panels as parameters, so that their memory is counted.
         self.keys = nn.Parameter(keys.panels, requires_grad=False)
         self.values = nn.Parameter(values.panels, requires_grad=False)
 

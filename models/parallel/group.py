@@ -29,19 +29,19 @@ class Collective(Protocol):
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """``[...]`` of each rank, of equal shapes -> ``[size, ...]`` on all of them."""
+        """Gather tensors of equal shapes ``[...]`` from all ranks: ``[size, ...]`` on each."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Have on all ranks what ``source`` has, in place; returns ``tensor``."""
+        """Copy ``source``'s tensor to all ranks, in place; return ``tensor``."""
         ...
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Have ``tensor`` on its way to a rank; it must not be written any more."""
+        """Start sending ``tensor`` to a rank; it must not be written afterwards."""
         ...
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Wait for what a rank sends, written to ``tensor``, which is returned."""
+        """Wait for a rank's tensor, write it to ``tensor`` and return it."""
         ...
 
     def abort(self) -> None:
@@ -50,7 +50,7 @@ class Collective(Protocol):
 
 
 class CollectiveError(RuntimeError):
-    """Another rank is gone, or has said nothing for too long."""
+    """Another rank is gone, or has been silent for too long."""
 
 
 class SingleRank:
@@ -103,22 +103,22 @@ class Ranks:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return self.everyone.size // self.group.size
 
     @property
     def stage(self) -> int:
-        """The one of this rank."""
+        """Stage of this rank."""
         return self.everyone.rank // self.group.size
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it begins with token ids."""
+        """Whether this rank's stage begins with token ids."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it ends with logits."""
+        """Whether this rank's stage ends with logits."""
         return self.stage == self.num_stages - 1
 
     @property
@@ -128,7 +128,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this one does."""
+        """Whether this rank is the leader."""
         return self.everyone.rank == self.leader
 
     def abort(self) -> None:
@@ -137,11 +137,11 @@ class Ranks:
             one.abort()
 
     def pass_on(self, hidden: Tensor) -> None:
-        """Send what this stage has computed to the next one."""
+        """Send this stage's result to the next one."""
         self.everyone.send(hidden, self.everyone.rank + self.group.size)
 
     def take_over(self, hidden: Tensor) -> Tensor:
-        """Receive what the stage before has computed, written to ``hidden``."""
+        """Receive the result of the stage before, written to ``hidden``."""
         return self.everyone.receive(hidden, self.everyone.rank - self.group.size)
 
 

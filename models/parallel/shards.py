@@ -101,7 +101,7 @@ class Kept:
     is_zero: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Take it from the tensor."""
+        """Return this part of the tensor."""
         rows = tensor if self.rows is None else tensor[self.rows]
         if self.columns is not None:
             rows = rows[:, self.columns].contiguous()

@@ -21,12 +21,12 @@ from models.parallel.group import Collective, CollectiveError
 SLOT_BYTES = 2**20  # of a rank's part that is added at once; there are two of them
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
-# Looks at another rank's word before this one lets others have its core: some 20 us.
+# Checks of another rank's word before this rank yields its core: some 20 us.
 _SPINS = 1000
 
 
 def group_bytes(size: int) -> int:
-    """Memory that a group of so many ranks shares; pages that nobody touches are none."""
+    """Return the bytes that a group of ranks shares; untouched pages take no memory."""
     needed = (1 + size) * _LINE_BYTES + 2 * size * SLOT_BYTES
     return -(-needed // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 

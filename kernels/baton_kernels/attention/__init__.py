@@ -31,9 +31,9 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
 )
 
 _WITHOUT_SINKS = ("flash_attn", "flash_triton")
-# Those that take a cache of one vector per token instead of keys and values.
+# Backends for a cache of one vector per token instead of keys and values.
 _LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
-# What a backend of keys and values is in their case, and the only one that takes nothing else.
+# Backend of keys and values -> its counterpart for latents, which takes latents only.
 _OVER_LATENTS = {"triton": "triton_latents"}
 _TRITON = ("triton", "triton_invariant", "triton_latents", "flash_triton")
 

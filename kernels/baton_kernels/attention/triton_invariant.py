@@ -33,7 +33,7 @@ class InvariantTritonAttention:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # the largest last
         self._tiles: dict[PagedShape, Tensor] = {}  # of this step
-        # What the step launches, by what is alike in layers that share it.
+        # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:

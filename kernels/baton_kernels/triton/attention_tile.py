@@ -19,7 +19,7 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase
 
-# What a kernel without sinks is compiled with ahead of time.
+# Constants of a kernel without sinks that is compiled ahead of time.
 NO_SINKS: dict[str, int | float | bool | None] = {"sinks": None}
 _LOG2_E = math.log2(math.e)
 
@@ -78,7 +78,7 @@ def _paged_shape(
     inside = (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
     assert strides[1:] == inside, f"a block is not contiguous: {strides}"
     assert token_strides == (head_dim, 1), f"a token is not: {token_strides}"
-    # Rows of 16 bytes are what a thread loads at once.
+    # A thread loads rows of 16 bytes at once.
     assert strides[0] % 8 == 0, f"stride of blocks is odd: {strides[0]}"
     assert num_heads % num_kv_heads == 0
     return PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, is_fp8)
@@ -86,7 +86,7 @@ def _paged_shape(
 
 @dataclass(frozen=True, slots=True)
 class TileSize:
-    """How one kernel is cut for one head size, see ``tile_sizes``."""
+    """Sizes of a kernel's tiles for one head size, see ``tile_sizes``."""
 
     tokens: int  # keys per tile
     num_warps: int
@@ -95,14 +95,14 @@ class TileSize:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; in the interpreter some small number."""
+    """Return a GPU's number of streaming multiprocessors; in the interpreter a small number."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """``(score_scale, cap)`` for :func:`scaled_scores`."""
+    """Return ``(score_scale, cap)`` for :func:`scaled_scores`."""
     if soft_cap is None:
         return scale * _LOG2_E, 0.0
     return scale / soft_cap * 2 * _LOG2_E, soft_cap * _LOG2_E
@@ -110,7 +110,7 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
 
 @triton.jit
 def scaled_scores(products, score_scale, cap, HAS_SOFT_CAP: tl.constexpr):
-    """Products of queries and keys -> scores whose ``exp2`` is the softmax weight."""
+    """Scale products of queries and keys to scores whose ``exp2`` is the softmax weight."""
     scores = products * score_scale
     if HAS_SOFT_CAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), with the factor 2 log2(e) in score_scale.
@@ -134,7 +134,7 @@ def key_offsets(
 
 @triton.jit
 def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
-    """``[len(rows), D]``; zeros for tokens from ``end`` and dimensions from ``HEAD_DIM``.
+    """Load ``[len(rows), D]``; zeros for tokens from ``end`` and dimensions from ``HEAD_DIM``.
 
     Zeros and not just any number: what lies behind the last token may be NaN.
     """
@@ -170,7 +170,7 @@ def divisor_of(total, sinks, heads, present, highest, is_whole):
 
 @triton.jit
 def fold(scores, values, highest, total, acc, IEEE: tl.constexpr):
-    """Online softmax (Milakov and Gimelshein, arXiv:1805.02867): take one more tile in.
+    """Add one more tile to the online softmax (Milakov and Gimelshein, arXiv:1805.02867).
 
     Args:
         scores: ``[M, TILE]``, -inf where hidden.

@@ -66,7 +66,7 @@ def plan_decodes(
     REQUESTS: tl.constexpr,  # num_requests rounded up
     SLOTS: tl.constexpr,  # num_slots rounded up
 ):
-    """Share the tokens of all decodes out to slots; one program."""
+    """Divide the tokens of all decodes among slots; one program."""
     requests = tl.arange(0, REQUESTS)
     present = requests < num_requests
     row = tl.load(query_start_loc + requests, mask=present, other=0)
@@ -112,7 +112,7 @@ def merge_parts(
     HEADS: tl.constexpr,  # GROUP rounded up
     PARTS: tl.constexpr,  # at once
 ):
-    """Weigh all parts of one request and KV head; returns ``[HEADS, D]``."""
+    """Combine all parts of one request and KV head by their weights: ``[HEADS, D]``."""
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, D)
     highest = tl.full([HEADS], -float("inf"), tl.float32)
@@ -124,7 +124,7 @@ def merge_parts(
         rows = (first_slot + part)[:, None] * NUM_HEADS + (kv_head * GROUP + heads)[None, :]
         in_tile = present[:, :, None] & (dims < HEAD_DIM)[None, None, :]
         pointers = part_out + rows[:, :, None] * HEAD_DIM + dims[None, None, :]
-        # Other processors wrote them: not from the cache of this one.
+        # Other processors wrote them, so this processor's cache may be stale.
         lse = tl.load(part_lse + rows, mask=present, other=-float("inf"), cache_modifier=".cg")
         values = tl.load(pointers, mask=in_tile, other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, tl.max(lse, 0))
@@ -260,7 +260,7 @@ class DecodeBuffers:
 
 
 def spare_slots(shape: PagedShape, device: torch.device) -> int:
-    """Slots that fill the GPU, whatever the number of requests."""
+    """Slots that fill the GPU for any number of requests."""
     return -(-num_multiprocessors(device) * _PROGRAMS_PER_SM // shape.num_kv_heads)
 
 

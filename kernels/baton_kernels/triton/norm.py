@@ -39,7 +39,7 @@ def add_rms_norm(
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Norm the sum of ``x`` and residual; return both, without a residual of ``x`` alone."""
+    """Norm the sum of ``x`` and the residual, or ``x`` alone; return norm and sum."""
     added = x if residual is None else residual
     launch = _bind(
         x.shape, x.stride(), added.stride(), x.dtype, weight.shape, weight.dtype,

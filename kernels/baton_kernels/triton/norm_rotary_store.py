@@ -212,7 +212,7 @@ def norm_rotary_store_kernel(
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
     TAIL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, of which every dim is in a register.
+    """Norm, rotate and store HEADS heads of one token; each dim is in a register.
 
     | x1 (HALF) | x2 (HALF) | tail (HEAD_DIM - 2 * HALF) |
     """
@@ -279,7 +279,7 @@ def rotary_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token."""
+    """Rotate HEADS heads of one token."""
     dtype = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]

@@ -36,7 +36,7 @@ from baton_kernels.triton.attention_tile import padded_side
 from baton_kernels.triton.launch import Launcher
 
 FEW_TOKENS = 64  # of a tile, and for which a row's inputs are summed in parts
-# By what the kernels take from there on, and what the numbers of a weight cost in memory.
+# Numbers of tokens from which unpacking pays, by the kernels' times and the memory it takes.
 GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
 WANTED_PROGRAMS = {4: 512, 8: 384}  # by bits of a code
@@ -51,7 +51,7 @@ WORDS = tl.constexpr(SIDE)
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """How a product is cut.
+    """Tile sizes of a product.
 
     Attributes:
         rows: rows of the weight in a tile.
@@ -134,7 +134,7 @@ def _has_vendors_product(x: Tensor, weight: RoundedWeight) -> bool:
 
 @functools.cache
 def _scales_rows(device: torch.device) -> bool:
-    """Say whether the vendor's product of float8 takes a scale per row on this device."""
+    """Return whether the vendor's float8 product takes a scale per row on this device."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -364,7 +364,7 @@ _BF16_8_FROM_0 = tl.constexpr(_bytes_bf16(0xCB000000))
 _BF16_8 = tl.constexpr(_bytes_bf16(0xCB000080))
 _FP16_8_FROM_0 = tl.constexpr(_bytes_fp16(0xE400E400))
 _FP16_8 = tl.constexpr(_bytes_fp16(0xE480E480))
-# Results are written while there is still a word to be read: they have registers of their own.
+# Results are written before the last word is read, so they need registers of their own.
 _EIGHT_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
 _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
@@ -430,7 +430,7 @@ def planes_of_8_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: 
 
 @triton.jit
 def group_numbers(ptr, factor_ptr, group, row, out_features, GROUP: tl.constexpr):
-    """Scales, or minima, of one group of some rows, in float32."""
+    """Load the scales or the minima of one group of some rows, in float32."""
     numbers = tl.load(ptr + group * out_features + row).to(tl.float32)
     if factor_ptr is not None:
         factor_at = factor_ptr + group * GROUP // SUPER_GROUP * out_features + row
@@ -478,7 +478,7 @@ def numbers_of(
     if BITS == 4:
         p = planes_of_4_bits(words, dtype, HAS_MINIMA, HAS_ASM)
         if IS_SCALED:
-            # Planes share what they can share.
+            # Planes of one group share its scale and minimum.
             g0 = scale_and_minimum(0, at, 4, GROUP)
             g4 = scale_and_minimum(4, at, 4, GROUP) if GROUP <= 64 else g0
             g2 = scale_and_minimum(2, at, 4, GROUP) if GROUP <= 32 else g0
@@ -696,7 +696,7 @@ def round_kernel(
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
         largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
     limit = tl.max(largest, axis=0)
-    # As torch divides: to the nearest.
+    # Rounds to the nearest, as torch's division does.
     factor = tl.div_rn(tl.full((1,), LARGEST, tl.float32), tl.maximum(limit, 1e-30))
     factor = tl.where(limit > 1e-30, factor, 0.0)
     for start in range(first, end, BLOCK):
@@ -704,7 +704,7 @@ def round_kernel(
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
         x = x.to(tl.float32)
         if number_ptr.dtype.element_ty == tl.int8:
-            # To the nearest, of two the even one: added to 1.5 * 2^23, a number has no fraction.
+            # Rounds to the nearest, ties to even: a float32 near 1.5 * 2^23 has no fraction.
             shift = tl.full((BLOCK,), 12582912.0, tl.float32)
             numbers = tl.fma(x, factor + tl.zeros_like(x), shift) - shift
         else:

@@ -177,7 +177,7 @@ def _gate_case(activation: str) -> AotCase:
     )
 
 
-# What stands alone in front of a tensor of its own, and what comes in halves.
+# Activations of a gate with a tensor of its own; the others come as halves of one tensor.
 _ALONE = ("sigmoid", "relu")
 AOT_CASES = tuple(
     _gate_case(activation) if activation in _ALONE else _case(activation)

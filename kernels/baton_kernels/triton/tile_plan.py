@@ -26,7 +26,7 @@ MIN_PART_KEYS = 512  # splitting finer costs more in merging than it gains
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """All programs of one step and one KV head, and what has to be merged after them."""
+    """All programs of one step and one KV head, and the merges after them."""
 
     parts: npt.NDArray[np.int32]  # [n, 5]: request, first new token, first key, end key, slot
     # (-1: the only part of its tile, which needs no merging); those with the most keys first
@@ -45,7 +45,7 @@ def plan_tiles(
     sliding_window: int | None,
     least_new: int = 2,
 ) -> TilePlan:
-    """Cut all requests but those that compute fewer tokens than some.
+    """Cut into tiles all requests except those with fewer new tokens than a limit.
 
     Once per step, and most steps have few tiles: plain loops are faster than arrays.
 

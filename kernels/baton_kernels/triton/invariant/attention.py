@@ -83,7 +83,7 @@ def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOS
 
 @triton.jit
 def weigh(highest, total, acc, lse, values):
-    """Take one more part in.
+    """Add one more part to the sums.
 
     Args:
         highest: ``[M]``, the highest log2 of a sum of weights so far; -inf before the first.
@@ -162,7 +162,7 @@ def merge_parts(
     D: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Weigh the parts of one decode and KV head."""
+    """Combine the parts of one decode and KV head by their weights."""
     group, dims = tl.arange(0, HEADS), tl.arange(0, D)
     present, heads = group < GROUP, kv_head * GROUP + group
     in_group = present[:, None] & (dims < HEAD_DIM)[None, :]
@@ -172,7 +172,7 @@ def merge_parts(
     acc = tl.zeros([HEADS, D], tl.float32)
     for slot in range(first_slot, first_slot + num_parts):
         first_head = tl.cast(slot, tl.int64) * (NUM_KV_HEADS * GROUP)
-        # Other processors wrote them: not from the cache of this one.
+        # Other processors wrote them, so this processor's cache may be stale.
         lse = tl.load(part_lse + first_head + heads, mask=present, other=0.0, cache_modifier=".cg")
         part_at = part_out + first_head * HEAD_DIM + places
         values = tl.load(part_at, mask=in_group, other=0.0, cache_modifier=".cg")
@@ -217,7 +217,7 @@ def invariant_decodes(
 ):
     """Grid (NUM_KV_HEADS, num_requests, MOST): one part of a request with one new token.
 
-    Whoever is the last of a request's parts to arrive weighs all of them.
+    The last part of a request to arrive combines all of them.
     """
     kv_head, request, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, M), tl.arange(0, D)

@@ -19,7 +19,7 @@ ALL_BITS = tl.constexpr(0xFFFFFFFF)
 SHARE = tl.constexpr(2.0**-32)
 EXPONENT_BIAS = tl.constexpr(127)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# Enough of the bits of a key for a lower bound that is at most 2**-11 too low.
+# Bits of a key that give a lower bound at most 2**-11 too low.
 BITS_OF_BOUND = tl.constexpr(20)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 NO_NUMBERS = tl.constexpr(-1)  # in place of a token: the row has NaN, or plus infinity
@@ -27,7 +27,7 @@ NO_NUMBERS = tl.constexpr(-1)  # in place of a token: the row has NaN, or plus i
 
 @triton.jit
 def ordered(x):
-    """uint32 keys of float32 that order as the floats do; both zeros have the same."""
+    """Convert float32 to uint32 keys of the same order; both zeros have one key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -(2**31))).to(tl.uint32, bitcast=True)
 
@@ -43,9 +43,9 @@ def mixed(key0, key1, token_ids):
 
 @triton.jit
 def gumbel(hashes):
-    """Noise: ``-log(-log(1 - share))`` with a share of (0, 1) from a token's hash."""
+    """Return the noise ``-log(-log(1 - share))``; share is in (0, 1), from a token's hash."""
     share = (hashes.to(tl.float32) + 0.5) * SHARE
-    # 1 - share is exact from the other end; near 1 its logarithm is not, but the series is.
+    # 1 - share is exact from the complement; near 1 its logarithm is not, so a series is used.
     rest = ((hashes ^ ALL_BITS).to(tl.float32) + 0.5) * SHARE
     series = 1 / 3 + share * (1 / 4 + share * (1 / 5 + share * (1 / 6)))
     series = share * (1 + share * (1 / 2 + share * series))
@@ -72,7 +72,7 @@ def weigh(x, best, temperature):
 
 @triton.jit
 def key_of_min_p(min_p, best, temperature):
-    """Key of the least logit that min-p keeps; 0 where it is off."""
+    """Return the key of the least logit that min-p keeps; 0 if min-p is off."""
     least = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
     return tl.where(min_p > 0, ordered(least), 0)
 
@@ -327,7 +327,7 @@ def search_kernel(
 
 @triton.jit
 def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexpr):
-    """Number and weight of the tokens whose key is at least ``least``."""
+    """Return number and weight of the tokens whose key is at least ``least``."""
     counts = tl.zeros((BLOCK,), tl.int32)
     weights = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab_size, BLOCK):
