@@ -77,7 +77,7 @@ _PICTURES = """[...document.images].map(one => one.currentSrc)"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glance:
-    """How a page is looked at.
+    """The way to look at a page.
 
     Attributes:
         url: the page's URL.

@@ -16,7 +16,7 @@ FAR_AHEAD = datetime.now(UTC) + timedelta(days=365)
 
 
 class Authority:
-    """A CA with a folder of its own for what it issues."""
+    """A CA with a folder for the certificates that it issues."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class Authority:
         trusts: Authority | None = None,
         requires_clients: bool = False,
     ) -> TlsOptions:
-        """Files of a certificate, put in their place as one; of before, if they are there.
+        """Issue a certificate and put its files in place, over earlier ones; return TLS options.
 
         Args:
             now: when it begins; it is for 30 days.

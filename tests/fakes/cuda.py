@@ -17,7 +17,7 @@ WORKSPACE_BYTES = 32 * MIB  # of cuBLAS on Hopper, for each stream
 
 
 class OnDevice(torch.Tensor):
-    """Memory of the host that says it is a GPU's: ``tensor.as_subclass(OnDevice)``."""
+    """Host memory that claims to be a GPU's: ``tensor.as_subclass(OnDevice)``."""
 
     is_cuda = True
 

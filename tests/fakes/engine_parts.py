@@ -90,7 +90,7 @@ class FakeRunner:
         self.propose = propose
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Tokens for those that computed their last known token, as the real runner gives."""
+        """Sample for requests that computed their last known token, as the real runner does."""
         sampled, proposed = {}, {}
         for item in scheduled.scheduled:
             if item.samples:
@@ -102,7 +102,7 @@ class FakeRunner:
         return ModelRunnerOutput(sampled, draft_token_ids=proposed)
 
     def _sample(self, item: ScheduledRequest) -> tuple[int, ...]:
-        """The next token, and one more behind each draft that turns out right."""
+        """Return the next token, and one more after each accepted draft."""
         token_ids: tuple[int, ...] = (self.next_token(item.request),)
         for draft in item.draft_token_ids:
             if draft != token_ids[-1]:
@@ -112,7 +112,7 @@ class FakeRunner:
 
 
 def extended(request: Request, token_ids: Sequence[int]) -> Request:
-    """A copy of a request that has more tokens."""
+    """Return a copy of a request with more tokens."""
     copied = copy.copy(request)
     copied.token_ids = [*request.token_ids, *token_ids]
     return copied
@@ -165,7 +165,7 @@ class ContentRunner(FakeRunner):
                 self._slots[block_id, offset] = "garbage"
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """All write before any reads: who writes into another's block is found out."""
+        """Let all requests write before any reads, which reveals writes into another's block."""
         spans = [
             (extended(item.request, item.draft_token_ids), start, start + item.num_scheduled_tokens)
             for item in scheduled.scheduled
@@ -199,7 +199,7 @@ def shares(scheduled: SchedulerOutput) -> dict[str, int]:
 def step(
     scheduler: Scheduler, runner: FakeRunner | None = None
 ) -> tuple[dict[str, int], StepResult]:
-    """One whole step: who computed what, and what came of it."""
+    """Run one whole step; return what was scheduled, and its results."""
     scheduled = scheduler.schedule()
     scheduler.check()
     computed = shares(scheduled)

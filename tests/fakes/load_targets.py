@@ -41,7 +41,7 @@ Script = Callable[[int, int], Answer]
 
 
 def even(ttft_s: float, gap_s: float, per_frame: int = 1) -> Script:
-    """One token first, then so many in each frame."""
+    """Make an answer of one token first, then equal frames."""
 
     def script(number: int, length: int) -> Answer:
         rest = length - 1
@@ -117,7 +117,7 @@ class ScriptedTarget:
 def run_virtually(
     plan: LoadPlan, target: ScriptedTarget, *, stop_after_s: float | None = None
 ) -> RunResult:
-    """A whole run, in whole milliseconds, as fast as it can be computed."""
+    """Run a whole load on virtual time, in whole milliseconds."""
     clock = VirtualClock()
     loop = VirtualLoop(clock)
 

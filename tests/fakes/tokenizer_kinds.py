@@ -69,12 +69,12 @@ def sentence_piece_bpe_unstripped() -> Tokenizer:
 
 
 def sentence_piece_bpe_rewritten() -> Tokenizer:
-    """Whose joined text is rewritten: a string may begin in one token and end in the next."""
+    """Make a tokenizer that rewrites joined text: a match may span two tokens."""
     return _rewritten(decoders.Replace("o\n", "*\n"), decoders.Replace("*\n.", "!"))
 
 
 def sentence_piece_bpe_rewritten_by_a_regex() -> Tokenizer:
-    """Whose joined text is rewritten by a pattern, which the whole text is needed for."""
+    """Make a tokenizer that rewrites joined text by a pattern, which needs the whole text."""
     return _rewritten(decoders.Replace(Regex("h.*?r"), "-"), decoders.Strip(" ", 1, 0))
 
 
@@ -143,7 +143,7 @@ def suffix_bpe() -> Tokenizer:
 
 
 def word_level() -> Tokenizer:
-    """Without a decoder: blanks between words."""
+    """Make a tokenizer without a decoder: blanks separate words."""
     words = [*SPECIAL, "hello", "world", "the", "größer", "日本語"]
     vocab = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -168,7 +168,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def save_tokenizer(kind: str, folder: Path) -> Path:
-    """A folder with a `tokenizer.json` of that kind."""
+    """Write a folder with a `tokenizer.json` of this kind."""
     folder.mkdir(parents=True, exist_ok=True)
     KINDS[kind]().save(str(folder / "tokenizer.json"))
     return folder
