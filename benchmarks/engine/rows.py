@@ -76,7 +76,7 @@ SCHEDULER = Source(
 
 
 def _outside(sampling: str, batch: int) -> Row:
-    """Judge the fastest tenth of the steps: a busy machine flatters the rest."""
+    """Judge the fastest tenth of the steps, as a busy machine distorts the others."""
     limit = MOST_OUTSIDE if batch == 32 else None
 
     def measure(document: Json) -> Found:

@@ -56,7 +56,7 @@ BEGINNINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Tokens of an output, repetitions, and prompts of each kind."""
+    """Options: tokens of an output, repetitions, and prompts of each kind."""
 
     tokens: int
     repetitions: int
@@ -238,7 +238,7 @@ def compare_ngram(task: str, add: Callable[[Row], None], model: Path, options: O
     add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 1, options))
     add(compare(f"{task}, all drafts", plain, fixed, prompts, 1, options))
     add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 32, options))
-    # What `transformers` computes with, beside it: weights that take most of a step to read.
+    # Float32 weights, as `transformers` has: reading them takes most of a step.
     del plain, adaptive, fixed
     of_engine["weights"] = "fp32"
     plain, adaptive = LLM(str(model), **of_engine), LLM(str(model), **of_engine, **drafts)

@@ -69,7 +69,7 @@ BUILT = {"llamacpp": ("--no-cache-dir",)}
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One table: a checkpoint, and what runs it, each as "engine weights".
+    """One table: a checkpoint, and its engines, each as "engine weights".
 
     Attributes:
         result: what the file that the results are written to begins with; a kind of CPU ends it.
@@ -117,7 +117,7 @@ WORKS = {
         },
     ),
 }  # fmt: skip
-# GCC 12.2 holds that loading a configuration of matrices reads 8 of its 64 bytes,
+# GCC 12.2 assumes that loading a configuration of matrices reads 8 of its 64 bytes,
 # and drops what llama.cpp writes to the others, so that its first product ends in a fault.
 LOADS_ALL_OF_A_CONFIGURATION = """\
 #if defined(__cplusplus) && defined(__AMX_TILE__)
@@ -176,7 +176,7 @@ def python_of(peer: str) -> Path:
             stdout=sys.stderr,
             env=build_environment(folder),
         )
-        # Those that were made for another torch break transformers, and no text needs them.
+        # Packages made for another torch break transformers, and text models do not need them.
         remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_OF_TEXT]
         subprocess.run(remove, check=True, stdout=sys.stderr)
         ready.touch()

@@ -43,7 +43,7 @@ _DENSE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _FOUR_OF_SIXTEEN = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
-# Row -> architecture, and what its config has beyond _DENSE.
+# Row -> architecture, and its config's fields beyond _DENSE.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3ForCausalLM", {}),
     "Mistral, window": ("MistralForCausalLM", {"sliding_window": 1024}),
@@ -72,7 +72,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Rows whose tokens take as many weights as the dense row's, experts that are not chosen aside.
+# Rows whose tokens use as many weights as the dense row's, counting only chosen experts.
 DENSE_ROW = "Qwen3"
 EXPERT_ROWS = ("Qwen3-MoE", "Mixtral")
 ATTENTION_ROWS = ("Qwen3", "DeepSeek-V2")

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Of Mixtral's experts, by what others call them.
+# Mixtral's names of experts' matrices -> the names in other checkpoints.
 _NAMES_OF_OTHERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How llama.cpp keeps an architecture.
+    """llama.cpp's form of an architecture.
 
     Attributes:
         name: what it is called there.
@@ -225,5 +225,5 @@ def _expert_name(name: str) -> str:
 
 
 def _with_neighbours(rows: Any, num_heads: int) -> Any:
-    """Rows of heads whose halves are turned with each other, as rows of pairs."""
+    """Reorder heads' rows from halves that rotate together to adjacent pairs."""
     return rows.view(num_heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

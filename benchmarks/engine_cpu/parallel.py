@@ -28,7 +28,7 @@ from benchmarks.runner.environment import DEMO_MODEL, RESULTS
 from benchmarks.runner.run import Document, Run
 
 KIBIBYTES = (8, 16, 32, 64)
-# Of one transport in a row, as in a step: the ranks come to each at the same time.
+# Sums of one transport follow each other, as in a step, so that ranks arrive together.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
 # Threads of all ranks together, ranks of a stage, stages.
 ENGINES = {

@@ -47,7 +47,7 @@ NODE_ARGS = [
     *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
 ]
 RANK_ARGS = ["--tensor-parallel-size", "2"]
-# Arrow of the diagram -> who dies, and where (an option of the connector).
+# Arrow of the diagram -> the process that dies, and the point (an option of the connector).
 ARROWS = {
     4: [("p0", "Start:send"), ("d0", "Start:recv")],
     5: [("d0", "Grant:send"), ("p0", "Grant:recv")],
@@ -145,7 +145,7 @@ async def end_rank(site: Site, name: str, which: int, number: signal.Signals) ->
 
 
 async def abort_storm(site: Site) -> None:
-    """1,000 clients that leave at random states."""
+    """Start 1,000 clients that leave at random moments."""
     seed = site.draw.randrange(2**32)
     storm = Load(site.address, site.cases, 64, seed, leaving=1.0, most=STORM_REQUESTS)
     await storm.run()

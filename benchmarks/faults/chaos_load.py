@@ -21,7 +21,7 @@ HUNG_S = 30.0
 RETRY_PAUSE_S = 0.1  # of a client that was told UNAVAILABLE
 LEAVER_TOKENS = 700  # of a prompt that is left amid its hand-off
 VOCABULARY = 4000
-# Most prompts have several, so that watermarks travel.
+# Most prompts have several chunks, so that watermarks travel.
 CHUNK_TOKENS = 64
 # Outcomes that no fault excuses.
 BROKEN = ("hung", "lost", "wrong")
@@ -101,7 +101,7 @@ class Load:
     async def _leaver_lane(self, client: AsyncClient, lane: int) -> None:
         draw = random.Random(f"{self.seed}-leaver-{lane}")
         while not self._stopping:
-            # A prompt that nobody has seen, so that all of it travels.
+            # A new prompt, so that all of its KV travels.
             prompt = [draw.randrange(VOCABULARY) for _ in range(LEAVER_TOKENS)]
             # From before the first chunk to behind the last, be the machine fast or slow.
             patience_s = PATIENCE_S * 10 ** draw.uniform(-1, 1)
@@ -164,7 +164,7 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
 
 
 def make_cases(model: str, num_cases: int, seed: int) -> list[Case]:
-    """Requests of various lengths, greedy and seeded, answered by the engine in one process.
+    """Make requests of various lengths, greedy and seeded, with answers of one process.
 
     An answer may hang on a rounding: with other requests in the batch, sums are taken in another
     order. Only requests that the engine answers alike in company and alone are cases.

@@ -53,7 +53,7 @@ class Proxy:
             await server.serve_forever()
 
     async def cut(self, seconds: float) -> None:
-        """Break all connections, and refuse new ones for so many seconds."""
+        """Break all connections, and refuse new ones for some seconds."""
         self._is_cut = True
         for writer in self._writers:
             writer.transport.abort()
@@ -270,7 +270,7 @@ def problems_of(drill: Drill, row: Row) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Which drills are run, and how much load.
+    """Options: the drills to run, and the load.
 
     Attributes:
         only: drills whose name contains this.

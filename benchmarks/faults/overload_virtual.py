@@ -76,7 +76,7 @@ class Answer:
 
 
 class _Gate(Admission):
-    """Tells what it expected of each request."""
+    """A gate that reports its expectation of each request."""
 
     def __init__(self, capacity: Capacity) -> None:
         super().__init__(capacity)
@@ -161,7 +161,7 @@ class Load:
 def run_drill(
     seed: int, fleet: tuple[int, int], overload_s: float, *, local_prefill: bool, log: bool = False
 ) -> Row:
-    """Saturated, then half, three times and half of that rate."""
+    """Saturate the fleet, then send half, three times and half of the saturated rate."""
 
     async def drill() -> Row:
         async with joined_fleet(*fleet, OPTIONS, local_prefill=local_prefill) as pool:

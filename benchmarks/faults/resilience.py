@@ -38,7 +38,7 @@ BUSY = 0.5  # of the capacity, while nodes die
 NORMAL, OVERLOAD = 0.5, 3.0
 WINDOW_S = 5
 NORMAL_TTFT = 1.5  # times the median of before is as before
-# Requests per second of one pair of these nodes, about: how hard the deaths drill loads them.
+# About the requests per second of one pair of these nodes; sets the load of the deaths drill.
 PAIR_RATE = 3.5
 
 PHASES = ("before", "overload", "after")
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How long the drills are, and what is promised."""
+    """Lengths of the drills, and the promised figures."""
 
     num_pairs_deaths: int = 16
     deaths: int = 1000
@@ -245,7 +245,7 @@ def problems_of_overload(row: Row, sizes: Sizes) -> list[str]:
 
 
 def _outcomes(answers: list[Answer]) -> Row:
-    """How many of each outcome, and an example of each that is neither complete nor refused."""
+    """Count outcomes, and give an example of each that is neither complete nor refused."""
     counts = Counter(answer.outcome for answer in answers)
     odd = {a.outcome: a.detail for a in answers if a.outcome not in ("complete", "refused")}
     return {
@@ -258,7 +258,7 @@ def _outcomes(answers: list[Answer]) -> Row:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank quantile; 0 of nothing."""
+    """Return the nearest-rank quantile; 0 without values."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 

@@ -100,7 +100,7 @@ async def ask(client: AsyncClient, case: Case, timeout_s: float | None) -> Answe
 
 
 class Load:
-    """Requests that arrive by chance (Poisson) at a rate that may change.
+    """Requests that arrive at random (Poisson) at a rate that may change.
 
     Args:
         timeout_s: each request's deadline; None: the router's usual one.

@@ -152,7 +152,7 @@ async def _play(scene: Scene) -> list[Answer]:
 
 
 def capacity_per_s(num_prefill: int, options: SimOptions) -> float:
-    """Requests whose prompts the prefill nodes can compute."""
+    """Return how many requests per second the prefill nodes can compute."""
     num_tokens = sum(PROMPT_TOKENS) // 2
     seconds = options.timing.prefill_s(num_tokens, num_tokens * (num_tokens + 1) // 2)
     return num_prefill / seconds

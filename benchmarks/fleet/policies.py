@@ -29,7 +29,7 @@ from sim_node.timing import preset
 
 LOAD = 0.75
 SEEDS = (1, 2)
-# Blocks of 64 tokens: names of blocks are what takes most time here.
+# Blocks of 64 tokens, as hashing blocks takes most of the time here.
 OPTIONS = SimOptions(
     timing=preset("h100-70b"), block_size=64, num_blocks=6500, max_num_batched_tokens=2048
 )

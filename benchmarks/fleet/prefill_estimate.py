@@ -98,12 +98,12 @@ class Placed:
 
     @property
     def ratio(self) -> float:
-        """Expected over measured."""
+        """Expected time divided by measured time."""
         return self.expected_s / self.measured_s
 
 
 class Player:
-    """Sends requests through one router, and keeps what became of them.
+    """Sends requests through one router, and keeps their outcomes.
 
     The prefill node is `COLD_FACTOR` times as slow until the first answer begins.
     """
@@ -189,12 +189,12 @@ def play(
     seed: int = 1,
     local_prefill: bool = True,
 ) -> list[Placed]:
-    """Play so many requests of a load, and return them in the order of their first tokens."""
+    """Play requests of a load; return them in the order of their first tokens."""
     return _played(_play(load, machine, num_requests, seed, local_prefill)).placed
 
 
 def play_steps(load: str, machine: Machine) -> list[float]:
-    """Play a load, and return expected over measured of the decode steps, in their order."""
+    """Play a load; return expected over measured times of its decode steps, in order."""
     return _played(_play(load, machine, 96, seed=1, local_prefill=False)).step_ratios
 
 

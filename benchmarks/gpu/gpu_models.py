@@ -100,7 +100,7 @@ def make_request(
 
 
 def add_decoding(engine: Engine, batch: int, context: int, max_tokens: int) -> None:
-    """Requests whose prompts' KV is there; its content is whatever the cache holds (zeros)."""
+    """Add requests with computed prompts; their KV is what the cache holds (zeros)."""
     draw = random.Random(0)
     for row in range(batch):
         prompt = [draw.randrange(2, 500) for _ in range(context)]
@@ -121,7 +121,7 @@ def _load(
     ranks: Ranks = ALONE,
     cache: WeightsCache | None = None,
 ) -> CausalLM:
-    """In place of `load_model`, with weights that are drawn; of one rank."""
+    """Stand in for `load_model` with random weights, for one rank."""
     if ranks is not ALONE:
         raise ValueError("ranks: a shape of this suite is one process's")
     config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)

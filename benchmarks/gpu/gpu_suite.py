@@ -97,7 +97,7 @@ def run_parts(
 
 
 def limit_of(names: Sequence[str], left_s: float) -> float:
-    """Seconds for the first of these parts, where so many are left for all of them.
+    """Return the seconds for the first of these parts, given those left for all parts.
 
     All that the others have no share of; where there is less than all shares, its part of it.
     """
@@ -207,7 +207,7 @@ def run(
         raise SystemExit("device: there is no CUDA device here; --device cpu tries the suite")
     if device != "cpu":
         run.environment["gpu"] = torch.cuda.get_device_name(device)
-    # Whoever stops the suite ends the part that runs, and still reads what the others found.
+    # Stopping the suite ends the running part; the results of earlier parts are still printed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     results: dict[str, dict[str, object]] = {}
     try:

@@ -52,7 +52,7 @@ def measure(num_requests: int) -> dict[int, list[Receipt]]:
         deployment.wait_ready(READY_TIMEOUT_S)
         for index in range(num_requests + 1):
             for length, collected in receipts.items():
-                # Drawn anew: nothing of it is in a prefix cache.
+                # A new prompt: no block of it is in a prefix cache.
                 prompt = draw.choices(range(4000), k=length)
                 receipt = client.generate(prompt, params).receipt
                 assert receipt is not None

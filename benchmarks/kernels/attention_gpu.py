@@ -56,7 +56,7 @@ HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
 BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
 PREFILLS = ((2048, 0), (4096, 0), (8192, 0), (16384, 0), (2048, 6144), (2048, 14336))
 HEAD_DIM, BLOCK_SIZE = 128, 16
-# Beyond the 60 MB of an H200's cache, and what the keys and values of one cell may take.
+# Bytes that exceed an H200's cache of 60 MB, and the most for keys and values of a cell.
 COLD_BYTES, MOST_BYTES = 2**28, 40 * 2**30
 # Weights and results are rounded to bfloat16 on both sides, each time by 2^-9.
 ATOL, RTOL = 2e-2, 2e-2
@@ -121,7 +121,7 @@ def metadata_of(cell: Cell, device: str) -> tuple[AttentionMetadata, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Microseconds of one layer."""
+    """Times of one layer, in microseconds."""
 
     ours: float
     theirs: dict[str, float]
@@ -154,7 +154,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
             expected = calls[0]()
             theirs[name] = median_us(calls, device)
         except (RuntimeError, ImportError, OSError) as error:
-            # It has no kernel for the shape, or cannot compile one here.
+            # The library has no kernel for the shape, or cannot compile one here.
             refusals[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return
         if (excess := excess_error(found, expected, ATOL, RTOL)) > 0:
@@ -174,7 +174,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
 
 
 def _gathered(kv_cache: Tensor, table: Tensor, cell: Cell) -> tuple[Tensor, Tensor]:
-    """Keys and values of every request, each ``[batch, num_kv_heads, seq_len, head_dim]``."""
+    """Gather all requests' keys and values, each ``[batch, num_kv_heads, seq_len, head_dim]``."""
     taken = kv_cache[table]  # [batch, blocks, 2, num_kv_heads, block_size, head_dim]
     key, value = taken.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : cell.seq_len]
     return key.contiguous(), value.contiguous()
@@ -196,7 +196,7 @@ def libraries(cell: Cell) -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tenso
 
 
 def peers() -> tuple[list[str], list[str]]:
-    """Which of `PEERS` can be imported here, and which cannot."""
+    """Return the names of `PEERS` that can be imported here, and of those that cannot."""
     here = [name for name, module in PEERS.items() if importlib.util.find_spec(module) is not None]
     return here, [name for name in PEERS if name not in here]
 

@@ -82,7 +82,7 @@ def excess_error(found: Tensor, expected: Tensor, atol: float, rtol: float) -> f
 
 
 def gb_per_s(num_bytes: int, microseconds: float) -> float:
-    """Gigabytes (10**9) per second."""
+    """Return gigabytes (10**9) per second."""
     return num_bytes / microseconds / 1e3
 
 

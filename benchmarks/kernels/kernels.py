@@ -58,7 +58,7 @@ Subject = Callable[[int], object]  # given the number of the repetition
 
 
 def take_turns(subjects: Mapping[str, Subject], repetitions: int) -> dict[str, float]:
-    """Lower quartile of the seconds of each: others on the machine only ever add to them."""
+    """Return the lower quartile of each function's seconds, as other processes only add time."""
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
     for repetition in range(-1, repetitions):
         for name, subject in subjects.items():
@@ -107,7 +107,7 @@ def prompt_step(length: int) -> AttentionMetadata:
 
 
 def read(memory: Tensor, layer: int) -> object:
-    """Touch every byte of a layer once, in order."""
+    """Touch each byte of a layer once, in order."""
     return memory[layer].sum()
 
 
@@ -144,7 +144,7 @@ def multiply_packed(x: Tensor, weights: Sequence[ops.PackedWeight], copy: int) -
 
 
 def multiply_all(x: Sequence[Tensor], weights: Sequence[ops.PackedWeight], _copy: int) -> object:
-    """Several layers, each of its own input."""
+    """Multiply several layers, each with its own input."""
     return [ops.packed_linear(row, weight) for row, weight in zip(x, weights, strict=True)]
 
 

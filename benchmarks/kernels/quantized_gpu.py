@@ -89,7 +89,7 @@ def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
 
 
 def copy_of(weight: QuantizedWeight) -> QuantizedWeight:
-    """Another like it, in memory of its own."""
+    """Return a copy of a weight in memory of its own."""
     if isinstance(weight, RoundedWeight):
         return replace(weight, numbers=weight.numbers.clone(), scales=weight.scales.clone())
     return replace(weight, codes=weight.codes.clone(), groups=weight.groups.map(torch.clone))
@@ -186,13 +186,13 @@ def measure(device: str) -> Iterator[Row]:
         yield row
 
 
-# Stages, and how many times the usual number of parts.
+# Stages, and the factor of the usual number of parts.
 FEW_TILES = ((3, 1.0), (4, 1.0), (6, 1.0), (8, 1.0), (6, 0.5), (6, 2.0))
 SWEPT = (("qkv", 1), ("down", 1), ("gate_up", 1), ("down", 64), ("gate_up", 64))
 
 
 def other_tiles(device: str) -> Iterator[Case]:
-    """Few tokens with other tiles and parts than are chosen."""
+    """Yield cases of few tokens with other tiles and parts than the chosen ones."""
     for layer, num_tokens in SWEPT if device != "cpu" else (("o", 3),):
         out_features, size = LAYERS[layer] if device != "cpu" else TINY_LAYERS[layer]
         torch.manual_seed(0)
@@ -242,7 +242,7 @@ def sweep(device: str) -> Iterator[Row]:
 
 
 def compile_ahead(device: str, of: Callable[[str], Iterator[Case]]) -> None:
-    """Compile in several processes what is to be timed in one."""
+    """Compile in several processes the kernels that one process times."""
     if device == "cpu":
         return
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
@@ -250,7 +250,7 @@ def compile_ahead(device: str, of: Callable[[str], Iterator[Case]]) -> None:
 
 
 def _call_some(device: str, of: Callable[[str], Iterator[Case]], share: int) -> None:
-    """Call every so many-th case once: what it compiles is then found by all processes."""
+    """Call every n-th case once, so that other processes find the compiled kernels."""
     for number, case in enumerate(of(device)):
         if number % PROCESSES == share:
             with contextlib.suppress(RuntimeError, TritonError):

@@ -94,7 +94,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def best(judged: list[tuple[float, bool]]) -> int:
-    """Which of the answers is the most probable one."""
+    """Return the index of the most probable answer."""
     return max(range(len(judged)), key=lambda index: judged[index][0])
 
 
@@ -105,7 +105,7 @@ def agrees(task: dict[str, Any]) -> bool:
 
 
 def run(run: Run) -> Document:
-    """Evaluate through both, and compare every sample."""
+    """Evaluate both sides, and compare each sample."""
     gguf = fetch_model(run.console, SMOLLM2)
     if gguf is None:
         raise SystemExit("the model cannot be had")

@@ -59,7 +59,7 @@ def transformers_models(folder: str, gguf: str) -> dict[str, Any]:
 
 
 def evaluate(model: Any, tasks: list[str], *, is_chat: bool) -> dict[str, Any]:
-    """Scores and samples by task."""
+    """Evaluate the tasks; return scores and samples by task."""
     found = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks,

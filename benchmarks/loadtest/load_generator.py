@@ -32,7 +32,7 @@ INPUT_TOKENS = 16
 
 
 def start(core: int, *words: str) -> subprocess.Popen[bytes]:
-    """`baton` with these words, on one core; its log is not of interest."""
+    """Start `baton` with these arguments on one core, and drop its log."""
     return subprocess.Popen(
         [sys.executable, "-m", "baton", *words],
         cwd=ROOT,

@@ -60,7 +60,7 @@ def write_model(folder: Path) -> list[str]:
 
 
 def fresh_texts(words: list[str], num_texts: int, num_words: int) -> Iterator[str]:
-    """Texts that nobody has seen, of so many words each."""
+    """Return new texts of this many words each."""
     chance = random.SystemRandom()
     for _ in range(num_texts):
         yield " ".join(chance.choices(words, k=num_words))
@@ -123,7 +123,7 @@ def fleet(model: Path, core: int, num_nodes: int, time_scale: float) -> Iterator
 
 
 def _answers(url: str) -> bool:
-    """Whether it completes a prompt."""
+    """Return whether the server completes a prompt."""
     body = json.dumps({"model": NAME, "prompt": [1, 2], "max_tokens": 2}).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", body, headers)

@@ -88,7 +88,7 @@ def churn(index: PrefixIndex, num_rounds: int) -> float:
 
 
 def bytes_per_block(num_nodes: int, num_blocks: int) -> float:
-    """Memory per pair of a node and a block."""
+    """Return the bytes per pair of a node and a block."""
     gc.collect()
     tracemalloc.start()
     index = PrefixIndex()

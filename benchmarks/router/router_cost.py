@@ -258,7 +258,7 @@ async def measure_rate(
 
 
 async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) -> dict[str, object]:
-    """Short requests, 64 at a time: CPU of each, and the process's memory on the way."""
+    """Measure short requests, 64 at a time: CPU of each, and the process's memory meanwhile."""
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     numbers = iter(range(num_requests))
@@ -285,7 +285,7 @@ async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) ->
 
 
 async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
-    """Streams that are open and say (nearly) nothing."""
+    """Measure open streams that send (nearly) nothing."""
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     before = site.rss_mib()

@@ -71,7 +71,7 @@ async def steps(interval_s: float) -> AsyncIterator[None]:
 
 
 class TalkingNode:
-    """A node's end of a link: says one token per step for each request that it was given."""
+    """A node's end of a link, which sends one token per step for each request."""
 
     def __init__(self, registration: NodeRegistration, token_ids: list[int]) -> None:
         self._registration = registration
@@ -200,7 +200,7 @@ async def serve_streams(listen: str, behavior: Any) -> None:
 
 
 async def run_relay(listen: str, backend: str) -> None:
-    """Hand on each message of each stream, and do nothing else."""
+    """Forward each message of each stream, and do nothing else."""
     async with grpc.aio.insecure_channel(backend) as channel:
         method = channel.unary_stream(RELAY_METHOD, None, None)
 

@@ -50,7 +50,7 @@ PARTS = (
 
 
 def options_of(part: Part) -> tuple[str, ...]:
-    """Engines of others take part where they are installed already: that takes minutes."""
+    """Return a part's options; other engines take part only if they are installed already."""
     peers = sorted(ready.parent.name for ready in PEERS.glob("*/ready"))
     if part.name == "engine_cpu" and peers:
         return (*part.options, "--peers", ",".join(peers))

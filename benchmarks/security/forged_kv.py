@@ -71,7 +71,7 @@ PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=Tr
 
 
 class Tap:
-    """A transport whose traffic the attacker sees, and may hold back and deliver late."""
+    """A transport whose traffic the attacker sees, can hold back and can deliver late."""
 
     def __init__(self, transport: KVTransport, scene: Scene) -> None:
         self._transport = transport
@@ -108,7 +108,7 @@ class Attacker:
 
 
 class MemoryAttacker(Attacker):
-    """In one process it may put anything anywhere."""
+    """An attacker in the nodes' process, who can write anything anywhere."""
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
         self._kv_cache = kv_cache
@@ -122,7 +122,7 @@ class MemoryAttacker(Attacker):
 
 
 class NixlAttacker(Attacker):
-    """Agents of its own, two of which call themselves as the nodes do."""
+    """An attacker with NIXL agents of its own, two of which use the nodes' names."""
 
     def __init__(self, infos: dict[str, PeerInfo], kv_cache: torch.Tensor) -> None:
         self._num_layers = kv_cache.shape[1]
@@ -330,7 +330,7 @@ class Scene:
             self.attacks["write before it is checked"] += 1
 
     def _write_too_late(self) -> None:
-        """Into blocks that have been checked, just before they are decoded from."""
+        """Write into blocks that have been checked, just before decoding reads them."""
         commit = self.d.engine.commit
 
         def write_and_commit(request_id: str, token_id: int) -> None:
@@ -399,7 +399,7 @@ class Scene:
         return self.draw.choice(lies)
 
     def _other_life(self, source: str, target: str) -> Channel:
-        """Sealed by who has a key, but not the one that this process start told."""
+        """Seal a message with a valid key of another process start."""
         channels = Channels(source)
         infos = {P: self.sender.peer_info, D: self.receiver.peer_info}
         channels.learn(infos[target])
@@ -420,7 +420,7 @@ class Scene:
                 self.attacks["write after a cancel"] += 1
 
     def run(self, num_attacks: int) -> dict[str, Any]:
-        """Serve requests under attack; then a while of peace, and what is left."""
+        """Serve requests under attack, then without, and check what is left."""
         self.is_attacking = True
         if self._too_late:
             self._write_too_late()
@@ -471,7 +471,7 @@ class Scene:
 
 
 def num_prompt_blocks(engine: Engine) -> int:
-    """Blocks of a prompt."""
+    """Return the number of a prompt's blocks."""
     return -(-PROMPT_TOKENS // engine.kv_memory.spec.block_size)
 
 

@@ -41,7 +41,7 @@ MEMORY_S = 0.1
 
 @dataclass
 class Held:
-    """The worst that was seen since it was made."""
+    """The worst figures since this object was made."""
 
     health_ms: float = 0.0
     gap_ms: float = 0.0
@@ -51,7 +51,7 @@ class Held:
 
 @dataclass
 class Outcome:
-    """One shape."""
+    """The outcome of one shape."""
 
     name: str
     answer: str
@@ -68,7 +68,7 @@ class Outcome:
 
 
 class Watch:
-    """A probe, another client's stream, and an eye on memory, all the time."""
+    """A probe, another client's stream, and a watch on memory, all the time."""
 
     def __init__(self, deployment: LocalDeployment, url: str) -> None:
         self.held = Held()
@@ -114,7 +114,7 @@ class Watch:
             await asyncio.sleep(MEMORY_S)
 
     def sizes(self) -> dict[str, float]:
-        """MiB of each program, and of the largest of its worker processes."""
+        """Return the MiB of each program, and of its largest worker process."""
         sizes: dict[str, float] = {}
         for child in self.deployment.children:
             with contextlib.suppress(psutil.Error):

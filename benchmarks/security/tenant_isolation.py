@@ -60,7 +60,7 @@ def running(*, keys: bool, more: Sequence[str]) -> Iterator[dict[str, Client]]:
         config = LocalDeploymentConfig(
             model=str(DEMO_MODEL),
             listen=address,
-            # One place to compute: what the decode node computed alone would be cached there only.
+            # Prompts that the decode node computed alone would be cached there only.
             router_args=[
                 "--no-local-prefill",
                 *(["--api-keys-file", str(path)] if keys else []),

@@ -43,7 +43,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
 NUM_CORES = 2
 NUM_WARMUPS = 4
 RUN_LIMIT_S = 600.0
-# What is kept of a run, by vLLM's name for it.
+# vLLM's name of a number -> the name under which a run keeps it.
 KEYS = {
     "output_throughput": "output_tokens_per_s",
     "median_ttft_ms": "ttft_p50_ms",
@@ -125,7 +125,7 @@ def measure_once(
 
 
 def generator_cores(taken: Sequence[int]) -> list[int]:
-    """Cores that the server leaves, or all where it leaves none."""
+    """Return the cores that the server leaves free, or all if it leaves none."""
     every = os.sched_getaffinity(0)
     return sorted(every - set(taken)) or sorted(every)
 
@@ -176,7 +176,7 @@ def measure(
 
 
 def summarize(runs: Runs) -> dict[str, dict[str, Numbers]]:
-    """Medians, by rate, then by server."""
+    """Return medians by rate, then by server."""
     found: dict[str, dict[str, Numbers]] = {}
     for name, rates in runs.items():
         for rate, own in rates.items():
@@ -194,7 +194,7 @@ def read_earlier(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Servers, and how much they are asked.
+    """Options: servers, and their load.
 
     Attributes:
         shape: the checkpoint, 125M or 0.6B.
@@ -243,7 +243,7 @@ def run(run: Run, options: Options) -> None:
         }
         run.save({"settings": settings, "shapes": shapes})
 
-    # Or what was started would outlive us.
+    # Without this, started processes would outlive this one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     measure(job, options, runs, missing, run.console, save)
     save()

@@ -30,7 +30,7 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How requests come, and how large they are.
+    """Arrivals of requests, and their sizes.
 
     Attributes:
         prompt_tokens: tokens of each prompt, or of each message that a chat's user adds.
@@ -89,7 +89,7 @@ class Played:
 
 
 class Prompts:
-    """Prompts that nobody has seen, cut from one text at random places.
+    """New prompts, cut from one text at random places.
 
     Args:
         token_ids: the text.
@@ -178,7 +178,7 @@ class Player:
         """Play the load to its last answer."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
         headers = {"Content-Type": "application/json"}
-        # A server may close a connection that waits just when the next request is written to it.
+        # A server may close an idle connection just when the next request is written to it.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=headers

@@ -181,7 +181,7 @@ def show(console: Console, name: str, found: Found) -> None:
 
 
 def form(value: float | None) -> str:
-    """Show three digits, or all before the point."""
+    """Format with three digits, or with all digits before the point."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -259,7 +259,7 @@ def run(run: Run, options: Options) -> None:
         "rounds": options.rounds,
         "kv_cache_gib": KV_GIB,
     }
-    # As an interrupt: servers are stopped, and what was measured is told and kept.
+    # Treat SIGTERM as an interrupt: stop servers, then print and keep the results.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     files: dict[str, Mapping[str, object]] = {}
     for word in options.files:

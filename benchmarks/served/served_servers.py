@@ -245,7 +245,7 @@ def vllm(job: Job) -> list[str]:
 
 
 def vllm_environment(job: Job) -> dict[str, str]:
-    """Both cores compute: by itself it would keep one for its HTTP server."""
+    """Return variables that let vLLM compute on both cores; its default keeps one for HTTP."""
     return {
         **others_environment(),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -272,7 +272,7 @@ def others_environment() -> dict[str, str]:
 
 
 def llama_server() -> Path:
-    """llama.cpp's server, built once, for this CPU, from what its package for Python is built from.
+    """Build llama.cpp's server once, for this CPU, from its Python package's source.
 
     Raises:
         subprocess.CalledProcessError: that, or its source, cannot be had.
@@ -386,7 +386,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def answers(url: str) -> bool:
-    """Ask for one token."""
+    """Return whether the server answers a request for one token."""
     body = {"model": NAME, "prompt": " hello", "max_tokens": 1}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
