@@ -25,7 +25,7 @@ ROOT: Any = typer.main.get_command(app)
 
 
 def leaves(command: Any = ROOT, name: str = "baton") -> Iterator[tuple[str, Any]]:
-    """All commands that do something, with the words that call them."""
+    """Yield all commands that do something, with the words that call them."""
     if not hasattr(command, "list_commands"):
         yield name, command
         return
@@ -220,7 +220,7 @@ print(*sys.modules)
 
 @pytest.mark.medium
 def test_who_asks_for_help_does_not_wait_for_what_the_commands_need() -> None:
-    """Half a second of CPU went into gRPC, TLS, tokenizers and tables that help does not show."""
+    """Regression: help spent half a second of CPU on imports of gRPC, TLS and tokenizers."""
     done = subprocess.run(
         [sys.executable, "-c", SHOW_HELP, *EVERY], capture_output=True, text=True, check=True
     )
@@ -243,6 +243,6 @@ def test_who_asks_for_help_does_not_wait_for_what_the_commands_need() -> None:
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_with_a_remedy(words: str, line: str) -> None:
-    """Before, usage errors took four lines, and named neither the version nor a remedy."""
+    """Regression: usage errors took four lines, and named neither the version nor a remedy."""
     done = CliRunner().invoke(app, words.split(), prog_name="baton")
     assert (done.exit_code, done.output) == (2, f"error: {line}\n")

@@ -64,7 +64,7 @@ def write(
     tensors: dict[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A file without layers."""
+    """Write a file without layers."""
     vocabulary = vocabulary or plain_vocabulary(40)
     rows = numpy.ones((len(vocabulary.tokens), 32), dtype=numpy.float32)
     found = {"token_embd.weight": (rows, F32)} | (tensors or {})

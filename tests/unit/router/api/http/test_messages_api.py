@@ -218,7 +218,7 @@ def test_a_wrong_request_names_the_field_that_its_client_wrote(
 
 @on_http()
 async def test_an_answer_has_a_block_and_says_what_it_cost(scene: HttpScene) -> None:
-    """The path was not there."""
+    """Check the Messages API's path, which was missing."""
     reply = post(scene, metadata={"user_id": "u"}, context_management={"edits": []})
     scene.say(await scene.command(), 0, "one two", last=FinishReason.STOP)
     response = await reply
