@@ -32,7 +32,7 @@ class ModelConfig:
     Attributes:
         max_model_len: the longest sequence, prompt and output, that comes out right.
         dtype: the checkpoint's: "float32", "bfloat16" or "float16".
-        quantization: how weights are stored; None: plainly.
+        quantization: format of the stored weights; None: not quantized.
         num_mtp_layers: layers behind the model's own that predict several tokens.
         is_text_part: the checkpoint is one of a model that sees images, too.
     """

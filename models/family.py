@@ -62,7 +62,7 @@ class Family:
         reads: optional fields that the model uses.
         activations: activations of its gated units, besides silu.
         activation_field: name of the field with the activation.
-        layer_kinds: what ``layer_types`` may call a layer.
+        layer_kinds: names that ``layer_types`` may give a layer.
         sliding_window_pattern: one of every so many layers has full attention, if the file names
             no layer types; None: the file says how many.
         ropes_by_layer_type: layers with a window may turn otherwise than those without.

@@ -25,7 +25,7 @@ class Fields:
     Args:
         values: the object.
         source: the file, for error messages.
-        prefix: where the object sits inside the file, for error messages ("rope_scaling.").
+        prefix: place of the object in the file, for error messages ("rope_scaling.").
     """
 
     def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:

@@ -48,7 +48,7 @@ class MemoryNeeds:
     """Bytes that a model takes on a CPU. Biases are left out: they are less than a thousandth.
 
     Attributes:
-        weights: by value of ``--weights``.
+        weights: bytes of the weights, by value of ``--weights``.
         kv_token_bytes: keys and values of one token, all layers.
         block_size: tokens of a KV block.
     """
@@ -145,7 +145,7 @@ def _weight_bytes(
         config: the model's configuration.
         format_: format of linear layers; a dtype where they stay torch's own.
         dtype: dtype of weights that are not packed.
-        experts: their format; None: as other layers.
+        experts: format of experts; None: that of other layers.
     """
     head: Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]

@@ -120,7 +120,7 @@ class ModelFields:
 
         Args:
             mixers: attention of each layer.
-            feed_forward: what every layer has behind it.
+            feed_forward: feed-forward part of every layer.
             options: options of `Recipe`; ``ropes`` is the file's one rotation by default.
         """
         layers = tuple(LayerSpec(mixer, feed_forward) for mixer in mixers)
@@ -188,7 +188,7 @@ class ModelFields:
         """Return whether each layer carries a state, by ``layer_types``.
 
         Args:
-            interval: where no types are given, one layer of so many attends; 0: none does.
+            interval: without types, one layer of this many attends; 0: none does.
 
         Raises:
             ModelLoadError: no layer attends.

@@ -72,7 +72,7 @@ def parse_ropes(
     Args:
         fields: fields of config.json.
         head_dim: size of one attention head.
-        max_position_embeddings: as config.json has it.
+        max_position_embeddings: value of config.json.
         max_model_len: see ``ModelConfig.from_folder``.
         by_layer_type: whether layers with a window have an embedding of their own.
         partial: whether a head may turn in part.

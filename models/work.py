@@ -51,7 +51,7 @@ def model_work(
     """Compute the work of a model.
 
     Args:
-        dtype: that it is computed in.
+        dtype: type of the computation.
         weights: format of its linear layers.
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
     """

@@ -159,7 +159,7 @@ class FakeGPU:
 
     Attributes:
         driver: counts launches of Triton's kernels.
-        timeline: when the device computes.
+        timeline: the device's busy times.
         num_copies: copies between host and device so far.
         num_products: matrix products so far; each counts as one launch.
     """

@@ -72,12 +72,12 @@ class Work:
     """One table: a checkpoint, and its engines, each as "engine weights".
 
     Attributes:
-        result: what the file that the results are written to begins with; a kind of CPU ends it.
+        result: start of the results' file name; the kind of CPU ends the name.
         folder: folder of the checkpoint, under build/.
         dtype: config of the checkpoint.
-        ours: what runs without being asked for.
-        peers: what a peer runs, by its name.
-        with_peers: what of ours needs a peer's files, by its name.
+        ours: Baton's subjects, which run by default.
+        peers: subjects of each peer, by its name.
+        with_peers: Baton's subjects that need a peer's files, by the peer's name.
         pairs: names of comparisons, with our weights and the peers' (none: any).
     """
 

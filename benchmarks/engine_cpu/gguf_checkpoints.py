@@ -23,9 +23,9 @@ class Form:
     """llama.cpp's form of an architecture.
 
     Attributes:
-        name: what it is called there.
+        name: llama.cpp's name of the architecture.
         turns_neighbours: rotations turn numbers that lie side by side, not half a head apart.
-        norms_from: what norms multiply by, beyond the weight that the checkpoint has.
+        norms_from: number that norms add to the checkpoint's weight.
     """
 
     name: str

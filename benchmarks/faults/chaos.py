@@ -86,7 +86,7 @@ class Drill:
 
     Attributes:
         num_leavers: see `Load`.
-        of_ranks: its nodes have two ranks each.
+        of_ranks: whether its nodes have two ranks each.
     """
 
     name: str

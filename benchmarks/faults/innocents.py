@@ -275,8 +275,8 @@ class Options:
     Attributes:
         only: drills whose name contains this.
         seeds: one that is drawn if there are none.
-        kills: in the drill of kills.
-        requests: at least, of a drill.
+        kills: kills in the drill of kills.
+        requests: least requests of a drill.
     """
 
     only: str = ""

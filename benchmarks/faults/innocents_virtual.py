@@ -260,7 +260,7 @@ def run(run: Run, seeds: int = 20, only: str = "") -> Document:
     """Run every drill with many seeds.
 
     Args:
-        seeds: how many.
+        seeds: number of seeds.
         only: drills whose name contains this.
     """
     results: Row = {}

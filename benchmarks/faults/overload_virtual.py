@@ -58,7 +58,7 @@ class Answer:
     Attributes:
         outcome: complete, refused, or the type of the error.
         expected_ttft_s, expected_decode_s: the gate's estimates when the request came.
-        is_local: its prompt was computed on the decode node.
+        is_local: whether its prompt was computed on the decode node.
     """
 
     sent_at: float

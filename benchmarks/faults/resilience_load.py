@@ -42,8 +42,8 @@ class Answer:
         ttft_s: 0 without a token.
         total_s: until the last token, or the error.
         longest_gap_s: between two of its tokens, or before the first.
-        attempts: by the receipt; 0 where there is none.
-        retry_delay_s: that a refusal advised; None if it did not.
+        attempts: attempts by the receipt; 0 without one.
+        retry_delay_s: delay that a refusal advised; None: no advice.
     """
 
     outcome: str

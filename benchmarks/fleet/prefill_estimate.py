@@ -83,9 +83,9 @@ class Placed:
 
     Attributes:
         turn: number of the turn in its chat, from 1; 0 in other loads.
-        expected_s: from its placement on, by the chosen place's terms.
-        measured_s: from its placement on.
-        ttft_s: with the wait at the gate.
+        expected_s: expected time from its placement on, by the chosen place's terms.
+        measured_s: measured time from its placement on.
+        ttft_s: time to the first token, with the wait at the gate.
     """
 
     turn: int

@@ -100,12 +100,12 @@ class Case:
     """A product that is timed.
 
     Attributes:
-        row: what the row says of the case.
+        row: fields of the row that name the case.
         calls: calls of one product, each with weights in memory of its own.
         weight: None: it is in bfloat16.
-        weight_bytes: that one call reads.
+        weight_bytes: bytes of the weight that one call reads.
         flops: operations of one call.
-        expected: what it should give; None: whatever it gives.
+        expected: the right result; None: the result is not checked.
     """
 
     row: Row

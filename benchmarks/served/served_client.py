@@ -61,9 +61,9 @@ class Answer:
 
     Attributes:
         turn: the turn of the chat, from 1; 0: a completion.
-        times: when each piece of text came, on the clock of ``sent_at``.
+        times: arrival of each piece of text, on the clock of ``sent_at``.
         num_tokens: tokens of the output, as the server counts them.
-        error: what went wrong; "": nothing.
+        error: the error's text; "": no error.
     """
 
     turn: int
@@ -79,7 +79,7 @@ class Played:
     """Result of a load.
 
     Attributes:
-        began_at: when the first request was sent.
+        began_at: time of the first request.
         ended_at: the end of the time in which the load was whole.
     """
 
@@ -160,7 +160,7 @@ class Player:
     Args:
         url: the server's, without a path.
         model: the name that the server gives the model.
-        seconds: how long new requests come, unless the load says how many.
+        seconds: duration of arrivals, unless the load has a number of requests.
     """
 
     def __init__(self, url: str, model: str, load: Load, prompts: Prompts, seconds: float) -> None:

@@ -80,10 +80,10 @@ class Found:
     """Measurements up to now.
 
     Attributes:
-        runs: by row, then by server, a round each.
-        starts: by server, a start each.
+        runs: results of each round, by row, then by server.
+        starts: results of each start, by server.
         missing: why a server was left out, by server.
-        errors: what went wrong first, by row and server.
+        errors: first error, by row and server.
     """
 
     runs: dict[str, dict[str, list[Numbers]]] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Options:
     Attributes:
         files: smollm2, 125M, 0.6B, or paths of GGUF files.
         rows: loads; all: every one.
-        seconds: how long new requests come.
+        seconds: duration of arrivals.
         cores: cores of a server.
         quick: one round of a few short rows.
         check_with: compare this client with another, no servers.

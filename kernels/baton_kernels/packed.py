@@ -93,7 +93,7 @@ class CodeLayout:
         scales: their type. int8: multiples of a factor that `SUPER_GROUP` inputs share.
         minima: their type; None: there are none, and codes are symmetric. int8: multiples of a
             factor of their own where scales are, else (zero points) of the group's scale.
-        factors: their type; None: there are none.
+        factors: type of the factors; None: no factors.
         is_e2m1: codes are of `E2M1_TWICE`; of 4 bits, without minima.
     """
 

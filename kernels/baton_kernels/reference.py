@@ -186,7 +186,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
     Args:
         x: ``[..., size]``.
-        cap: what no result exceeds.
+        cap: limit of the results' magnitude.
     """
     return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
@@ -610,7 +610,7 @@ def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Ten
     Args:
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
         block_ids: ``[n]`` integers, the request's blocks in token order; more than needed is fine.
-        num_tokens: how many tokens to read; what lies behind them in the last block is not read.
+        num_tokens: tokens to read; the rest of the last block is not read.
 
     Returns:
         ``(key, value)``, each ``[num_kv_heads, num_tokens, head_dim]``.

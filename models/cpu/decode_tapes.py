@@ -56,7 +56,7 @@ class DecodeTapes:
     The tapes used last are kept.
 
     Args:
-        ops: which make the calls.
+        ops: native ops that make the calls.
     """
 
     def __init__(self, ops: NativeOps) -> None:

@@ -62,7 +62,7 @@ class CpuPacker:
         """Choose for this process; None where torch's own layers do as well.
 
         Args:
-            dtype: that the model computes in.
+            dtype: type that the model computes in.
             weights: ``auto``, or a ``WeightFormat``.
         """
         native = native_ops()

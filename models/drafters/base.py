@@ -30,7 +30,7 @@ class LayersDrafter(Protocol):
     """Drafts one token after the other, over KV of its own.
 
     Attributes:
-        kv_layers: what each of its layers keeps of the tokens before.
+        kv_layers: layout of what each layer keeps of earlier tokens.
         reads_states: whether it reads the model's states. Its KV at a position then belongs to the
             state there and the token behind it; else to the token there.
         state_layers: the model's layers before which states are read; empty: states behind the

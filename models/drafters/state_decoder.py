@@ -31,7 +31,7 @@ class StateLayout:
     """Parts and names of a drafter's checkpoint.
 
     Attributes:
-        names: how our parameters' names begin -> what the checkpoint has in its place, in order.
+        names: prefix of our parameters' names -> prefix in the checkpoint, in order.
         state_layers: the target model's layers, see ``LayersDrafter``; not empty: EAGLE-3.
         residual_is_normed: EAGLE-3's layer adds to the normed state.
         has_embedding, has_head: whether the drafter has its own; else it uses the model's.

@@ -26,7 +26,7 @@ class InvariantPacker:
 
     Attributes:
         kind: the GPU's kind; other kinds add in another order.
-        int8: what takes the layers whose sums are of integers, which have no order; None: nothing.
+        int8: packer of layers that sum integers, whose order does not matter; None: no such layers.
     """
 
     kind: str

@@ -101,7 +101,7 @@ class HeadsInPairs(JoinedLinear):
     Args:
         in_features: inputs of all parts.
         parts: name of each in the checkpoint -> its rows.
-        turning: those whose heads turn.
+        turning: parts whose heads rotate.
         head_dim: rows of a head.
         rotary_dim: rows of a head that turn.
         bias: whether each has one.

@@ -40,8 +40,8 @@ class Storage:
     """One way to store a layer's weight.
 
     Attributes:
-        parts: what it needs, by suffix of the tensor's name.
-        may_have: what it may have besides.
+        parts: required tensors, by suffix of their names.
+        may_have: optional tensors, by suffix.
         restore: makes ``weight`` of them, ``[out, in]``; raises ValueError for what does not fit.
         keep: returns them as integers that kernels multiply, or None where they are not that.
         keep_float8: likewise, as float8.

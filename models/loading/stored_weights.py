@@ -33,7 +33,7 @@ class StoredTensor:
 
     Attributes:
         path: the file that holds the tensor.
-        name: in Hugging Face layout.
+        name: name in Hugging Face layout.
         read: reads it as numbers; raises ModelLoadError.
         is_mapped: whether what is read are pages of the file.
         shape: the tensor's sizes as read; None if unknown before.

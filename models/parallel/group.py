@@ -95,7 +95,7 @@ class Ranks:
 
     Attributes:
         everyone: all of them, stage by stage.
-        group: those of this one's stage.
+        group: ranks of this rank's stage.
     """
 
     everyone: Collective = SINGLE_RANK

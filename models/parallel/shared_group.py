@@ -45,7 +45,7 @@ class SharedGroup:
 
     Args:
         others: a group of these ranks, for operations that this one lacks.
-        descriptor: from `open_shared`.
+        descriptor: file descriptor from `open_shared`.
         index: number of the group among those that share the memory.
     """
 

@@ -18,7 +18,7 @@ def contents_of(
     """Return the full blocks of prompts by hash, as compatible engines hash them.
 
     Args:
-        prompts: with their KV, block by block.
+        prompts: prompts with their KV, block by block.
     """
     hasher = BlockHasher(int(compatibility["block_size"]), namespace=cache_namespace(compatibility))
     contents: dict[BlockHash, torch.Tensor] = {}

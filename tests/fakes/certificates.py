@@ -37,8 +37,8 @@ class Authority:
         """Issue a certificate and put its files in place, over earlier ones; return TLS options.
 
         Args:
-            now: when it begins; it is for 30 days.
-            trusts: whose CA file goes with it; its own if not given.
+            now: begin of its 30 days.
+            trusts: authority whose CA file goes with it; None: this one.
         """
         at_that_time = DevCA(now=now)
         at_that_time.key, at_that_time.certificate = self.ca.key, self.ca.certificate

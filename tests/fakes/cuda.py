@@ -26,7 +26,7 @@ class FakeStream:
     """One stream.
 
     Attributes:
-        num_waits: how often somebody has waited for it.
+        num_waits: number of waits for the stream.
     """
 
     def __init__(self, device: object = None) -> None:

@@ -27,7 +27,7 @@ class Hosts:
     """Namespaces by name, each with one interface ``eth0`` and an address of its own.
 
     Attributes:
-        addresses: by name.
+        addresses: address of each host, by name.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

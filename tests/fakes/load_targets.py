@@ -59,7 +59,7 @@ class ScriptedTarget:
 
     Args:
         stalls: begins and ends, in seconds since the first call; meanwhile it does nothing.
-        one_at_a_time: it answers one request after the other.
+        one_at_a_time: whether requests are answered one after the other.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class NodeProcess:
         link: None while the node has none.
         stopped: it stands still; what is sent to it waits, and what it posted goes on.
         muted: nothing passes between it and the router, and neither end is told.
-        num_copies: how often the next message about the prefix cache reaches the router.
+        num_copies: copies of the next prefix cache message that reach the router.
         is_misheard: the last one was lost; or a snapshot was, and no other came since.
     """
 

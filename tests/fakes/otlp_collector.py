@@ -72,8 +72,8 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
     """A collector that listens on loopback inside a ``with`` block.
 
     Attributes:
-        endpoint: for ``--trace-endpoint``.
-        spans: that arrived, in this order.
+        endpoint: value for ``--trace-endpoint``.
+        spans: spans in order of arrival.
     """
 
     def __init__(self) -> None:

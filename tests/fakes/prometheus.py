@@ -62,9 +62,9 @@ def scraping(
 
     Args:
         targets: ``host:port`` by job.
-        folder: for its files.
-        address: that it listens on.
-        rules: that it evaluates.
+        folder: folder for its files.
+        address: address that it listens on.
+        rules: rules that it evaluates.
         targets_file: names more, and is read again when it changes.
     """
     discovered = {"file_sd_configs": [{"files": [str(targets_file)], "refresh_interval": "2s"}]}

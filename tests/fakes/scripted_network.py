@@ -190,7 +190,7 @@ class ScriptedTransport:
 
     Args:
         engine_id: name of this end.
-        memory: that peers write to.
+        memory: memory that peers write to.
         network: moves what this end sends.
     """
 

@@ -26,7 +26,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """See `asyncio.SelectorEventLoop`; only its time is another.
 
     Attributes:
-        errors: that nobody retrieved.
+        errors: errors that no task retrieved.
     """
 
     def __init__(self, clock: VirtualClock) -> None:

@@ -19,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
 def num_tokens_kept(cluster: Cluster, prompt: list[int]) -> int:
-    """Tokens of a prompt that the decode node would find now."""
+    """Return how many tokens of a prompt the decode node would find cached now."""
     request = Request.create(
         "probe", prompt, PARAMS, seed=0, eos_token_ids=frozenset(), max_model_len=28
     )

@@ -144,7 +144,7 @@ def say(hand: HandNode, message: node_pb2.NodeMessage) -> None:
 
 
 def assert_sane(node: Node) -> None:
-    """All that a policy reads of a node is a number, and none is out of reach."""
+    """Check that all that a policy reads of a node is a number within its limits."""
     load = node.load
     for value in (
         load.prefill_queue_s,

@@ -178,7 +178,7 @@ class Crowd:
         self.system.settle()
 
     def _disturb(self) -> None:
-        """Kill a node that works on a request, or start again what was killed."""
+        """Kill a node that works on a request, or restart a killed node."""
         what = self.draw.random()
         is_whole = not any(process.dead for process in self.system.processes.values())
         if what < 0.3 and is_whole:

@@ -31,7 +31,7 @@ def check_layouts(sources: Sequence[Path], structs: Mapping[str, type[ctypes.Str
 
     Args:
         sources: C files and headers.
-        structs: by the struct's name in C.
+        structs: structs by name in C.
     """
     bodies: dict[str, str] = {}
     for path in sources:

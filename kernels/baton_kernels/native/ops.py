@@ -735,7 +735,7 @@ class NativeOps:
         """Add what all ranks of a group have, in place; whether this can be done here.
 
         Args:
-            group: in memory that its ranks share.
+            group: the group, in memory that its ranks share.
             gathered: ``[size, *tensor.shape]``; then the parts are put there, and not added.
         """
         if not _plain(tensor) or (gathered is not None and not _plain(gathered)):

@@ -55,7 +55,7 @@ def plan_tiles(
         tokens_per_tile: new tokens that a program takes at once.
         keys_per_step: keys that a program takes at once; parts but the last are multiples of it.
         block_size: tokens per block of the KV cache; parts begin with one.
-        num_programs: what fills the GPU, per KV head.
+        num_programs: programs per KV head that fill the GPU.
         sliding_window: see ``AttentionBackend.run``.
         least_new: new tokens of a request that is cut; others have a kernel of their own.
     """
