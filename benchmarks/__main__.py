@@ -27,7 +27,7 @@ from benchmarks.runner.run import Run
 
 
 def main(words: Sequence[str]) -> int:
-    """Do what the command line says; returns the exit code."""
+    """Run the command line; return the exit code."""
     if words[:1] == ["--page"]:
         write_page(ROOT)
         return 0

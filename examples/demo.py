@@ -67,7 +67,7 @@ GET_WEATHER = {
 
 # Without this rule the model loops or answers correctly, depending on how the CPU rounds.
 SHORT = {"role": "system", "content": "Answer in one short sentence."}
-# What the function knows.
+# Answers of the function.
 WEATHER = {"Oslo": "4 degrees, light rain"}
 
 
@@ -130,7 +130,7 @@ def fetch_model(console: Console, model: PackagedModel) -> str | None:
 
 @dataclass
 class Talk:
-    """Sends prompts, shows what is said as it comes, and collects receipts."""
+    """Sends prompts, shows answers as they come, and collects receipts."""
 
     console: Console
     client: Client
@@ -146,7 +146,7 @@ class Talk:
         self.console.print(Rule(title, align="left"))
 
     def line(self, who: str, text: str, style: str = "dim") -> None:
-        """Show what somebody says at once."""
+        """Show a whole line at once."""
         paragraph = Paragraph(self.console, who, style)
         paragraph.add(text)
         paragraph.end()
@@ -157,7 +157,7 @@ class Talk:
         prompt: Prompt,
         fits: Mapping[str, Any] | None = None,
     ) -> str:
-        """Stream an answer, held to a JSON schema if there is one; returns it."""
+        """Stream an answer, held to a JSON schema if there is one; return it."""
         params = SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0.0,
@@ -177,7 +177,7 @@ class Talk:
     def ask_with_tool(
         self, title: str, messages: Sequence[Mapping[str, Any]], *, must_call: bool
     ) -> dict[str, Any]:
-        """The message that answers where there is a function, by OpenAI's API; shows it."""
+        """Send a chat with a function by OpenAI's API; show the answer's message and return it."""
         body = {
             "model": "demo",
             "messages": messages,
@@ -205,7 +205,7 @@ class Talk:
 
 
 class Paragraph:
-    """Text that is shown word by word, beside the name of who says it."""
+    """Text that is shown word by word, beside the speaker's name."""
 
     def __init__(self, console: Console, who: str, style: str) -> None:
         self._console = console
@@ -215,7 +215,7 @@ class Paragraph:
         console.print(f"[cyan]{who:<{INDENT}}[/]", end="")
 
     def add(self, text: str) -> None:
-        """Show the words that are whole."""
+        """Show the whole words so far."""
         for character in text:
             if not character.isspace():
                 self._word += character
@@ -249,7 +249,7 @@ class Paragraph:
 
 
 def show_model(talk: Talk) -> None:
-    """What a model that was taught to answer can do."""
+    """Show the skills of a model that was taught to answer."""
     talk.scene("a chat: what is said before is computed once")
     talk.line("rule", SHORT["content"])
     chat: list[dict[str, Any]] = [SHORT]
@@ -286,7 +286,7 @@ def show_model(talk: Talk) -> None:
 
 
 def show_toy(talk: Talk) -> None:
-    """What the model of the tests can do: its text reads like Python and means little."""
+    """Show the skills of the tests' model, whose text reads like Python and means little."""
     source = Path(json.__file__).with_name("encoder.py").read_text(encoding="utf-8")
     long_prompt = source[:2600].rpartition("\n")[0] + "\n"
     question = "Write the function `read_lines(path)`: Return the lines of a file."
@@ -313,7 +313,7 @@ def _as_written(call: Mapping[str, str]) -> str:
 
 
 def receipt_table(receipts: Sequence[tuple[str, Receipt]]) -> Table:
-    """One column per answer; what p0 and d0 did for it."""
+    """Return a table with a column per answer: the work of p0 and d0 for it."""
     table = Table(title="receipts", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     columns = []

@@ -126,7 +126,7 @@ class Layer(nn.Module):
 
 
 class Eagle(nn.Module):
-    """Li et al., "EAGLE", arXiv 2401.15077: a layer that foretells the model's last state."""
+    """Li et al., "EAGLE", arXiv 2401.15077: a layer that predicts the model's last state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Mtp(nn.Module):
 
 
 class Medusa(nn.Module):
-    """Cai et al., "Medusa", arXiv 2401.10774: a head for each of the tokens behind the next."""
+    """Cai et al., "Medusa", arXiv 2401.10774: a head for each token after the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Medusa(nn.Module):
 
 
 class Teacher:
-    """The demo model, which does not change."""
+    """The demo model, whose weights stay fixed."""
 
     def __init__(self) -> None:
         model = Qwen3ForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
@@ -263,13 +263,13 @@ def acceptance_by_place(
 
 
 def load_text(seed: int) -> Corpus:
-    """The demo model's training text by its own tokenizer, and as much of what it writes."""
+    """Encode the demo model's training text, and as much text that the model writes itself."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     sources = collect_sources(Path(sysconfig.get_paths()["stdlib"]))
     training, validation = split_sources(sources, seed)
     documents = encode_in_pieces(tokenizer, training, seed)
     own = write_texts(documents, seed)
-    # Of all that is drawn from, about half is the model's own.
+    # About half of the training text is the model's own.
     size, own_size = (sum(map(len, texts)) for texts in (documents, own))
     return Corpus(
         documents=[*documents, *own * max(round(size / own_size), 1)],
@@ -279,7 +279,7 @@ def load_text(seed: int) -> Corpus:
 
 
 def write_texts(documents: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
-    """Have the model go on behind beginnings: most by its most probable tokens, some drawn."""
+    """Have the model continue texts: most by its most probable tokens, some by sampling."""
     rng = np.random.default_rng(seed)
     beginnings = []
     for _ in range(OWN_TEXTS):

@@ -88,14 +88,14 @@ DATA_LINE = re.compile(r"""^\s*(?:[brfu]?["']|[-\d([{]).*,\s*(?:#.*)?$""")
 
 
 def normalise(text: str) -> str:
-    """One kind of line end, no tabs or form feeds, no trailing blanks, few empty lines."""
+    """Unify line ends, and remove tabs, form feeds, trailing blanks and most empty lines."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "").expandtabs(8)
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n"
 
 
 def is_mostly_data(text: str) -> bool:
-    """Whether more than half of the lines look like rows of a table."""
+    """Return whether more than half of the lines look like rows of a table."""
     lines = [line for line in text.split("\n") if line.strip()]
     return sum(DATA_LINE.match(line) is not None for line in lines) > 0.5 * len(lines)
 
@@ -136,7 +136,7 @@ class Function:
     source: str
 
     def messages(self, request: str) -> list[dict[str, str]]:
-        """The chat that asks for the function and gets it."""
+        """Return the chat that asks for the function and gets it."""
         question = request.format(name=self.name, signature=self.signature, summary=self.summary)
         return [
             {"role": "user", "content": question},
@@ -145,7 +145,7 @@ class Function:
 
 
 def find_functions(text: str) -> Iterator[Function]:
-    """The short documented functions and methods of one module."""
+    """Yield the short documented functions and methods of one module."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -169,7 +169,7 @@ def find_functions(text: str) -> Iterator[Function]:
 
 
 def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
-    """A lossless byte-level BPE tokenizer; the special tokens take the last ids."""
+    """Train a lossless byte-level BPE tokenizer; special tokens get the last ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -191,7 +191,7 @@ def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
 
 
 def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, object]:
-    """The contents of ``tokenizer_config.json``."""
+    """Return the contents of ``tokenizer_config.json``."""
     added = {
         str(tokenizer.token_to_id(token)): {
             "content": token,
@@ -219,7 +219,7 @@ def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer with its chat template, as ``transformers`` uses it."""
+    """Wrap the tokenizer with its chat template, for ``transformers``."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=IM_END,
@@ -270,7 +270,7 @@ def encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str], seed: int) -> l
 
 
 def encode_chats(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[np.ndarray]]:
-    """For every way to ask, the chats about all functions of the modules ``texts``."""
+    """Encode the chats about all functions of the modules ``texts``, one list per way to ask."""
     wrapped = wrap_tokenizer(tokenizer)
     functions = list(dict.fromkeys(fn for text in texts for fn in find_functions(text)))
     variants = []
@@ -292,7 +292,7 @@ class Corpus:
     validation: np.ndarray
 
     def epoch_stream(self, rng: np.random.Generator) -> np.ndarray:
-        """All documents and a random choice of chats, in random order, as one stream."""
+        """Return all documents and a random choice of chats as one stream, in random order."""
         size = sum(len(document) for document in self.documents)
         wanted = size * CHAT_FRACTION / (1 - CHAT_FRACTION)
         chosen: list[np.ndarray] = []
@@ -325,7 +325,7 @@ class Batches:
         self.epochs += 1
 
     def next(self, length: int) -> torch.Tensor:
-        """A batch of windows of ``length`` inputs and the token that follows them."""
+        """Return a batch of windows of ``length`` inputs and the token that follows them."""
         rows = max(1, self._tokens // length)
         if self._length != length or len(self._windows) < rows:
             self._refill(length)
@@ -358,7 +358,7 @@ def load_corpus(seed: int) -> tuple[Tokenizer, Corpus]:
 
 
 def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
-    """A Qwen3 model of about five million parameters, residual outputs starting at zero."""
+    """Build a Qwen3 model of about five million parameters; residual outputs start at zero."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -435,7 +435,7 @@ def evaluate(model: torch.nn.Module, stream: np.ndarray, length: int) -> float:
 
 
 def rounded(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """A copy with weights rounded to bfloat16, the form in which they are stored."""
+    """Return a copy with weights rounded to bfloat16, their stored type."""
     return copy.deepcopy(model).to(torch.bfloat16).eval()
 
 
@@ -483,7 +483,7 @@ class Trainer:
         return time.monotonic() - self.started
 
     def step(self, progress: float) -> float:
-        """One optimizer step; returns the loss of its batch."""
+        """Make one optimizer step; return the loss of its batch."""
         factor = learning_rate_factor(progress)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -531,7 +531,7 @@ class Trainer:
 
 
 def complete(model: Qwen3ForCausalLM, wrapped: PreTrainedTokenizerFast, prompt: str) -> str:
-    """The greedy completion of ``prompt``, special tokens included."""
+    """Return the greedy completion of ``prompt``, special tokens included."""
     inputs = wrapped(prompt, return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
         output = model.generate(**inputs, max_new_tokens=160)
@@ -562,7 +562,7 @@ def final_report(trainer: Trainer) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--minutes", type=float, default=60.0, help="wall-clock limit in all")

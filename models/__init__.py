@@ -37,12 +37,12 @@ def load_model(
 
     Args:
         folder: a local folder as ``save_pretrained`` writes it.
-        dtype: of weights and activations; None takes the checkpoint's own.
-        device: where the weights go.
+        dtype: type of weights and activations; None: the checkpoint's own.
+        device: device of the weights.
         max_model_len: see ``ModelConfig.from_folder``.
-        packer: packs linear layers, such as ``models.cpu.packing.CpuPacker``; None: they stay
-            torch's parameters.
-        ranks: ranks that share the model; each loads its part. None: one rank.
+        packer: keeps linear layers in a form of their own, such as
+            ``models.cpu.packing.CpuPacker``; None: as torch's parameters.
+        ranks: ranks that share the model; each loads its part; None: a single rank.
         cache: keeps packed weights in files that processes share; None: they are this process's.
 
     Raises:

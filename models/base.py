@@ -20,7 +20,7 @@ from models.config import ModelConfig
 Rotations = tuple[tuple[Tensor, Tensor], ...]
 
 
-# A layer's views of the cache, each [num_blocks, ...]: one where it attends, or a state's arrays.
+# A layer's views of the cache, each [num_blocks, ...]: one if it attends, else its state's arrays.
 LayerCache = Tensor | tuple[Tensor, ...]
 AttentionStep = tuple[AttentionMetadata, AttentionBackend]
 GroupStep = AttentionStep | tuple[StateMetadata, None]
@@ -68,7 +68,7 @@ class ForwardContext:
 
 
 class StateContext(Protocol):
-    """The part of a step that a layer with a state gets."""
+    """The part of a step that layers with a recurrent state read."""
 
     def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
         """Return a layer's metadata, and the arrays of its state, each ``[num_slots, ...]``."""
@@ -80,7 +80,7 @@ class CausalLM(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """Return the configuration from which the model was built."""
+        """Configuration that the model was built from."""
         ...
 
     @property
@@ -90,12 +90,12 @@ class CausalLM(Protocol):
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        """Return what each layer keeps of earlier tokens."""
+        """Layout of each layer's KV cache or recurrent state."""
         ...
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """Return each layer's scales of keys and values in a float8 cache."""
+        """Factors ``(key, value)`` of each layer's numbers in a float8 KV cache."""
         ...
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:

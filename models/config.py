@@ -25,14 +25,14 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a model, what it is built of, and the token ids it ends with.
+    """The shape of a model, its parts, and the token ids that end an output.
 
     Lengths are in tokens.
 
     Attributes:
         max_model_len: longest sequence (prompt and output) with correct results.
         dtype: the checkpoint's: "float32", "bfloat16" or "float16".
-        quantization: how weights are stored; None: not quantized.
+        quantization: format of the stored weights; None: not quantized.
         num_mtp_layers: layers behind the model's own that predict several tokens.
         is_text_part: whether the checkpoint is that of a model that also sees images.
     """

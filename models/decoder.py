@@ -85,7 +85,7 @@ def make_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward on one residual stream, with norms before or behind each."""
+    """Attention and feed-forward on one residual stream, with norms before or after each."""
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
@@ -100,13 +100,13 @@ class DecoderLayer(nn.Module):
             self.add_module(name, made)
             return made
 
-        # A tuple: the modules are registered by the names above, and by no other.
+        # A tuple, so that the modules are registered under the names above only.
         norms = config.recipe.norms
         self._mixer_norms = norm(norms.before_mixer), norm(norms.after_mixer)
         if self.mlp is not None:
             last_norms = (norms.before_feed_forward, norms.after_feed_forward)
             self._feed_forward_norms = norm(last_norms[0]), norm(last_norms[1])
-        # Of the ranks that add what they compute of a part.
+        # Groups of ranks whose results of a part are added.
         self._mixer_group: Collective = SINGLE_RANK
         self._feed_forward_group: Collective = SINGLE_RANK
 
@@ -149,7 +149,7 @@ class DecoderLayer(nn.Module):
 
 
 class Shareable(Protocol):
-    """A part of a layer that ranks can divide; they add their results.
+    """A part of a layer that ranks can share: their results are added.
 
     Attributes:
         can_share: whether ranks can divide this part; if not, each rank computes it.
@@ -238,7 +238,7 @@ class Decoder(nn.Module):
         return self.states
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the tokens' embeddings; each rank looks up its part of the vocabulary."""
+        """Return the tokens' embeddings; other ranks look up their share (vocab-parallel)."""
         if self._ranks.group.size == 1:
             embedded: Tensor = self.embed_tokens(input_ids)
         else:
@@ -277,7 +277,7 @@ class Decoder(nn.Module):
 
 @functools.cache
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """Round a factor to a tensor's dtype, like Hugging Face's factor of embeddings."""
+    """Round a factor to a tensor's dtype, as Hugging Face rounds the factor of embeddings."""
     return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
@@ -345,7 +345,7 @@ class DecoderForCausalLM(nn.Module):
         return self.config.recipe.stored_name(name)
 
     def ignores_weight(self, name: str) -> bool:
-        """Return whether a checkpoint may have this weight although the model does not use it.
+        """Return whether a checkpoint may have this weight although nothing here reads it.
 
         Ignored are a drafter's layers, which the drafter reads itself, and the vision parts of
         multimodal models.

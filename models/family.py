@@ -14,7 +14,7 @@ from models.fields import Fields
 from models.model_fields import FULL, SLIDING, ModelFields
 from models.recipe import Recipe
 
-# Activations of gated units by their names in config.json, and what they are called here.
+# Name of a gated unit's activation in config.json -> name here.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -23,7 +23,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
 }
 GELU = ("gelu_tanh", "gelu")
-# Fields that only some architectures compute with -> values with which they change nothing.
+# Fields that only some architectures use -> values that change nothing in the others.
 _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "query_pre_attn_scalar": (None,),
     "attn_logit_softcapping": (None,),
@@ -39,7 +39,7 @@ _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "per_layer_config": (None, {}),
     "rope_local_base_freq": (None,),
 }
-# Fields that few architectures compute with, and that are checked in every file.
+# Fields that few architectures use; every file is checked for them.
 _FLAGS, _INTERVAL = ("attention_out_bias", "qkv_bias"), "no_rope_layer_interval"
 # transformers' attention masks read this field for every architecture; null counts as false there.
 _IS_CAUSAL = "is_causal"
@@ -62,7 +62,7 @@ class Family:
         reads: optional fields that the model uses.
         activations: activations of its gated units, besides silu.
         activation_field: name of the field with the activation.
-        layer_kinds: what ``layer_types`` may call a layer.
+        layer_kinds: names that ``layer_types`` may give a layer.
         sliding_window_pattern: one of every so many layers has full attention, if the file names
             no layer types; None: the file says how many.
         ropes_by_layer_type: layers with a window may turn otherwise than those without.

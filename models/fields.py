@@ -14,7 +14,7 @@ from baton.api.errors import ModelLoadError
 
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 1e30
-# Of what is counted through one by one, such as layers and experts.
+# Most parts that are visited one by one, such as layers and experts.
 MAX_PARTS = 2**14
 _MAX_PROBLEM_CHARS = 2000
 
@@ -25,7 +25,7 @@ class Fields:
     Args:
         values: the object.
         source: the file, for error messages.
-        prefix: where the object sits inside the file, for error messages ("rope_scaling.").
+        prefix: place of the object in the file, for error messages ("rope_scaling.").
     """
 
     def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
@@ -54,7 +54,7 @@ class Fields:
         return self._values.get(name)
 
     def has(self, name: str) -> bool:
-        """Say whether the field is there and not null."""
+        """Return whether the field is present and not null."""
         return self._values.get(name) is not None
 
     def with_values(self, values: Mapping[str, object]) -> Fields:

@@ -19,7 +19,7 @@ from models.config import ModelConfig
 from models.recipe import Matrix, Part
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Of the formats: bytes of a weight, and of what each group of inputs of an output has besides.
+# Formats: bytes of a weight, and further bytes per group of an output's inputs.
 # As `PackedWeight` keeps them; 0: one group of all inputs.
 _FORMATS = {
     "fp32": (4.0, 0.0, 1),
@@ -48,7 +48,7 @@ class MemoryNeeds:
     """Bytes that a model takes on a CPU. Biases are left out: they are less than a thousandth.
 
     Attributes:
-        weights: by value of ``--weights``.
+        weights: bytes of the weights, by value of ``--weights``.
         kv_token_bytes: keys and values of one token, all layers.
         block_size: tokens of a KV block.
     """
@@ -59,7 +59,7 @@ class MemoryNeeds:
 
     @property
     def kv_block_bytes(self) -> int:
-        """Bytes of one block of tokens, all layers that attend."""
+        """Bytes of one block of tokens, over all layers that attend."""
         return self.kv_token_bytes * self.block_size
 
 
@@ -145,11 +145,11 @@ def _weight_bytes(
         config: the model's configuration.
         format_: format of linear layers; a dtype where they stay torch's own.
         dtype: dtype of weights that are not packed.
-        experts: their format; None: as other layers.
+        experts: format of experts; None: that of other layers.
     """
     head: Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
-    # Routers, and what makes keys and values of latents, keep their numbers in every format.
+    # Routers and the projections of latents keep their type in every format.
     exact = dtype if format_ in _DTYPE_BYTES else _format(config, "auto", dtype)
     layers = sum(
         number * _matrix_bytes(one, kept, dtype)
@@ -169,7 +169,7 @@ def _weight_bytes(
 
 
 def _is_narrow(config: ModelConfig) -> bool:
-    """Say whether an embedding is kept in bfloat16, whatever is computed in."""
+    """Return whether an embedding is kept in bfloat16, in any type of computation."""
     is_plain = config.quantization is None or config.quantization.method == "mxfp4"
     return config.dtype == "bfloat16" and is_plain
 

@@ -16,19 +16,19 @@ from models.recipe import AttentionSpec, FeedForwardSpec, LayerSpec, MlpSpec, Re
 from models.rope_config import RopeConfig, parse_ropes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# What layers are called whose mixers carry a state, and those between them.
+# Names of layer types -> whether the mixer carries a state.
 STATE_KINDS = {FULL: False, "attention": False, "linear_attention": True, "mamba": True}
 Windows = Sequence[int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFields:
-    """What a config.json says; lengths are in tokens.
+    """Fields of a config.json; lengths are in tokens.
 
     Attributes:
         fields: all fields, with the family's defaults.
         max_model_len: the longest sequence, prompt and output, that comes out right.
-        activation: of gated units: "silu", "gelu_tanh" or "gelu".
+        activation: activation of gated units: "silu", "gelu_tanh" or "gelu".
         rope: rotary embedding of all layers, or of those without a window.
         sliding_rope: rotary embedding of layers with a window; None: as ``rope``.
         sliding_window_pattern: one layer of so many has no window, where no types are given.
@@ -120,7 +120,7 @@ class ModelFields:
 
         Args:
             mixers: attention of each layer.
-            feed_forward: what every layer has behind it.
+            feed_forward: feed-forward part of every layer.
             options: options of `Recipe`; ``ropes`` is the file's one rotation by default.
         """
         layers = tuple(LayerSpec(mixer, feed_forward) for mixer in mixers)
@@ -188,7 +188,7 @@ class ModelFields:
         """Return whether each layer carries a state, by ``layer_types``.
 
         Args:
-            interval: where no types are given, one layer of so many attends; 0: none does.
+            interval: without types, one layer of this many attends; 0: none does.
 
         Raises:
             ModelLoadError: no layer attends.

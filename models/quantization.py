@@ -17,10 +17,10 @@ _SPARSE_FORMATS = ("dense",)
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """What of a configuration is needed to read weights.
+    """The part of a checkpoint's configuration that reading its weights needs.
 
     Attributes:
-        method: of `quant_method`.
+        method: value of `quant_method`.
         block_shape: rows and columns that share a scale, where scales are per block.
         group_size: neighbours of a row with a scale, the row's last ones perhaps fewer, where the
             tensors do not tell which column has which; 0: they do, or all have as many.
@@ -39,8 +39,8 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
     """Read ``quantization_config``; None: weights are stored plainly.
 
     Args:
-        fields: of config.json.
-        beside: of `MODELOPT_FILE`, where there is one.
+        fields: fields of config.json.
+        beside: fields of `MODELOPT_FILE`; None: no such file.
 
     Raises:
         ModelLoadError: the scheme is not one that is read; names the field.
@@ -65,7 +65,7 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
 
 
 def _is_of_kv_cache_only(quantization: Fields) -> bool:
-    """Say whether only keys and values are quantized: float8, one scale per layer each.
+    """Return whether only keys and values are quantized: float8, one scale per layer each.
 
     As compressed-tensors writes it; the scales, which the loader finds among the weights, are
     used where the KV cache is one of float8, and do not matter elsewhere.
@@ -101,9 +101,9 @@ def _groups(quantization: Fields) -> list[Fields]:
 
 
 def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
-    """Weights of 4 or 8 bits, as compressed-tensors keeps them.
+    """Read compressed-tensors: weights of 4 or 8 bits.
 
-    What scale inputs are rounded with is not read: kernels that round them look at each token.
+    Scales for rounding inputs are not read: kernels compute one for each token.
     """
     _check_kv_cache(quantization)
     for name in ("sparsity_config", "transform_config"):
@@ -112,7 +112,7 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
             if child.names() and child.get("format") not in _SPARSE_FORMATS:
                 raise quantization.wrong(name, "not supported")
     blocks, groups = set[tuple[int, int]](), _groups(quantization)
-    # Which layers a group is of is not read: inputs are left alone where one group says so.
+    # Groups' layers are not read: inputs are rounded only if all groups say so.
     rounds_inputs = bool(groups) and all(group.has("input_activations") for group in groups)
     for group in groups:
         weights = group.child("weights")
@@ -154,7 +154,7 @@ def _check_bits(quantization: Fields, supported: tuple[int, ...]) -> None:
 
 
 def _gptq(quantization: Fields) -> QuantizationConfig:
-    """Integers by columns with zero points (Frantar et al., arXiv:2210.17323)."""
+    """Read GPTQ: integers with zero points (Frantar et al., arXiv:2210.17323)."""
     layout = quantization.text("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise quantization.wrong(
@@ -173,7 +173,7 @@ def _group_size(quantization: Fields) -> int:
 
 
 def _awq(quantization: Fields) -> QuantizationConfig:
-    """Integers of 4 bits in groups (Lin et al., arXiv:2306.00978)."""
+    """Read AWQ: integers of 4 bits in groups (Lin et al., arXiv:2306.00978)."""
     layout = quantization.text("version", "gemm")
     if layout.lower() != "gemm":
         raise quantization.wrong("version", f"{layout!r} is not supported; supported: gemm")
@@ -182,12 +182,12 @@ def _awq(quantization: Fields) -> QuantizationConfig:
 
 
 def _mxfp4(quantization: Fields) -> QuantizationConfig:
-    """Numbers of four bits in groups with powers of two, of gpt-oss's experts."""
+    """Read MXFP4 of gpt-oss's experts: four bits in groups with powers of two."""
     return QuantizationConfig("mxfp4")
 
 
 def _auto_round(quantization: Fields) -> QuantizationConfig:
-    """Any of the other layouts, with words of AutoRound's own (Cheng et al., arXiv:2309.05516)."""
+    """Read AutoRound's fields for one of the other layouts (Cheng et al., arXiv:2309.05516)."""
     data_type = quantization.text("data_type", "int")
     _check_other_layers(quantization, data_type)
     if data_type == "fp":
@@ -225,7 +225,7 @@ def _check_other_layers(quantization: Fields, data_type: str) -> None:
 
 
 _FLOAT8_BITS = 8
-# By layout whether zero points are stored less one, as AutoGPTQ does; first those of today's files.
+# Layout -> number to add to stored zero points: 1 as in AutoGPTQ, or 0; today's layouts first.
 _AUTO_ROUND_GPTQ = {
     **dict.fromkeys(("auto_round:auto_gptq", "auto", "auto_round:gptq", "auto_gptq"), 1),
     **dict.fromkeys(("auto_round:gptq:exllamav2", "gptq:exllamav2", "gptq"), 1),
@@ -236,7 +236,7 @@ _AUTO_ROUND_AWQ = ("auto_round:auto_awq", "auto_round:awq:gemm", "auto_round:awq
 
 
 def _modelopt(quantization: Fields) -> QuantizationConfig | None:
-    """What NVIDIA's ModelOpt exports; layers of several kinds tell by their tensors which."""
+    """Read NVIDIA ModelOpt's fields; in mixed exports each layer's tensors show its kind."""
     _check_kv_of_modelopt(quantization)
     if not quantization.has("quant_algo"):
         return None
@@ -266,7 +266,7 @@ def _check_kv_of_modelopt(quantization: Fields) -> None:
             )
 
 
-# By algorithm whether inputs are rounded as weights are, to what kernels multiply.
+# Algorithm -> whether inputs are rounded as weights are, to a type that kernels multiply.
 _MODELOPT = {
     "FP8": True,
     "FP8_PER_CHANNEL_PER_TOKEN": True,
@@ -285,7 +285,7 @@ _MODELOPT_BLOCK = (128, 128)
 
 
 def _fbgemm(quantization: Fields) -> QuantizationConfig:
-    """Weights of e4m3 with a scale per row, as Meta's checkpoints have them."""
+    """Read Meta's FBGEMM checkpoints: weights of e4m3 with a scale per row."""
     return QuantizationConfig("fbgemm_fp8", rounds_inputs=True)
 
 

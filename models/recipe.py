@@ -57,7 +57,7 @@ class AttentionSpec(Part):
         qkv_bias: queries, keys and values have a bias.
         output_bias: the projection behind the heads has one.
         qk_norm: RMSNorm over each query and key head, before the rotation.
-        qk_norm_of_all_heads: that norm is over all heads of a token together.
+        qk_norm_of_all_heads: whether the norm is over all heads of a token together.
         norm_weight: kind of that norm's weight.
         scale: factor on dot products; None: ``head_dim ** -0.5``.
         soft_cap: see ``AttentionBackend.run``.
@@ -293,7 +293,7 @@ class ExpertsSpec(Part):
         num_experts: number of experts.
         inner_size: size of each expert's gated middle.
         top_k: experts per token.
-        scoring: what makes scores of a router's logits, see ``baton_kernels.routing.Scoring``.
+        scoring: function of a router's logits, see ``baton_kernels.routing.Scoring``.
         normalize: whether the weights of a token's experts are divided by their sum.
         scale: factor on those weights.
         num_groups: groups of experts; with more than one, groups are chosen first.
@@ -346,7 +346,7 @@ class ExpertsSpec(Part):
 
 
 def mlp_matrices(hidden_size: int, inner_size: int, activation: str) -> list[Matrix]:
-    """List the two linear layers of an MLP; none where its middle has no size."""
+    """List the two linear layers of an MLP; empty if its middle has no size."""
     if not inner_size:
         return []
     num_first = 1 if activation == RELU2 else 2
@@ -379,7 +379,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Where a layer has norms, each by its name in checkpoints; None: there is none.
+    """The places of a layer's norms, by their names in checkpoints; None: no norm.
 
     A part's result goes through the norm behind the part before it is added to the stream.
     """
@@ -392,7 +392,7 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a decoder is built of.
+    """The parts of a decoder.
 
     Attributes:
         layers: the layers, in order.
@@ -404,7 +404,7 @@ class Recipe:
         logits_divisor: divisor of the head's results.
         logits_soft_cap: cap of the head's results, see ``ops.soft_cap``; None: no cap.
         stored_names: parts of parameters' names -> what checkpoints have in their place.
-        stored_prefix: what checkpoints have in place of the ``model.`` that names begin with.
+        stored_prefix: prefix in checkpoints in place of ``model.``.
         ignored: prefixes of a checkpoint's names that nothing here reads.
     """
 

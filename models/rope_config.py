@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from models.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-# The type of layers whose queries and keys stay as they are.
+# RoPE type of layers whose queries and keys are not rotated.
 NO_ROPE_TYPE = "none"
 _DEFAULT_THETA = 10_000.0
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -54,7 +54,7 @@ class RopeConfig:
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
 
 
-# What does not turn at all: its cosines are 1 and its sines 0.
+# No rotation: all cosines are 1 and all sines 0.
 NO_ROPE = RopeConfig(rope_type=NO_ROPE_TYPE)
 
 
@@ -70,9 +70,9 @@ def parse_ropes(
     """Read the rotary embeddings from the fields of config.json.
 
     Args:
-        fields: of config.json.
+        fields: fields of config.json.
         head_dim: size of one attention head.
-        max_position_embeddings: as config.json has it.
+        max_position_embeddings: value of config.json.
         max_model_len: see ``ModelConfig.from_folder``.
         by_layer_type: whether layers with a window have an embedding of their own.
         partial: whether a head may turn in part.
@@ -140,7 +140,7 @@ def _parse_one(
         partial = fields.number("partial_rotary_factor", turning)
     may_differ = may_be_partial or rope_type == "proportional"
     if partial > 1.0 or (partial != turning and not may_differ):
-        # Other networks rotate as much in transformers, whatever this field says.
+        # In transformers, other networks ignore this field.
         raise fields.wrong("partial_rotary_factor", f"{partial} is not supported with {rope_type}")
     original = fields.optional_integer("original_max_position_embeddings")
     if original is None:

@@ -22,11 +22,11 @@ class ModelWork:
     Attributes:
         token_flops: operations per token that do not depend on earlier tokens.
         head_flops: operations per token whose logits are computed.
-        attended_flops: in a layer that attends, for each token that another one attends to.
-        attended_bytes: of KV, likewise.
+        attended_flops: operations of a layer for each pair of a token and one it attends to.
+        attended_bytes: bytes of KV that a layer reads for each such pair.
         weight_bytes: size of the weights that every step reads.
         expert_bytes: size of all experts of all layers; a step reads only those that it needs.
-        num_experts, top_k: of a layer that has some; 0: none has.
+        num_experts, top_k: experts of a layer, and how many a token chooses; 0: no experts.
     """
 
     token_flops: float
@@ -39,7 +39,7 @@ class ModelWork:
     top_k: int = 0
 
     def expert_share(self, num_tokens: int) -> float:
-        """The share of the experts that so many tokens need, if they choose as by dice."""
+        """Return the share of experts that ``num_tokens`` tokens need if they choose at random."""
         if not self.num_experts:
             return 0.0
         return 1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens
@@ -51,7 +51,7 @@ def model_work(
     """Compute the work of a model.
 
     Args:
-        dtype: that it is computed in.
+        dtype: type of the computation.
         weights: format of its linear layers.
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
     """

@@ -93,7 +93,7 @@ class DecodeBench:
         self._num_requests = 0
 
     def decode(self, batch_size: int, sampling: str, num_steps: int) -> Steps:
-        """Decode a fresh batch; the prefill and the first steps are left out."""
+        """Decode a fresh batch; return its steps without the prefill and the first steps."""
         for _ in range(batch_size):
             self._num_requests += 1
             request = Request.create(
@@ -118,12 +118,12 @@ class DecodeBench:
 
 
 def outside(step: dict[str, float]) -> float:
-    """Share of a step that the model did not take."""
+    """Return the share of a step that is not the model's."""
     return 1 - sum(step[part] for part in MODEL_PARTS) / step["total"]
 
 
 def fastest_tenth(steps: Steps) -> Steps:
-    """The steps that others disturbed least."""
+    """Return the fastest tenth of the steps, which other processes disturbed least."""
     return sorted(steps, key=lambda step: step["total"])[: max(2, len(steps) // 10)]
 
 

@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("fake_libcuda.c")
 CAPABILITY = (9, 0)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
 _MAX_WATCHED = 8
-# What launches nothing: new memory, and another look at the same.
+# Operators that launch nothing: they allocate memory or view a tensor.
 _NOT_LAUNCHED = (  # beginnings of names
     "empty", "view", "slice", "select", "alias", "detach", "as_strided", "unsqueeze", "unbind",
     "transpose", "expand", "permute", "squeeze", "t.default", "split", "new_empty", "lift_fresh",
@@ -48,7 +48,7 @@ class FakeDriver:
             check=True,
         )  # fmt: skip
         os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-        # What Triton builds finds it under its name, as it is loaded already.
+        # Libraries that Triton builds find this one by its name, as it is loaded already.
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._library.fake_num_launches.restype = ctypes.c_uint64
         self._library.fake_num_pointer_queries.restype = ctypes.c_uint64
@@ -91,7 +91,7 @@ class FakeDriver:
 
     @property
     def num_pointer_queries(self) -> int:
-        """How often a tensor's address was looked up."""
+        """Number of look-ups of a tensor's address."""
         return int(self._library.fake_num_pointer_queries())
 
 
@@ -103,7 +103,7 @@ def _keep_memory() -> None:
 
 
 class Timeline:
-    """When the device is busy, where every launch of a step takes as long.
+    """The device's busy times, if all launches of a step take equally long.
 
     Attributes:
         step_s: seconds that a step computes.
@@ -149,19 +149,19 @@ class _Event:
 
 
 class _Device:
-    """What says that it is a GPU where only that is asked for."""
+    """A device that says it is a GPU, for code that asks for nothing else."""
 
     type, index = "cuda", 0
 
 
 class FakeGPU:
-    """The driver, and torch as it is with a GPU.
+    """A driver, and torch changed to behave as with a GPU.
 
     Attributes:
         driver: counts launches of Triton's kernels.
-        timeline: when the device computes.
-        num_copies: between host and device, so far.
-        num_products: of matrices, likewise; each is taken for one launch.
+        timeline: the device's busy times.
+        num_copies: copies between host and device so far.
+        num_products: matrix products so far; each counts as one launch.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class FakeGPU:
 
         Tensor.to, Tensor.copy_ = counted_to, counted_copy  # type: ignore
         Tensor.pin_memory = lambda tensor: tensor  # type: ignore
-        # Kernels that do not run leave any number in logits; token ids are used as indices.
+        # Kernels do not run here, so logits hold arbitrary numbers; token ids are used as indices.
         vars(engine.worker.worker)["check_numbers"] = lambda *given: None
         for module in (engine.sampling.step_sampler, engine.worker.cuda_graphs):
             module.sample_on_device = (  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ class FakeGPU:
             )
 
     def move(self, runner: Any) -> None:
-        """Have a runner that was made on the CPU take this for its device."""
+        """Make a runner that was made on the CPU use this device."""
         runner._device = runner._input_batch.device = self.device
         runner._input_batch._on_gpu = True
 
@@ -223,7 +223,7 @@ class FakeGPU:
         return pieces
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A library's product, of which only the memory is left."""
+        """Stand in for a library's product: allocate the result only."""
         self.num_products += 1
         return x.new_empty((*x.shape[:-1], len(weight)))
 
@@ -242,13 +242,13 @@ class FakeGPU:
 
 
 def _cleared(tensor: Tensor) -> Tensor:
-    """Zeros, without a launch."""
+    """Return zeros without a launch."""
     tensor.numpy().fill(0)
     return tensor
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the operators that would launch something."""
+    """Mode that lists the operators that would launch something."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

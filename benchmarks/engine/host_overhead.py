@@ -42,12 +42,12 @@ from benchmarks.runner.run import Document, Run
 BATCHES = (1, 32, 256)
 CONTEXT = 1000  # tokens of each request
 WARM_UP_STEPS, STEPS = 20, 100
-# Qwen3-0.6B but for its depth and its vocabulary, of which nothing here depends.
+# Qwen3-0.6B except depth and vocabulary, which change nothing here.
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 8, "num_heads": 16}
 SHAPE |= {"num_kv_heads": 8, "head_dim": 128}
 CHUNK = 128  # tokens of a prompt
 LAYER_STEPS = 60
-# Of the other thread: bursts of so many ms, and as long a sleep of twice as much behind each.
+# Bursts of the other thread in ms; after each it sleeps twice as long.
 BURSTS_MS = (0.0, 0.5, 2.0, 5.0)
 DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 2.0, 64
 SWITCH_INTERVALS_MS = (5.0, 0.5)  # the interpreter's own, and a short one
@@ -157,7 +157,7 @@ def timed(*places: tuple[Any, str]) -> Iterator[list[float]]:
 
 
 def step_counts(gpu: FakeGPU, engines: Engines, batch: int) -> dict[str, int]:
-    """Launches and copies of one decode step."""
+    """Count the launches and copies of one decode step."""
     engine = engines.decoding(batch, runs_ahead=False)
     engine.step()
     with gpu.counting() as found:
@@ -198,7 +198,7 @@ class Layers:
         )  # fmt: skip
         cache = allocate_kv_cache(spec, 64, torch.device("cpu"))
         self.num_layers = num_layers
-        # (The code before, which this is run with as well, does not know them.)
+        # (Earlier code, with which this runs, too, does not have these options.)
         options_of_runner: dict[str, Any] = {"with_chunks": True} if REPLAYS_CHUNKS else {}
         self.runner = make_model_runner(
             model, cache, spec, options, ("triton",), 1024, with_graphs=True,
@@ -209,11 +209,11 @@ class Layers:
         self._request = 0
 
     def prompt(self) -> Any:
-        """A step of a prompt's first chunk."""
+        """Schedule a step that computes a prompt's first chunk."""
         return self._scheduled(CHUNK + 1, 0, CHUNK)
 
     def decode(self) -> Any:
-        """A step of one request's next token."""
+        """Schedule a step that computes one request's next token."""
         return self._scheduled(CHUNK, CHUNK - 1, 1)
 
     def _scheduled(self, num_tokens: int, num_computed: int, count: int) -> Any:
@@ -266,7 +266,7 @@ class Layers:
         return quantiles(of_layers[5:])
 
     def count_step(self, scheduled: Any) -> dict[str, int]:
-        """Launches and copies of an eager step."""
+        """Count the launches and copies of an eager step."""
         self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
         with self._gpu.counting() as found:
             self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
@@ -274,7 +274,7 @@ class Layers:
 
     @torch.inference_mode()
     def count_nodes(self) -> int:
-        """Launches that a captured step consists of."""
+        """Count the launches of a captured step."""
         bodies = []
         self.runner.decode_graphs.capture(lambda body: bodies.append(body) or body, [8])  # type: ignore
         bodies[0]()
@@ -324,7 +324,7 @@ def idle_share(gpu: FakeGPU, engines: Engines, burst_ms: float) -> float:
 
 
 def compute_in_bursts(burst_s: float, stop: threading.Event) -> None:
-    """Pure Python for a while, then twice as long nothing."""
+    """Run pure Python for a while, then sleep twice as long."""
     while not stop.is_set():
         until = time.perf_counter() + burst_s
         while time.perf_counter() < until:
@@ -334,7 +334,7 @@ def compute_in_bursts(burst_s: float, stop: threading.Event) -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """No garbage collection meanwhile."""
+    """Switch garbage collection off inside the block."""
     gc.collect()
     gc.disable()
     try:
@@ -430,7 +430,7 @@ def merged(runs: list[Any]) -> Any:
 
 
 def missed(found: dict[str, Any]) -> list[str]:
-    """A line for each target that a revision's figures miss; those of parts not measured do not."""
+    """Return a line for each target that a revision's figures miss; skip parts not measured."""
     lines = []
     for what, (most, places) in TARGETS.items():
         for place in places:

@@ -76,7 +76,7 @@ SCHEDULER = Source(
 
 
 def _outside(sampling: str, batch: int) -> Row:
-    """Judge the fastest tenth of the steps: a busy machine flatters the rest."""
+    """Judge the fastest tenth of the steps, as a busy machine distorts the others."""
     limit = MOST_OUTSIDE if batch == 32 else None
 
     def measure(document: Json) -> Found:
@@ -200,7 +200,7 @@ def _ratio(part: str, name: str, batch: int, least: float | None) -> Measure:
         text = f"{ratio:.2f} ({number(row, 'tokens_per_s'):.0f} tokens/s"
         if not name.startswith("transformers"):
             text += (
-                f", {number(row, 'acceptance_length'):.2f} tokens a step with guesses, which "
+                f", {number(row, 'acceptance_length'):.2f} tokens a step with drafts, which "
                 f"{number(row, 'share_computed'):.0%} of the steps have, and a step takes "
                 f"{number(row, 'step_cost'):.2f} of one without"
             )
@@ -224,25 +224,25 @@ def _plain(part: str, name: str) -> Row:
 
 
 OF_A_TRAINED_ONE = (
-    "a step of the demo model takes a millisecond, so guessing, and looking at guesses, takes"
-    " more than it; Medusa's heads are right too seldom."
+    "a step of the demo model takes a millisecond, so drafting and verifying take longer"
+    " than the step; Medusa's heads are right too seldom."
 )
 
 
 OF_FOUR_BITS = (
-    "half of the steps find nothing to guess by, and six tokens take 1.5 steps where products and"
-    " no longer reading take the time; in float32 it holds."
+    "half of the steps find nothing to draft from, and six tokens take 1.5 steps, as products"
+    " take the time and no longer reading; in float32 the target holds."
 )
 
 
-OF_PROMPTS = "a layer that is to guess later reads prompts when they are computed."
+OF_PROMPTS = "a layer that drafts later reads prompts when they are computed."
 
 
 SPECULATION = Source(
     "speculation",
     (
         *(_adaptive(task, task, 1, LEAST_NGRAM, OF_FOUR_BITS) for task in TASKS),
-        *(_plain(task, f"{task}, all guesses") for task in TASKS),
+        *(_plain(task, f"{task}, all drafts") for task in TASKS),
         *(_adaptive(task, f"{task}, float32 weights", 1, None) for task in TASKS),
         *(_plain("transformers", f"transformers: {task}") for task in TASKS),
         *(_adaptive(task, task, 32, LEAST_OFF) for task in TASKS),
@@ -250,7 +250,7 @@ SPECULATION = Source(
             _adaptive(method, f"demo model, {method}", 1, LEAST_TRAINED, OF_A_TRAINED_ONE)
             for method in TRAINED
         ),
-        *(_plain(method, f"demo model, {method}, all guesses") for method in TRAINED),
+        *(_plain(method, f"demo model, {method}, all drafts") for method in TRAINED),
         *(
             _adaptive(method, f"demo model, {method}", 32, LEAST_OFF, OF_PROMPTS)
             for method in TRAINED
@@ -258,9 +258,9 @@ SPECULATION = Source(
         _plain("transformers", "transformers: demo model, assisted"),
         _plain("transformers", "transformers: demo model, prompt lookup"),
     ),
-    "Tokens per second with guesses over without, in turns within one run, greedy: `ngram`"
+    "Tokens per second with drafts over without, in turns within one run, greedy: `ngram`"
     " with SmolLM2-135M-Instruct, whose weights have 4 bits (in float32 where it says so);"
-    " trained heads and layers with the demo model. As many guesses as pay, unless it says all.",
+    " trained heads and layers with the demo model. As many drafts as pay, unless a row says all.",
 )
 
 

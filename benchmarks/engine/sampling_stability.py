@@ -41,7 +41,7 @@ Draw = Callable[[Tensor, npt.NDArray[np.float64], Words], TokenIds]
 
 
 def invert(logits: Tensor, temperatures: npt.NDArray[np.float64], keys: Words) -> TokenIds:
-    """The method to compare with: one uniform per row, and the token in whose share it lies."""
+    """Draw by the method to compare with: one uniform number per row picks the token."""
     values = logits.numpy() / temperatures[:, None]
     cumulative = np.exp(values - values.max(axis=1, keepdims=True)).cumsum(axis=1)
     uniforms = (keys[:, 0] + keys[:, 1] * 2.0**-32) * 2.0**-32
@@ -50,7 +50,7 @@ def invert(logits: Tensor, temperatures: npt.NDArray[np.float64], keys: Words) -
 
 
 def changed_by_noise(method: Draw, logits: Tensor, num_draws: int) -> int:
-    """How many draws noise on the logits changes; the rows take turns."""
+    """Return how many draws change when noise is added to the logits; rows take turns."""
     random_numbers = np.random.default_rng(0)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     rounded = logits + logits * noise * RELATIVE_NOISE
@@ -66,12 +66,12 @@ def changed_by_noise(method: Draw, logits: Tensor, num_draws: int) -> int:
 
 
 def run_schedule(options: dict[str, int], num_requests: int) -> list[tuple[int, ...]]:
-    """What an engine with these options completes."""
+    """Complete random prompts with an engine of these options."""
     return complete(LLM(MODEL, dtype="float32", num_threads=1, **options), num_requests)
 
 
 def complete(llm: LLM, num_requests: int) -> list[tuple[int, ...]]:
-    """The outputs of random prompts."""
+    """Return the outputs of random prompts."""
     numbers = random.Random(0)
     prompts = [numbers.choices(range(4000), k=PROMPT_TOKENS) for _ in range(num_requests)]
     params = [
@@ -96,7 +96,7 @@ def compare_schedules(num_requests: int) -> dict[str, int]:
 
 
 def demo_logits(num_rows: int) -> Tensor:
-    """What the demo model gives while it completes random prompts."""
+    """Collect the demo model's logits while it completes random prompts."""
     llm = LLM(MODEL, dtype="float32", num_threads=1, **SCHEDULES[0])
     model = worker_of(llm.engine.executor).runner._model
     collected: list[Tensor] = []

@@ -41,7 +41,7 @@ OUTPUT_TOKENS = 256  # of a request, where requests end
 
 @dataclass(slots=True)
 class MinimalRequest:
-    """The baseline's request."""
+    """A request of the baseline."""
 
     token_ids: list[int]
     max_num_tokens: int
@@ -50,7 +50,7 @@ class MinimalRequest:
 
 
 class MinimalScheduler:
-    """BASELINE: the least that schedules a paged cache."""
+    """BASELINE: a minimal scheduler of a paged cache."""
 
     def __init__(self) -> None:
         self.waiting: deque[MinimalRequest] = deque()
@@ -58,7 +58,7 @@ class MinimalScheduler:
         self.free: deque[int] = deque(range(NUM_BLOCKS))
 
     def schedule(self) -> list[MinimalRequest]:
-        """Blocks for those that run, then those that wait while there is room."""
+        """Give blocks to running requests, then to waiting ones while there is room."""
         index = 0
         while index < len(self.running):
             request = self.running[index]
@@ -78,7 +78,7 @@ class MinimalScheduler:
         return list(self.running)
 
     def update(self, scheduled: list[MinimalRequest], token_ids: list[int]) -> None:
-        """Append the tokens; end those that are long enough."""
+        """Append the tokens; end requests that are long enough."""
         finished = False
         for request, token_id in zip(scheduled, token_ids, strict=True):
             request.num_computed_tokens = len(request.token_ids)
@@ -108,7 +108,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a scheduler has to do. ``turnover``: one request ends and one begins in each step."""
+    """A scheduler's load. ``turnover``: one request ends and one begins in each step."""
 
     name: str
     num_waiting: int
@@ -199,7 +199,7 @@ class MinimalSubject:
 
 
 class NanoVllmSubject:
-    """nano-vllm's scheduler, as it is in a checkout.
+    """nano-vllm's scheduler, taken from a checkout.
 
     Only the scheduler and what it imports is read: not the package's own top, which imports a GPU.
 
@@ -243,7 +243,7 @@ class NanoVllmSubject:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts that all subjects get; no two are alike, so that nothing is a cache hit."""
+    """Prompts for all subjects; no two are alike, so that there are no cache hits."""
 
     running: list[list[int]]
     waiting: list[list[int]]

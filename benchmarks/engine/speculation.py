@@ -56,7 +56,7 @@ BEGINNINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Tokens of an output, repetitions, and prompts of each kind."""
+    """Options: tokens of an output, repetitions, and prompts of each kind."""
 
     tokens: int
     repetitions: int
@@ -87,7 +87,7 @@ class Row:
 
 
 def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
-    """One chat about the beginning of each file."""
+    """Return a prompt per file: a chat about the file's beginning."""
     assert llm.tokenizer is not None
     found = []
     for name in files:
@@ -99,7 +99,7 @@ def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
 
 
 def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[int, ...]]]:
-    """Tokens per second, and the outputs."""
+    """Return tokens per second, and the outputs."""
     started = time.monotonic()
     outputs = run()
     return sum(map(len, outputs)) / (time.monotonic() - started), outputs
@@ -108,12 +108,12 @@ def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[i
 def compare(
     name: str,
     plain: LLM,
-    guessing: LLM,
+    drafting: LLM,
     prompts: list[list[int]],
     batch: int,
     options: Options,
 ) -> Row:
-    """Complete prompts in batches with both, in turns."""
+    """Complete prompts in batches with both engines in turns."""
     params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True)
     prompts = [prompts[index % len(prompts)] for index in range(max(batch, len(prompts)))]
 
@@ -124,35 +124,35 @@ def compare(
         return [output.token_ids for output in outputs]
 
     complete(plain)  # prompts are cached from now on: what is timed is decoding
-    complete(guessing)
-    before, num_steps_before = guessing.metrics(), engine_steps(plain, guessing)
-    speeds: dict[str, list[float]] = {"plain": [], "guessing": []}
+    complete(drafting)
+    before, num_steps_before = drafting.metrics(), engine_steps(plain, drafting)
+    speeds: dict[str, list[float]] = {"plain": [], "drafting": []}
     equal = True
     for _ in range(options.repetitions):
         speed, expected = timed(lambda: complete(plain))
         speeds["plain"].append(speed)
-        speed, found = timed(lambda: complete(guessing))
-        speeds["guessing"].append(speed)
+        speed, found = timed(lambda: complete(drafting))
+        speeds["drafting"].append(speed)
         equal &= found == expected
-    after = guessing.metrics()
+    after = drafting.metrics()
     num_draft_steps = after.draft_steps_total - before.draft_steps_total
     num_accepted = after.accepted_drafts_total - before.accepted_drafts_total
     num_tokens = after.output_tokens_total - before.output_tokens_total
-    ratio = statistics.median(speeds["guessing"]) / statistics.median(speeds["plain"])
+    ratio = statistics.median(speeds["drafting"]) / statistics.median(speeds["plain"])
     num_steps = [
         now - then
-        for now, then in zip(engine_steps(plain, guessing), num_steps_before, strict=True)
+        for now, then in zip(engine_steps(plain, drafting), num_steps_before, strict=True)
     ]
     return Row(
         name=name,
         batch=batch,
-        tokens_per_s=statistics.median(speeds["guessing"]),
+        tokens_per_s=statistics.median(speeds["drafting"]),
         ratio=ratio,
         acceptance_length=1 + num_accepted / max(num_draft_steps, 1),
         share_computed=num_draft_steps / max(num_tokens - num_accepted, 1),
         step_cost=num_steps[0] / num_steps[1] / ratio,
         equal=equal,
-        why=guessing.engine.why_drafts(),
+        why=drafting.engine.why_drafts(),
     )
 
 
@@ -161,32 +161,32 @@ def engine_steps(*llms: LLM) -> list[int]:
 
 
 def load_peer(model: Path) -> Any:
-    """A folder, or a GGUF file, by `transformers`."""
+    """Load a folder or a GGUF file with `transformers`."""
     where: dict[str, Any] = {"gguf_file": model.name} if model.is_file() else {}
     folder = model.parent if model.is_file() else model
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where)
 
 
 def compare_transformers(
-    name: str, peer: Any, prompts: list[list[int]], options: Options, **guesses: Any
+    name: str, peer: Any, prompts: list[list[int]], options: Options, **drafts: Any
 ) -> Row:
     """Measure `transformers` at batch 1 with drafts over without; prompts are computed, too."""
 
-    def complete(**guesses: Any) -> list[tuple[int, ...]]:
+    def complete(**drafts: Any) -> list[tuple[int, ...]]:
         outputs = []
         for prompt in prompts:
             ids = torch.tensor([prompt])
             made = peer.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                min_new_tokens=options.tokens, max_new_tokens=options.tokens, **guesses,
+                min_new_tokens=options.tokens, max_new_tokens=options.tokens, **drafts,
             )  # fmt: skip
             outputs.append(tuple(made[0, len(prompt) :].tolist()))
         return outputs
 
     speed, expected = timed(complete)
-    guessed, found = timed(lambda: complete(**guesses))
+    drafted, found = timed(lambda: complete(**drafts))
     return Row(
-        name=f"transformers: {name}", batch=1, tokens_per_s=guessed, ratio=guessed / speed,
+        name=f"transformers: {name}", batch=1, tokens_per_s=drafted, ratio=drafted / speed,
         acceptance_length=0.0, share_computed=0.0, step_cost=0.0, equal=found == expected,
     )  # fmt: skip
 
@@ -208,40 +208,40 @@ def first_layers(folder: Path, to: Path, num_layers: int) -> Path:
 def compare_drafters(
     method: str, add: Callable[[Row], None], draft_model: Path, options: Options
 ) -> None:
-    """A drafter with weights, of the demo model."""
+    """Measure one of the demo model's drafters that have weights."""
     of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**28}
     plain = LLM(str(DEMO), **of_engine)
     assert plain.tokenizer is not None
     prompts = [plain.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
     folder = draft_model if method == "draft_model" else DEMO / method
-    guesses = {
+    drafts = {
         "speculative_method": method,
         "speculative_model": str(folder),
     }
-    adaptive = LLM(str(DEMO), **of_engine, **guesses)
-    fixed = LLM(str(DEMO), **of_engine, **guesses, adaptive_speculation=False)
+    adaptive = LLM(str(DEMO), **of_engine, **drafts)
+    fixed = LLM(str(DEMO), **of_engine, **drafts, adaptive_speculation=False)
     name = f"demo model, {method}"
     add(compare(f"{name}, as many as pay", plain, adaptive, prompts, 1, options))
-    add(compare(f"{name}, all guesses", plain, fixed, prompts, 1, options))
+    add(compare(f"{name}, all drafts", plain, fixed, prompts, 1, options))
     add(compare(f"{name}, as many as pay", plain, adaptive, prompts, 32, options))
 
 
 def compare_ngram(task: str, add: Callable[[Row], None], model: Path, options: Options) -> None:
-    """Prompt lookup with SmolLM2."""
+    """Measure prompt lookup with SmolLM2."""
     of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**29}
-    guesses: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
+    drafts: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
     plain = LLM(str(model), **of_engine)
-    adaptive = LLM(str(model), **of_engine, **guesses)
-    fixed = LLM(str(model), **of_engine, **guesses, adaptive_speculation=False)
+    adaptive = LLM(str(model), **of_engine, **drafts)
+    fixed = LLM(str(model), **of_engine, **drafts, adaptive_speculation=False)
     files, text = TASKS[task]
     prompts = prompts_of(plain, files[: options.prompts], text)
     add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 1, options))
-    add(compare(f"{task}, all guesses", plain, fixed, prompts, 1, options))
+    add(compare(f"{task}, all drafts", plain, fixed, prompts, 1, options))
     add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 32, options))
-    # What `transformers` computes with, beside it: weights that take most of a step to read.
+    # Float32 weights, as `transformers` has: reading them takes most of a step.
     del plain, adaptive, fixed
     of_engine["weights"] = "fp32"
-    plain, adaptive = LLM(str(model), **of_engine), LLM(str(model), **of_engine, **guesses)
+    plain, adaptive = LLM(str(model), **of_engine), LLM(str(model), **of_engine, **drafts)
     name = f"{task}, float32 weights, as many as pay"
     add(compare(name, plain, adaptive, prompts, 1, options))
 
@@ -249,12 +249,12 @@ def compare_ngram(task: str, add: Callable[[Row], None], model: Path, options: O
 def compare_peers(
     add: Callable[[Row], None], model: Path, draft_model: Path, options: Options
 ) -> None:
-    """`transformers` with the same models, weights in float32."""
+    """Measure `transformers` with the same models, weights in float32."""
     reader = LLM(str(model), dtype="float32", kv_cache_bytes=2**26)
-    peer, guesses = load_peer(model), {"prompt_lookup_num_tokens": NUM_DRAFTS}
+    peer, drafts = load_peer(model), {"prompt_lookup_num_tokens": NUM_DRAFTS}
     for task, (files, text) in TASKS.items():
         prompts = prompts_of(reader, files[: options.prompts], text)
-        add(compare_transformers(task, peer, prompts, options, **guesses))
+        add(compare_transformers(task, peer, prompts, options, **drafts))
     reader = LLM(str(DEMO), dtype="float32", kv_cache_bytes=2**26)
     assert reader.tokenizer is not None
     prompts = [reader.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
@@ -262,12 +262,12 @@ def compare_peers(
     assistant.generation_config.num_assistant_tokens = NUM_DRAFTS
     given = {"assistant_model": assistant}
     add(compare_transformers("demo model, assisted", peer, prompts, options, **given))
-    guesses = {"prompt_lookup_num_tokens": NUM_DRAFTS}
-    add(compare_transformers("demo model, prompt lookup", peer, prompts, options, **guesses))
+    drafts = {"prompt_lookup_num_tokens": NUM_DRAFTS}
+    add(compare_transformers("demo model, prompt lookup", peer, prompts, options, **drafts))
 
 
 def measure(part: str, console: Console, options: Options) -> list[Row]:
-    """The rows of a part."""
+    """Measure the rows of a part."""
     rows: list[Row] = []
 
     def add(row: Row) -> None:

@@ -58,13 +58,13 @@ STEPS = 24
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, as a call that the compiler does not look into."""
+    """Wrap a function in a call that the compiler does not look into."""
     found: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Mixed:
-    """Ops of the reference, which torch.compile sees through, but for what stores and attends."""
+    """Ops of the reference, which torch.compile can trace, except storing and attention."""
 
     def __init__(self) -> None:
         native = native_ops()
@@ -109,7 +109,7 @@ def _torch_layers(*, compiled: bool) -> Iterator[None]:
 
 
 def serve(way: str, dtype: str) -> None:
-    """Answer each line, a case, with the decoder's seconds per step; what one process does."""
+    """Answer each case, one a line, with the decoder's seconds per step, in one process."""
     torch._dynamo.config.cache_size_limit = 256
     ways = contextlib.nullcontext() if way == "tapes" else _torch_layers(compiled=way == "compiled")
     with ways:

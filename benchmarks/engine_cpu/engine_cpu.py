@@ -69,15 +69,15 @@ BUILT = {"llamacpp": ("--no-cache-dir",)}
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One table: a checkpoint, and what runs it, each as "engine weights".
+    """One table: a checkpoint, and its engines, each as "engine weights".
 
     Attributes:
-        result: what the file that the results are written to begins with; a kind of CPU ends it.
+        result: start of the results' file name; the kind of CPU ends the name.
         folder: folder of the checkpoint, under build/.
         dtype: config of the checkpoint.
-        ours: what runs without being asked for.
-        peers: what a peer runs, by its name.
-        with_peers: what of ours needs a peer's files, by its name.
+        ours: Baton's subjects, which run by default.
+        peers: subjects of each peer, by its name.
+        with_peers: Baton's subjects that need a peer's files, by the peer's name.
         pairs: names of comparisons, with our weights and the peers' (none: any).
     """
 
@@ -117,7 +117,7 @@ WORKS = {
         },
     ),
 }  # fmt: skip
-# GCC 12.2 holds that loading a configuration of matrices reads 8 of its 64 bytes,
+# GCC 12.2 assumes that loading a configuration of matrices reads 8 of its 64 bytes,
 # and drops what llama.cpp writes to the others, so that its first product ends in a fault.
 LOADS_ALL_OF_A_CONFIGURATION = """\
 #if defined(__cplusplus) && defined(__AMX_TILE__)
@@ -131,7 +131,7 @@ RUN_LIMIT_S = 1800
 
 
 def make_checkpoint(work: Work) -> Path:
-    """The random checkpoint, made once; with the demo model's tokenizer, which converters want."""
+    """Make the random checkpoint once, with the demo model's tokenizer, as converters need one."""
     folder = BUILD / work.folder
     if not (folder / "model.safetensors").exists():
         import torch
@@ -150,7 +150,10 @@ def make_checkpoint(work: Work) -> Path:
 
 
 def python_of(peer: str) -> Path:
-    """The peer's Python, its environment installed if need be; raises CalledProcessError."""
+    """Return the peer's Python; install its environment first if missing.
+
+    Raises CalledProcessError if the installation fails.
+    """
     folder = BUILD / "peers" / peer
     python = folder / "bin" / "python"
     ready = folder / "ready"
@@ -173,7 +176,7 @@ def python_of(peer: str) -> Path:
             stdout=sys.stderr,
             env=build_environment(folder),
         )
-        # Those that were made for another torch break transformers, and no text needs them.
+        # Packages made for another torch break transformers, and text models do not need them.
         remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_OF_TEXT]
         subprocess.run(remove, check=True, stdout=sys.stderr)
         ready.touch()
@@ -188,7 +191,7 @@ def build_environment(folder: Path) -> dict[str, str]:
 
 
 def reason_of(error: Exception) -> str:
-    """Why an engine gave nothing: the signal that ended it, if one did, and what it said last."""
+    """Return why an engine gave no result: its last line, and the signal that ended it, if any."""
     text = getattr(error, "stderr", None) or str(error)
     last = [line for line in text.strip().splitlines() if line.strip()][-1:]
     said = last[0].replace(f"{ROOT}/", "").strip()[:200] if last else "nothing"
@@ -201,7 +204,10 @@ def reason_of(error: Exception) -> str:
 def time_engine(
     subject: str, python: Path, folder: Path, options: Options
 ) -> dict[str, float | str]:
-    """One round of one engine: rates, or why a case fails; raises SubprocessError or ValueError."""
+    """Run one round of one engine; return each case's rate or the reason why it failed.
+
+    Raises SubprocessError or ValueError.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     if subject.split()[0] not in PEERS:
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
@@ -234,7 +240,7 @@ def time_engine(
 def measure(
     pythons: dict[str, Path], folder: Path, options: Options
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """The best tokens per second of each engine and case, and why engines are missing.
+    """Return the best tokens per second of each engine and case, and why engines are missing.
 
     An interrupt (Ctrl-C) ends the run and keeps what was measured.
     """
@@ -279,9 +285,9 @@ def compare(
 
 
 def measure_limits(threads: int) -> dict[str, float]:
-    """What the machine can do: GB/s that are read, GFLOP/s of a large product of torch's.
+    """Measure the machine's limits: GB/s of reads, GFLOP/s of a large product in torch.
 
-    That in bfloat16 is the one in float32 where the CPU has no products of its own for it.
+    If the CPU has no products in bfloat16, the figure of float32 stands for them.
     """
     import torch
 
@@ -347,7 +353,7 @@ def shares_of_limits(
 
 
 def instruction_set() -> str:
-    """The best set of instructions that kernels are built for and this CPU has."""
+    """Return the best instruction set that kernels are built for and this CPU has."""
     from baton.kernel_library.ahead import INSTRUCTION_SETS, cpu_features
 
     fits = (one.name for one in INSTRUCTION_SETS if cpu_features().issuperset(one.needs))

@@ -21,9 +21,10 @@ Generate = Callable[[Prompts, int], object]  # prompts (all of one length), toke
 
 
 def baton(folder: Path, threads: int, weights: str) -> Generate:
-    """This engine, offline, in the checkpoint's dtype; int8 and int4 weights round inputs, too.
+    """Load Baton's engine in this process, in the checkpoint's dtype.
 
-    Weights of GGUF (q8_0 and so on) are those of the file that llama.cpp's turn has made.
+    With int8 and int4 weights, inputs are rounded, too. Weights of GGUF (q8_0 and so on) come from
+    the file that llama.cpp's turn has made.
     """
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
@@ -207,7 +208,7 @@ def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
         return contexts[batch]
 
     def step(context: Any, tokens: Prompts, position: int) -> list[list[int]]:
-        """The tokens of each request, from a position on; returns the next one of each."""
+        """Compute each request's tokens from a position on; return each one's next token."""
         total = sum(map(len, tokens))
         batch = api.llama_batch_init(total, 0, 1)
         index = 0

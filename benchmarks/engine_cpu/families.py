@@ -43,7 +43,7 @@ _DENSE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _FOUR_OF_SIXTEEN = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
-# Row -> architecture, and what its config has beyond _DENSE.
+# Row -> architecture, and its config's fields beyond _DENSE.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3ForCausalLM", {}),
     "Mistral, window": ("MistralForCausalLM", {"sliding_window": 1024}),
@@ -72,7 +72,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Rows whose tokens take as many weights as the dense row's, experts that are not chosen aside.
+# Rows whose tokens use as many weights as the dense row's, counting only chosen experts.
 DENSE_ROW = "Qwen3"
 EXPERT_ROWS = ("Qwen3-MoE", "Mixtral")
 ATTENTION_ROWS = ("Qwen3", "DeepSeek-V2")
@@ -80,7 +80,7 @@ TARGETS = {"experts over dense": 0.8, "attention's share of bandwidth": 0.7, "ov
 
 
 def make_checkpoint(row: str, num_layers: int) -> Path:
-    """The random checkpoint of a row, made once."""
+    """Make the random checkpoint of a row once; return its folder."""
     architecture, others = SHAPES[row]
     folder = BUILD / f"{row}-{num_layers}"
     if not (folder / "model.safetensors").exists():
@@ -145,7 +145,7 @@ def measure(
 
 
 def measure_attention(row: str, options: Options) -> dict[str, float]:
-    """What the KV of a long context adds to a token, as bytes per second."""
+    """Measure the time that a long context's KV adds to a token, as bytes per second."""
     folder = make_checkpoint(row, options.layers)
     call = "benchmarks.engine_cpu.families:print_attention"
     words = ("-m", "benchmarks", "--call", call, folder)

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Of Mixtral's experts, by what others call them.
+# Mixtral's names of experts' matrices -> the names in other checkpoints.
 _NAMES_OF_OTHERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How llama.cpp keeps an architecture.
+    """llama.cpp's form of an architecture.
 
     Attributes:
-        name: what it is called there.
+        name: llama.cpp's name of the architecture.
         turns_neighbours: rotations turn numbers that lie side by side, not half a head apart.
-        norms_from: what norms multiply by, beyond the weight that the checkpoint has.
+        norms_from: number that norms add to the checkpoint's weight.
     """
 
     name: str
@@ -44,7 +44,7 @@ FORMS = {
 
 
 def write_gguf(folder: Path, whole: Path, kept: str) -> None:
-    """The checkpoint as a file of GGUF, matrices in BF16, or all in F32, with a vocabulary."""
+    """Write the checkpoint as GGUF with a vocabulary, matrices in BF16 or all tensors in F32."""
     import gguf
     import torch
 
@@ -72,7 +72,7 @@ def write_gguf(folder: Path, whole: Path, kept: str) -> None:
 
 
 def as_gguf(folder: Path, weights: str) -> Path:
-    """The checkpoint as a file of GGUF beside itself, in a type of weights."""
+    """Convert the checkpoint to a GGUF file beside it, in a type of weights."""
     kept = "bf16" if weights else "f32"
     whole = folder.parent / f"{folder.name}-{kept}.gguf"
     if not whole.exists():
@@ -169,7 +169,7 @@ def _num_experts(config: dict[str, Any]) -> int:
 
 
 def _write_latents(writer: Any, config: dict[str, Any]) -> None:
-    """Of layers over latents, which are one head of keys, and values a part of it."""
+    """Write the fields of latent attention: one KV head, whose values are a part of its key."""
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     writer.add_head_count_kv(1)
     writer.add_kv_lora_rank(rank)
@@ -218,12 +218,12 @@ def _tensors(folder: Path, config: dict[str, Any], form: Form) -> Iterator[tuple
 
 
 def _expert_name(name: str) -> str:
-    """What the tensor of all experts is called, by the first one's name."""
+    """Return the name of the tensor of all experts, given the first expert's name."""
     for own, other in _NAMES_OF_OTHERS.items():
         name = name.replace(f".{own}.", f".{other}.")
     return name.replace("block_sparse_moe", "mlp").replace(".experts.0.", ".experts.")
 
 
 def _with_neighbours(rows: Any, num_heads: int) -> Any:
-    """Rows of heads whose halves are turned with each other, as rows of pairs."""
+    """Reorder heads' rows from halves that rotate together to adjacent pairs."""
     return rows.view(num_heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

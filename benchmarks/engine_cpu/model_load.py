@@ -92,7 +92,7 @@ def medians(runs: list[dict[str, float] | None]) -> dict[str, float] | None:
     if not done:
         return None
     found = {name: round(statistics.median(one[name] for one in done), 2) for name in done[0]}
-    # Of the weights alone: nobody has written the KV cache's pages yet.
+    # Memory of the weights alone: the KV cache's pages have not been written yet.
     weights_mib = found["kept_mib"] - KV_CACHE_BYTES / MIB
     return {**found, "share": round(found["growth_mib"] / weights_mib, 3)}
 

@@ -28,7 +28,7 @@ from benchmarks.runner.environment import DEMO_MODEL, RESULTS
 from benchmarks.runner.run import Document, Run
 
 KIBIBYTES = (8, 16, 32, 64)
-# Of one transport in a row, as in a step: the ranks come to each at the same time.
+# Sums of one transport follow each other, as in a step, so that ranks arrive together.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
 # Threads of all ranks together, ranks of a stage, stages.
 ENGINES = {
@@ -59,7 +59,7 @@ for _layout in LAYOUTS:
 
 
 def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
-    """One of two ranks: medians in microseconds, by transport and KiB."""
+    """Time sums as one of two ranks; send medians in microseconds, by transport and KiB."""
     import torch
 
     from models.parallel.shared_group import share_memory
@@ -86,7 +86,7 @@ def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
 
 
 def measure_sums() -> dict[str, dict[str, float]]:
-    """Of both ranks' sums, what the first one took."""
+    """Measure sums of two ranks; return the first rank's times."""
     from baton_kernels.native.library import load_library
     from models.parallel.shared_group import open_shared
 
@@ -113,7 +113,7 @@ def measure_sums() -> dict[str, dict[str, float]]:
 
 
 def run_engine(name: str, folder: Path) -> dict[str, float]:
-    """In a process of its own: seconds of a decode step and of a prompt, and of idle ranks."""
+    """Measure seconds of a decode step, of a prompt and of idle ranks, in a process of its own."""
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
 
@@ -154,13 +154,13 @@ def run_engine(name: str, folder: Path) -> dict[str, float]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """That a process has used."""
+    """Return the CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Each in turns; {engine: {figure: by round}}."""
+    """Measure the engines in turns; return ``{engine: {figure: values by round}}``."""
     folder = make_checkpoint(WORKS["125M"])
     found: dict[str, dict[str, list[float]]] = {name: {} for name in ENGINES}
     for _ in range(rounds):
@@ -236,7 +236,7 @@ def ratios(
     engines: dict[str, dict[str, list[float]]],
     handovers: dict[str, dict[str, float]],
 ) -> dict[str, float]:
-    """What the targets are of."""
+    """Return the ratios that have targets."""
     found: dict[str, float] = {}
     if sums:
         found["sums"] = max(

@@ -47,7 +47,7 @@ NODE_ARGS = [
     *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
 ]
 RANK_ARGS = ["--tensor-parallel-size", "2"]
-# Arrow of the diagram -> who dies, and where (an option of the connector).
+# Arrow of the diagram -> the process that dies, and the point (an option of the connector).
 ARROWS = {
     4: [("p0", "Start:send"), ("d0", "Start:recv")],
     5: [("d0", "Grant:send"), ("p0", "Grant:recv")],
@@ -64,7 +64,7 @@ FLUSH_INTERVAL_S = 1.0  # what nodes have in their caches does not travel, and k
 
 @dataclass(slots=True)
 class Result:
-    """What a drill showed. ``broken`` lists the promises that did not hold."""
+    """Result of a drill. ``broken`` lists the promises that did not hold."""
 
     name: str
     counts: dict[str, int] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Drill:
 
     Attributes:
         num_leavers: see `Load`.
-        of_ranks: its nodes have two ranks each.
+        of_ranks: whether its nodes have two ranks each.
     """
 
     name: str
@@ -132,7 +132,7 @@ async def stop_one(site: Site, name: str) -> None:
 
 
 async def end_rank(site: Site, name: str, which: int, number: signal.Signals) -> None:
-    """At some moment of the load, whatever the rank does then."""
+    """End a rank at a random moment of the load, and start its node again."""
     before = left_behind()
     await site.end_rank(name, which, number)
     await asyncio.to_thread(site.deployment.restart, name)
@@ -145,7 +145,7 @@ async def end_rank(site: Site, name: str, which: int, number: signal.Signals) ->
 
 
 async def abort_storm(site: Site) -> None:
-    """1,000 clients that leave at random states."""
+    """Start 1,000 clients that leave at random moments."""
     seed = site.draw.randrange(2**32)
     storm = Load(site.address, site.cases, 64, seed, leaving=1.0, most=STORM_REQUESTS)
     await storm.run()
@@ -181,7 +181,7 @@ async def wait_for_death(site: Site, name: str, point: str) -> None:
 
 
 def drills() -> list[Drill]:
-    """All of them; those at arrows only where the nodes can inject faults."""
+    """Return all drills; those at arrows only if the nodes can inject faults."""
     found = [
         Drill("kill -9 of a prefill node", partial(kill_one, name="p0")),
         Drill("kill -9 of a decode node", partial(kill_one, name="d0"), in_short=True),
@@ -296,8 +296,8 @@ async def run_all(
     kv_connector: str,
     method: str = "none",
 ) -> list[Result]:
-    """Each drill on a whole site; a site that cannot be made whole is replaced by a new one."""
-    guesses = guessing_args(method)
+    """Run each drill on a whole site; replace a site that cannot be repaired."""
+    draft_args = drafting_args(method)
     results: list[Result] = []
     while len(results) < len(chosen):
         config = LocalDeploymentConfig(
@@ -307,10 +307,10 @@ async def run_all(
             num_decode=2,
             router_args=["--no-local-prefill"],  # it is the hand-off that is to fail
             node_args=[
-                *(*NODE_ARGS, *guesses, "--kv-connector", kv_connector),
+                *(*NODE_ARGS, *draft_args, "--kv-connector", kv_connector),
                 *(RANK_ARGS if chosen[len(results)].of_ranks else []),
             ],
-            decode_args=["--no-adaptive-speculation"] if guesses else [],
+            decode_args=["--no-adaptive-speculation"] if draft_args else [],
         )
         of_ranks = chosen[len(results)].of_ranks
         with LocalDeployment(config) as deployment:
@@ -319,8 +319,8 @@ async def run_all(
             while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
                 drill = chosen[len(results)]
                 result = await run_drill(site, drill, concurrency, seed + len(results))
-                if guesses and not result.num_accepted_drafts:
-                    result.broken.append(f"{result.num_drafts} guesses, and none was right")
+                if draft_args and not result.num_accepted_drafts:
+                    result.broken.append(f"{result.num_drafts} drafts, and none was right")
                 results.append(result)
                 mark = "; ".join(result.broken) or "holds"
                 console.print(f"{drill.name}: {result.counts} {mark}", highlight=False)
@@ -336,7 +336,7 @@ async def run_all(
     return results
 
 
-def guessing_args(method: str) -> list[str]:
+def drafting_args(method: str) -> list[str]:
     """Return the options of nodes that draft with this method."""
     if method == "none":
         return []

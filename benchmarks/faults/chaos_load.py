@@ -21,7 +21,7 @@ HUNG_S = 30.0
 RETRY_PAUSE_S = 0.1  # of a client that was told UNAVAILABLE
 LEAVER_TOKENS = 700  # of a prompt that is left amid its hand-off
 VOCABULARY = 4000
-# Most prompts have several, so that watermarks travel.
+# Most prompts have several chunks, so that watermarks travel.
 CHUNK_TOKENS = 64
 # Outcomes that no fault excuses.
 BROKEN = ("hung", "lost", "wrong")
@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one request.
+    """The outcome of one request.
 
     Attributes:
         outcome: complete, left, hung, lost, wrong, or the type of the error.
@@ -101,7 +101,7 @@ class Load:
     async def _leaver_lane(self, client: AsyncClient, lane: int) -> None:
         draw = random.Random(f"{self.seed}-leaver-{lane}")
         while not self._stopping:
-            # A prompt that nobody has seen, so that all of it travels.
+            # A new prompt, so that all of its KV travels.
             prompt = [draw.randrange(VOCABULARY) for _ in range(LEAVER_TOKENS)]
             # From before the first chunk to behind the last, be the machine fast or slow.
             patience_s = PATIENCE_S * 10 ** draw.uniform(-1, 1)
@@ -121,7 +121,7 @@ class Load:
 
 
 async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: float) -> Answer:
-    """One request to its end, or to where its client leaves."""
+    """Send one request; follow it to its end, or until its client leaves."""
     leave_after, patience_s = None, HUNG_S
     if draw.random() < leaving:
         leave_after = draw.randrange(len(case.expected))
@@ -164,7 +164,7 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
 
 
 def make_cases(model: str, num_cases: int, seed: int) -> list[Case]:
-    """Requests of various lengths, greedy and seeded, answered by the engine in one process.
+    """Make requests of various lengths, greedy and seeded, with answers of one process.
 
     An answer may hang on a rounding: with other requests in the batch, sums are taken in another
     order. Only requests that the engine answers alike in company and alone are cases.

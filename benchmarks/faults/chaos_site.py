@@ -49,7 +49,7 @@ def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDepl
 
 
 class Site:
-    """One deployment, its load, and what is done to it."""
+    """One deployment, its load, and the faults done to it."""
 
     def __init__(self, deployment: LocalDeployment, cases: list[Case], seed: int) -> None:
         self.deployment = deployment
@@ -61,7 +61,7 @@ class Site:
         self.undetected: list[str] = []
 
     async def stand_still(self, name: str, stop_s: float) -> None:
-        """Stop a process for so long, and let it go on."""
+        """Stop a process for a while, then let it continue."""
         process = self.deployment.child(name).process
         process.send_signal(signal.SIGSTOP)
         try:
@@ -73,13 +73,13 @@ class Site:
         await asyncio.sleep(self.draw.uniform(low_s, high_s))
 
     async def kill(self, name: str) -> None:
-        """kill -9, and how long it takes until the router knows."""
+        """Kill a process with SIGKILL, and measure how long the router takes to notice."""
         self.doomed.add(name)
         self.deployment.child(name).process.kill()
         await self.watch_detection(name)
 
     async def end_rank(self, name: str, which: int, number: signal.Signals) -> None:
-        """Kill or stop one of a node's ranks (0: the process that leads); all of it must end."""
+        """Kill or stop one of a node's ranks (0: the leader); the whole node must end."""
         self.doomed.add(name)
         processes = ranks_of(self.deployment.child(name).process.pid)
         os.kill(processes[which], number)
@@ -94,7 +94,7 @@ class Site:
             await asyncio.sleep(0.02)
 
     async def stop(self, name: str) -> None:
-        """SIGSTOP for a while."""
+        """Stop a process with SIGSTOP for a while."""
         process = self.deployment.child(name).process
         process.send_signal(signal.SIGSTOP)
         try:
@@ -127,7 +127,7 @@ class Site:
         await asyncio.to_thread(self.deployment.wait_ready, READY_TIMEOUT_S)
 
     async def repair(self) -> None:
-        """All processes run again, and are connected."""
+        """Start ended processes again, and wait until all are connected."""
         for child in list(self.deployment.children):
             if child.process.poll() is not None:
                 await self.restart(child.name)
@@ -135,7 +135,7 @@ class Site:
 
 
 async def wait_until_free(site: Site) -> tuple[float | None, str]:
-    """How long until every block of every living node is free; else what is held."""
+    """Return the seconds until all blocks of living nodes are free, or what stays held."""
     begin = time.monotonic()
     while True:
         alive = {c.name for c in site.deployment.children if c.process.poll() is None}
@@ -195,7 +195,7 @@ def ranks_of(node: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and not just its exit code."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):
@@ -203,12 +203,12 @@ def is_running(pid: int) -> bool:
 
 
 def left_behind() -> set[str]:
-    """Files in shared memory, and folders where ranks of processes met that have ended."""
+    """List files in shared memory and meeting folders that ended processes left behind."""
     return {str(path) for path in (*Path("/dev/shm").iterdir(), *abandoned_folders(RANKS_PREFIX))}
 
 
 def flush_caches(router: str) -> None:
-    """Have all nodes forget the prefixes they know. Raises BatonError if one does not."""
+    """Empty all nodes' prefix caches; raise BatonError if a node refuses."""
     try:
         with grpc.insecure_channel(router) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated

@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(slots=True)
 class Order:
-    """What one order showed."""
+    """Result of one order of events."""
 
     name: str
     num_tokens: int = 0
@@ -129,7 +129,7 @@ class Fleet:
 async def ask_all(
     fleet: Fleet, cases: Sequence[Case], order: Order, least: int, *, is_foreign: bool = False
 ) -> None:
-    """Ask until so many more tokens came; compares each of them."""
+    """Send requests until this many more tokens came; compare each token."""
     goal = order.num_tokens + least
     turn = itertools.cycle(cases)
 
@@ -156,7 +156,7 @@ async def ask_all(
 
 @contextlib.asynccontextmanager
 async def load(fleet: Fleet, cases: Sequence[Case], order: Order) -> AsyncIterator[None]:
-    """Requests while something happens, and for a while behind it."""
+    """Send requests while something happens, and for a while afterwards."""
     running = asyncio.create_task(ask_all(fleet, cases, order, TOKENS_PER_ORDER))
     try:
         yield
@@ -231,7 +231,7 @@ ORDERS: dict[str, Callable[[Fleet, Sequence[Case], Order], Awaitable[None]]] = {
 
 
 def make_foreign_model(folder: Path) -> Path:
-    """The demo model with the rows of its largest tensor moved by one."""
+    """Write a copy of the demo model with the rows of its largest tensor moved by one."""
     foreign = folder / "foreign_model"
     shutil.copytree(DEMO_MODEL, foreign)
     path = foreign / "model.safetensors"
@@ -243,7 +243,7 @@ def make_foreign_model(folder: Path) -> Path:
 
 
 def make_cases(foreign: Path, seed: int) -> list[Case]:
-    """Requests whose answers do not hang on a rounding, and differ between the models."""
+    """Make requests whose answers differ between the models and do not depend on rounding."""
     draw = random.Random(seed)
     prompts = [
         [draw.randrange(4000) for _ in range(draw.choice([5, 40, 150]))] for _ in range(NUM_CASES)

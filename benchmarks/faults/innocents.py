@@ -53,7 +53,7 @@ class Proxy:
             await server.serve_forever()
 
     async def cut(self, seconds: float) -> None:
-        """Break all connections, and refuse new ones for so many seconds."""
+        """Break all connections, and refuse new ones for some seconds."""
         self._is_cut = True
         for writer in self._writers:
             writer.transport.abort()
@@ -119,7 +119,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """What happens to a deployment under load.
+    """Events that happen to a deployment under load.
 
     Attributes:
         through_proxies: whether the first node of each role dials the router through a proxy.
@@ -270,13 +270,13 @@ def problems_of(drill: Drill, row: Row) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Which drills are run, and how much load.
+    """Options: the drills to run, and the load.
 
     Attributes:
         only: drills whose name contains this.
         seeds: one that is drawn if there are none.
-        kills: in the drill of kills.
-        requests: at least, of a drill.
+        kills: kills in the drill of kills.
+        requests: least requests of a drill.
     """
 
     only: str = ""

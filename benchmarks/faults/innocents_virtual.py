@@ -46,11 +46,11 @@ Fault = Callable[["Site"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """What happens to a fleet under load.
+    """Events that happen to a fleet under load.
 
     Attributes:
         nodes: numbers of prefill and decode nodes.
-        seconds: in which the requests arrive.
+        seconds: time in which the requests arrive.
         kills_at: role ("p" or "d") of the nodes that a killer kills, and the index of the output
             token at which they die; None: no killer.
     """
@@ -260,7 +260,7 @@ def run(run: Run, seeds: int = 20, only: str = "") -> Document:
     """Run every drill with many seeds.
 
     Args:
-        seeds: how many.
+        seeds: number of seeds.
         only: drills whose name contains this.
     """
     results: Row = {}

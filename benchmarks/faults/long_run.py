@@ -198,7 +198,7 @@ def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How long the runs are.
+    """Options: lengths of the runs.
 
     Attributes:
         every: seconds between two faults.

@@ -53,12 +53,12 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What became of one request; seconds of virtual time.
+    """The outcome of one request; times are seconds of virtual time.
 
     Attributes:
         outcome: complete, refused, or the type of the error.
-        expected_ttft_s, expected_decode_s: by the gate, when it came.
-        is_local: its prompt was computed on the decode node.
+        expected_ttft_s, expected_decode_s: the gate's estimates when the request came.
+        is_local: whether its prompt was computed on the decode node.
     """
 
     sent_at: float
@@ -76,7 +76,7 @@ class Answer:
 
 
 class _Gate(Admission):
-    """Tells what it expected of each request."""
+    """A gate that reports its expectation of each request."""
 
     def __init__(self, capacity: Capacity) -> None:
         super().__init__(capacity)
@@ -126,7 +126,7 @@ class Load:
         return sum(ends_at - counted_s <= at < ends_at for at in ended_at) / counted_s
 
     async def ask(self, timeout_s: float) -> Answer:
-        """One request to its end."""
+        """Send one request; follow it to its end."""
         case, clock = draw_case(self._draw, MODEL["vocab_size"]), self._loop.time
         answer = Answer(
             sent_at=clock(), expected_decode_s=self._capacity.decode_s(case.params.max_tokens)
@@ -161,7 +161,7 @@ class Load:
 def run_drill(
     seed: int, fleet: tuple[int, int], overload_s: float, *, local_prefill: bool, log: bool = False
 ) -> Row:
-    """Saturated, then half, three times and half of that rate."""
+    """Saturate the fleet, then send half, three times and half of the saturated rate."""
 
     async def drill() -> Row:
         async with joined_fleet(*fleet, OPTIONS, local_prefill=local_prefill) as pool:
@@ -241,7 +241,7 @@ def _on_virtual_time(make: Callable[[], Coroutine[None, None, T]]) -> T:
 
 
 def problems_of(row: Row) -> list[str]:
-    """What broke the promise."""
+    """Return a line for each broken promise."""
     problems = [
         f"{phase}: {row[phase]['kept']} of {row[phase]['accepted']} deadlines kept"
         for phase in PHASES
@@ -257,7 +257,7 @@ def problems_of(row: Row) -> list[str]:
 
 
 def run_fleet(name: str, options: Options) -> Row:
-    """All seeds, and how much steady loads get done in time."""
+    """Run all seeds, and measure how much work of steady loads is done in time."""
     fleet, local_prefill = FLEETS[name], not options.no_local_prefill
     rows: dict[str, Row] = {}
     for seed in options.seeds:

@@ -38,7 +38,7 @@ BUSY = 0.5  # of the capacity, while nodes die
 NORMAL, OVERLOAD = 0.5, 3.0
 WINDOW_S = 5
 NORMAL_TTFT = 1.5  # times the median of before is as before
-# Requests per second of one pair of these nodes, about: how hard the deaths drill loads them.
+# About the requests per second of one pair of these nodes; sets the load of the deaths drill.
 PAIR_RATE = 3.5
 
 PHASES = ("before", "overload", "after")
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How long the drills are, and what is promised."""
+    """Lengths of the drills, and the promised figures."""
 
     num_pairs_deaths: int = 16
     deaths: int = 1000
@@ -119,7 +119,7 @@ async def run_deaths(sizes: Sizes, seed: int) -> Row:
 
 
 def problems_of_deaths(row: Row, sizes: Sizes) -> list[str]:
-    """What broke the promise."""
+    """Return a line for each promise that deaths broke."""
     problems = [
         f"{row[name]} {name}" for name in ("open_requests_after", "open_legs_after") if row[name]
     ]
@@ -173,7 +173,7 @@ async def run_overload(sizes: Sizes, seed: int) -> Row:
 
 
 def _phase(answers: list[Answer], sizes: Sizes) -> Row:
-    """What became of the requests of one part of the drill."""
+    """Summarize the outcomes of one part of the drill."""
     refused = [answer for answer in answers if answer.outcome == "refused"]
     accepted = [answer for answer in answers if answer.outcome != "refused"]
     lateness = [answer.total_s - sizes.timeout_s for answer in accepted]
@@ -220,7 +220,7 @@ def normal_again_s(before: Sequence[Sent], after: Sequence[Sent], ended_at: floa
 
 
 def problems_of_overload(row: Row, sizes: Sizes) -> list[str]:
-    """What broke the promise."""
+    """Return a line for each promise that overload broke."""
     problems = []
     for name in ("before", "overload", "after"):
         phase = row[name]
@@ -245,7 +245,7 @@ def problems_of_overload(row: Row, sizes: Sizes) -> list[str]:
 
 
 def _outcomes(answers: list[Answer]) -> Row:
-    """How many of each outcome, and an example of each that is neither complete nor refused."""
+    """Count outcomes, and give an example of each that is neither complete nor refused."""
     counts = Counter(answer.outcome for answer in answers)
     odd = {a.outcome: a.detail for a in answers if a.outcome not in ("complete", "refused")}
     return {
@@ -258,7 +258,7 @@ def _outcomes(answers: list[Answer]) -> Row:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank quantile; 0 of nothing."""
+    """Return the nearest-rank quantile; 0 without values."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 

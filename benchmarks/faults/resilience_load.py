@@ -35,15 +35,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one request; times are seconds, ``at`` by `time.monotonic`.
+    """The outcome of one request; times are seconds, ``at`` by `time.monotonic`.
 
     Attributes:
         outcome: complete, refused, hung, wrong, or the type of the error.
         ttft_s: 0 without a token.
         total_s: until the last token, or the error.
         longest_gap_s: between two of its tokens, or before the first.
-        attempts: by the receipt; 0 where there is none.
-        retry_delay_s: that a refusal advised; None if it did not.
+        attempts: attempts by the receipt; 0 without one.
+        retry_delay_s: delay that a refusal advised; None: no advice.
     """
 
     outcome: str
@@ -69,7 +69,7 @@ def draw_case(draw: random.Random, vocab_size: int) -> Case:
 
 
 async def ask(client: AsyncClient, case: Case, timeout_s: float | None) -> Answer:
-    """One request to its end."""
+    """Send one request; follow it to its end."""
     got: list[int] = []
     sent_at = last_at = time.monotonic()
     ttft_s = longest = 0.0
@@ -100,7 +100,7 @@ async def ask(client: AsyncClient, case: Case, timeout_s: float | None) -> Answe
 
 
 class Load:
-    """Requests that arrive by chance (Poisson) at a rate that may change.
+    """Requests that arrive at random (Poisson) at a rate that may change.
 
     Args:
         timeout_s: each request's deadline; None: the router's usual one.
@@ -163,7 +163,7 @@ class Load:
 
 @contextlib.asynccontextmanager
 async def watch_lag() -> AsyncIterator[list[float]]:
-    """How late this process's timers are: what a client measures is wrong by so much."""
+    """Record how late this process's timers fire, which is the error of a client's times."""
     lags: list[float] = []
 
     async def watch() -> None:

@@ -24,7 +24,7 @@ _KILLED = b" is killed"  # of `SimCluster`'s log
 
 
 class Site:
-    """Use as a context manager: inside, everything runs; after it, nothing is left.
+    """A deployment as a context manager: all processes run inside the block and end after it.
 
     Args:
         nodes: options of `baton sim-node`, of its ``num_prefill`` and ``num_decode`` nodes.
@@ -72,7 +72,7 @@ class Site:
         self._folder.cleanup()
 
     def wait_ready(self, share: float = 1.0) -> None:
-        """Until this share of all pairs of nodes reach each other; raises TimeoutError."""
+        """Wait until this share of all pairs of nodes reach each other; raise TimeoutError."""
         give_up_at = time.monotonic() + _READY_TIMEOUT_S
         while self._num_connected() < share * self._num_pairs:
             if time.monotonic() > give_up_at:
@@ -80,11 +80,11 @@ class Site:
             time.sleep(0.2)
 
     def log_tail(self) -> str:
-        """The last that both processes said."""
+        """Return the ends of both processes' logs."""
         return "\n".join(log.read_text(errors="replace")[-2000:] for log in self._logs)
 
     def num_deaths(self) -> int:
-        """Of nodes, so far."""
+        """Return how many nodes have died so far."""
         return self._logs[1].read_bytes().count(_KILLED)
 
     def stats(self) -> admin_pb2.GetStatsResponse:
@@ -94,24 +94,24 @@ class Site:
         return stats
 
     def num_open_legs(self) -> int:
-        """Requests that the router has on nodes, counted once per node."""
+        """Return the router's requests on nodes, counted once per node."""
         nodes = self._admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
         return sum(node.num_requests for node in nodes)
 
     def router_rss_mib(self) -> float:
-        """Memory of the router's process."""
+        """Return the router's resident memory in MiB."""
         status = Path(f"/proc/{self._processes[0].pid}/status").read_text(encoding="utf-8")
         (line,) = [line for line in status.splitlines() if line.startswith("VmRSS:")]
         return int(line.split()[1]) / 1024
 
     def router_cpu_s(self) -> float:
-        """CPU time of the router's process."""
+        """Return the CPU seconds of the router's process."""
         stat = Path(f"/proc/{self._processes[0].pid}/stat").read_text(encoding="utf-8")
         fields = stat.rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / 100
 
     def _num_connected(self) -> int:
-        """Pairs of nodes."""
+        """Return the number of pairs of nodes that reach each other."""
         try:
             nodes = self._admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
         except grpc.RpcError:

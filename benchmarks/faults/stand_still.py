@@ -33,7 +33,7 @@ DRILLS = (
 
 @dataclass(slots=True)
 class Row:
-    """What a drill showed; ``errors``: examples of what was no answer."""
+    """Result of a drill. ``errors`` has examples of failed requests."""
 
     drill: str
     seed: int
@@ -83,7 +83,7 @@ async def run_drill(site: Site, drill: str, concurrency: int, seed: int) -> Row:
 async def run_seed(
     drills: list[str], cases: list[Case], concurrency: int, seed: int, console: Console
 ) -> list[Row]:
-    """All drills on one deployment, which is whole again before each."""
+    """Run all drills on one deployment, which is repaired before each."""
     rows = []
     with LocalDeployment(demo_deployment(3, NODE_ARGS)) as deployment:
         site = Site(deployment, cases, seed)

@@ -44,7 +44,7 @@ SHAPES = {"colocated": (0, True), "split": (1, True), "split, no local prefill":
 
 @dataclass(slots=True)
 class Seen:
-    """Seconds that users saw.
+    """Times that users saw, in seconds.
 
     Attributes:
         gaps_s: between two tokens.
@@ -118,7 +118,7 @@ def shown_ms(seconds: Sequence[float]) -> str:
 
 
 def run(run: Run) -> Document:
-    """Play users, shapes and both values of the option."""
+    """Play all users and shapes with both values of the option."""
     rows = []
     for num_users, shape, tokens in itertools.product((4, 16), SHAPES, (CHUNK, 64)):
         seen = play(shape, num_users, tokens)

@@ -90,10 +90,10 @@ def describe(others: Sequence[Answer]) -> dict[str, Any]:
 
 @contextmanager
 def running(num_simulated: tuple[int, int] | None) -> Iterator[dict[str, AsyncClient]]:
-    """A router with keys, nodes, and a client of each tenant.
+    """Run a router with keys and its nodes; yield a client of each tenant.
 
     Args:
-        num_simulated: prefill and decode nodes, in one process; None: a real one of each.
+        num_simulated: numbers of simulated prefill and decode nodes; None: a real one of each.
     """
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         address = free_address()
@@ -155,7 +155,7 @@ async def wait_ready(client: AsyncClient, num_tokens: int) -> None:
 async def arrive(
     client: AsyncClient, tenant: str, rate: float, seconds: float, num_tokens: int = 1500
 ) -> list[Answer]:
-    """Poisson arrivals; all answers, without a greedy one's queue at the end."""
+    """Send requests in Poisson arrivals; return all answers, without a greedy tenant's queue."""
     tasks, ends_at = [], time.monotonic() + seconds
     while time.monotonic() < ends_at:
         tasks.append(asyncio.create_task(ask(client, tenant, num_tokens)))
@@ -200,7 +200,7 @@ def run_processes(seconds: float) -> dict[str, Any]:
 
 
 def run_nodes(seconds: float) -> dict[str, Any]:
-    """Rounds in turns, alone and beside; times of all rounds together."""
+    """Run rounds alone and beside a greedy tenant in turns; return the times of all rounds."""
 
     async def scene() -> dict[str, Any]:
         with running(None) as clients:

@@ -40,7 +40,7 @@ OUTPUT_TOKENS = (16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one request; seconds."""
+    """The outcome of one request; times are seconds."""
 
     tenant: str
     sent_at: float
@@ -55,10 +55,10 @@ class Scene:
     """Fleet, load and length of a scene.
 
     Attributes:
-        fleet: prefill and decode nodes.
-        seconds: of load that counts.
-        fair: the tenants have keys; else all are one, as without keys.
-        others_load: of their shares.
+        fleet: numbers of prefill and decode nodes.
+        seconds: duration of the load that is measured.
+        fair: whether tenants have keys; without keys all count as one tenant.
+        others_load: the other tenants' load, as a part of their shares.
     """
 
     fleet: tuple[int, int]
@@ -105,7 +105,7 @@ class Load:
         )
 
     async def ask(self, tenant: str, call: Call) -> Answer:
-        """One request to its end."""
+        """Send one request; follow it to its end."""
         clock = self._loop.time
         sent_at, ttft_s, outcome, num_tokens = clock(), 0.0, "complete", 0
         try:
@@ -123,7 +123,7 @@ class Load:
 
 
 def play(scene: Scene) -> list[Answer]:
-    """All requests of all tenants that came after the warm-up."""
+    """Play a scene; return the answers of all requests that came after the warm-up."""
     loop = VirtualTimeLoop()
     try:
         return loop.run_until_complete(_play(scene))
@@ -152,7 +152,7 @@ async def _play(scene: Scene) -> list[Answer]:
 
 
 def capacity_per_s(num_prefill: int, options: SimOptions) -> float:
-    """Requests whose prompts the prefill nodes can compute."""
+    """Return how many requests per second the prefill nodes can compute."""
     num_tokens = sum(PROMPT_TOKENS) // 2
     seconds = options.timing.prefill_s(num_tokens, num_tokens * (num_tokens + 1) // 2)
     return num_prefill / seconds

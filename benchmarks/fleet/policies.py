@@ -29,7 +29,7 @@ from sim_node.timing import preset
 
 LOAD = 0.75
 SEEDS = (1, 2)
-# Blocks of 64 tokens: names of blocks are what takes most time here.
+# Blocks of 64 tokens, as hashing blocks takes most of the time here.
 OPTIONS = SimOptions(
     timing=preset("h100-70b"), block_size=64, num_blocks=6500, max_num_batched_tokens=2048
 )
@@ -45,7 +45,7 @@ Job = tuple[int, Traffic, str, int, int]  # nodes, traffic, policy, requests, se
 
 
 def run_job(job: Job) -> tuple[float, list[Outcome]]:
-    """The load of a trace, and what became of the requests that are measured."""
+    """Play a trace; return its load and the outcomes of the measured requests."""
     num_nodes, traffic, policy, num_requests, seed = job
     trace = make_trace(traffic, num_nodes, num_requests, LOAD, OPTIONS.timing, seed)
     name = "cost" if policy == PAIRS_ONLY else policy
@@ -79,7 +79,7 @@ def summarize(runs: Sequence[tuple[float, list[Outcome]]]) -> Row:
 
 
 def verdict(rows: dict[str, Row]) -> str:
-    """Where cost is worse than the best of the others by more than a tie; empty: nowhere."""
+    """Return the figures in which cost loses clearly to the best other policy; empty: none."""
     cost, others = rows["cost"], [row for name, row in rows.items() if not name.startswith("cost")]
     lost = [
         name

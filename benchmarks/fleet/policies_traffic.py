@@ -33,7 +33,7 @@ def gamma_bursts(chance: random.Random, rate_per_s: float) -> Iterator[float]:
 
 
 def on_off(chance: random.Random, rate_per_s: float) -> Iterator[float]:
-    """Twice the rate for a second on average, then nothing for one."""
+    """Yield arrivals at twice the rate for a second on average, then none for a second."""
     return on_off_arrivals(chance, rate_per_s=2 * rate_per_s, mean_on_s=1.0, mean_off_s=1.0)
 
 
@@ -141,7 +141,7 @@ def decode_work_s(trace: list[TraceRequest], timing: TimingModel) -> float:
 def _generate(
     traffic: Traffic, num_nodes: int, num_sessions: int, rate_per_s: float, seed: int
 ) -> list[TraceRequest]:
-    """All workloads' sessions, drawn one from the other; ids are no two workloads'."""
+    """Draw the sessions of all workloads one after the other; no two workloads share ids."""
     starts_s = itertools.islice(
         traffic.starts(random.Random(f"starts {seed}"), rate_per_s), num_sessions
     )

@@ -53,13 +53,13 @@ PREFILL_NODE, COLD_FACTOR = "sim-p0", 8.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What nodes are, and how much of a load is for them.
+    """The nodes' machine, and the load that suits it.
 
     Attributes:
         chunk: most tokens of a step.
-        num_chats: at a time.
+        num_chats: chats at the same time.
         pause_s: between an answer and the next turn, on average.
-        rate: of prompts of 512 tokens, per second; of long ones an eighth of it.
+        rate: prompts of 512 tokens per second; long prompts come at an eighth of this rate.
     """
 
     timing: TimingModel
@@ -83,9 +83,9 @@ class Placed:
 
     Attributes:
         turn: number of the turn in its chat, from 1; 0 in other loads.
-        expected_s: from its placement on, by the chosen place's terms.
-        measured_s: from its placement on.
-        ttft_s: with the wait at the gate.
+        expected_s: expected time from its placement on, by the chosen place's terms.
+        measured_s: measured time from its placement on.
+        ttft_s: time to the first token, with the wait at the gate.
     """
 
     turn: int
@@ -98,12 +98,12 @@ class Placed:
 
     @property
     def ratio(self) -> float:
-        """Expected over measured."""
+        """Expected time divided by measured time."""
         return self.expected_s / self.measured_s
 
 
 class Player:
-    """Sends requests through one router, and keeps what became of them.
+    """Sends requests through one router, and keeps their outcomes.
 
     The prefill node is `COLD_FACTOR` times as slow until the first answer begins.
     """
@@ -173,7 +173,7 @@ class Player:
         return answer
 
     async def chat(self, machine: Machine, prefix: Sequence[int]) -> None:
-        """One chat: each turn has all that was said before."""
+        """Play one chat, in which each turn contains all earlier turns."""
         prompt = list(prefix)
         for turn in range(1, NUM_TURNS + 1):
             await asyncio.sleep(self._random.expovariate(1 / machine.pause_s))
@@ -189,12 +189,12 @@ def play(
     seed: int = 1,
     local_prefill: bool = True,
 ) -> list[Placed]:
-    """Play so many requests of a load, and return them in the order of their first tokens."""
+    """Play requests of a load; return them in the order of their first tokens."""
     return _played(_play(load, machine, num_requests, seed, local_prefill)).placed
 
 
 def play_steps(load: str, machine: Machine) -> list[float]:
-    """Play a load, and return expected over measured of the decode steps, in their order."""
+    """Play a load; return expected over measured times of its decode steps, in order."""
     return _played(_play(load, machine, 96, seed=1, local_prefill=False)).step_ratios
 
 

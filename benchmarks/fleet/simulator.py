@@ -42,7 +42,7 @@ ROWS = ((1, 256, 1.0), (16, 1024, 1.0), (256, 4096, 10.0))
 
 
 class Sink(node_pb2_grpc.NodeLinkServicer):
-    """A router that wants tokens and nothing else."""
+    """A router that only receives tokens."""
 
     def __init__(self, num_streams: int, begin: Event) -> None:
         self._num_streams = num_streams
@@ -65,7 +65,7 @@ class Sink(node_pb2_grpc.NodeLinkServicer):
             yield wire.command_to_proto(await queue.get())
 
     async def beat(self) -> None:
-        """Beat, and hand out the streams when it is time."""
+        """Send heartbeats, and start the streams when it is time."""
         while True:
             await asyncio.sleep(BEAT_INTERVAL_S)
             for queue in self._queues.values():
@@ -103,7 +103,7 @@ class Sink(node_pb2_grpc.NodeLinkServicer):
 
 
 def run_sink(address: str, num_streams: int, begin: Event) -> None:
-    """The sink's process; ends with its parent."""
+    """Run the sink in its process, which ends with its parent."""
 
     async def serve() -> None:
         sink = Sink(num_streams, begin)
@@ -122,7 +122,7 @@ def run_sink(address: str, num_streams: int, begin: Event) -> None:
 async def measure(
     num_pairs: int, num_streams: int, time_scale: float, seconds: float
 ) -> dict[str, float]:
-    """One row: a cluster of so many pairs with so many streams."""
+    """Measure one row: a cluster of ``num_pairs`` pairs of nodes with ``num_streams`` streams."""
     address = free_address()
     context = multiprocessing.get_context("spawn")
     begin = context.Event()
@@ -160,7 +160,7 @@ async def measure(
 
 
 async def _over(cluster: SimCluster, seconds: float) -> tuple[int, float, float]:
-    """Tokens, CPU seconds and seconds of a while."""
+    """Return tokens, CPU seconds and wall seconds of an interval."""
     before, cpu_s, began = cluster.stats().num_tokens, time.process_time(), time.perf_counter()
     await asyncio.sleep(seconds)
     stats = cluster.stats()

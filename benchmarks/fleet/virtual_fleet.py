@@ -49,7 +49,7 @@ TIMEOUT_S = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request; seconds. ``receipt`` is None if it failed."""
+    """The outcome of one request; times are seconds. ``receipt`` is None if it failed."""
 
     num_prompt_tokens: int
     ttft_s: float
@@ -98,7 +98,7 @@ async def _play(
     loop = asyncio.get_running_loop()
     async with joined_fleet(num_nodes, num_nodes, options, local_prefill=local_prefill) as pool:
         dispatcher = Dispatcher(pool, POLICIES.load(policy)())
-        # First tokens, last ones and failures are heard of at once; the others every 50 ms.
+        # First tokens, last tokens and failures arrive at once; other tokens every 50 ms.
         dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=loop.time)
         texts: dict[int, bytes] = {}
         began_s = loop.time()
@@ -140,7 +140,7 @@ def _call(request_id: str, request: TraceRequest, texts: dict[int, bytes]) -> Ca
 
 
 def _text(hash_id: int, texts: dict[int, bytes]) -> bytes:
-    """The tokens that an id stands for: its own, and quick to make."""
+    """Return the tokens of an id: unique to it, and quick to make."""
     text = texts.get(hash_id)
     if text is None:
         text = texts[hash_id] = hash_id.to_bytes(8) * (BLOCK_TOKENS // 8)
@@ -191,7 +191,7 @@ class PoolLinks:
             self._away_s, self._node = REDIAL_S, self._make_node()
 
     def break_for(self, away_s: float) -> None:
-        """Break the link now; the node, the same process, joins again after so long."""
+        """Break the link now; the node's same process joins again after a delay."""
         self._away_s = away_s
         self._broken.set()
 
@@ -215,7 +215,7 @@ class PoolLinks:
         self._pool.on_event(self._node, _as_rows(event) if isinstance(event, tuple) else event)
 
     def _make_lane(self, take: Callable[..., None]) -> Callable[..., None]:
-        """A function that hands things over a little later, in their order."""
+        """Return a function that delivers things a little later, in order."""
         lane: deque[Any] = deque()
 
         def put(item: Any) -> None:
@@ -226,7 +226,7 @@ class PoolLinks:
 
 
 def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
-    """What `wire.split_step` makes of what simulated nodes say, in less time."""
+    """Split simulated nodes' deltas as `wire.split_step` does, in less time."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
         if delta.prefill or delta.decode or delta.error or delta.finish_reason:

@@ -33,7 +33,7 @@ NANO_REQUESTS, NANO_LENGTH, NANO_TEMPERATURE = 256, 1024, 0.6
 
 
 class ReplayTimer:
-    """CUDA events right around every replay of an engine's graphs from now on.
+    """Timer that puts CUDA events around each replay of an engine's graphs from now on.
 
     Not around the copies before it: the device reaches an event that is recorded before them as
     soon as it has nothing else to do, and waiting for the host would count as work.
@@ -138,7 +138,7 @@ def measure_invariant(device: str, report: Report) -> bool:
 def _engine(
     shape: str, device: str, batches: Sequence[int], context: int, **options: str | bool
 ) -> Engine:
-    """One with room for the largest batch of such requests."""
+    """Make an engine with room for the largest batch of these requests."""
     tokens = context + STEPS + WARM_STEPS + 16
     return make_engine(
         shape,
@@ -156,7 +156,7 @@ def _engine(
 def _time_decode(
     engine: Engine, timer: ReplayTimer, batch: int, context: int
 ) -> tuple[float, float, float]:
-    """Milliseconds per steady step by the wall, of its replay, and between replays (0: none)."""
+    """Return milliseconds of a steady step, of its replay, and between replays (0: none)."""
     add_decoding(engine, batch, context, STEPS + WARM_STEPS + 8)
     for _ in range(WARM_STEPS):
         engine.step()
@@ -180,7 +180,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _weight_bytes(engine: Engine) -> int:
-    """What every step reads: all weights, but for an embedding that is no output head."""
+    """Return the bytes of weights that every step reads: all but an embedding with its own head."""
     model = worker_of(engine.executor).runner._model
     assert isinstance(model, torch.nn.Module)
     weights = {name: p.numel() * p.itemsize for name, p in model.named_parameters()}
@@ -189,7 +189,7 @@ def _weight_bytes(engine: Engine) -> int:
 
 
 def _kv_bytes(engine: Engine) -> float:
-    """Per token."""
+    """Return the bytes of KV per token."""
     return engine.kv_memory.spec.block_bytes / engine.kv_memory.spec.block_size
 
 
@@ -230,7 +230,7 @@ def measure_nano(device: str, report: Report) -> bool:
 
 
 def _run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Seconds from the first request to the last token."""
+    """Run the requests; return seconds from the first request to the last token."""
     vocab_size, started = engine.model_config.vocab_size, time.perf_counter()
     for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         token_ids = [token_id % vocab_size for token_id in prompt]

@@ -76,7 +76,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_engine(shape: str, device: str, **options: Any) -> Engine:
-    """An engine over a shape of `SHAPES`; options are `EngineConfig`'s."""
+    """Make an engine for a shape of `SHAPES`; ``options`` are fields of `EngineConfig`."""
     with tempfile.TemporaryDirectory() as folder:
         config = json.dumps(SHAPES[shape])
         Path(folder, "config.json").write_text(config, encoding="utf-8")
@@ -87,7 +87,7 @@ def make_engine(shape: str, device: str, **options: Any) -> Engine:
 def make_request(
     name: str, prompt: list[int], engine: Engine, max_tokens: int, temperature: float = 0.0
 ) -> Request:
-    """One that runs until it has ``max_tokens`` tokens."""
+    """Make a request that runs until it has ``max_tokens`` tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
     return Request.create(
         name,
@@ -100,7 +100,7 @@ def make_request(
 
 
 def add_decoding(engine: Engine, batch: int, context: int, max_tokens: int) -> None:
-    """Requests whose prompts' KV is there; its content is whatever the cache holds (zeros)."""
+    """Add requests with computed prompts; their KV is what the cache holds (zeros)."""
     draw = random.Random(0)
     for row in range(batch):
         prompt = [draw.randrange(2, 500) for _ in range(context)]
@@ -121,7 +121,7 @@ def _load(
     ranks: Ranks = ALONE,
     cache: WeightsCache | None = None,
 ) -> CausalLM:
-    """In place of `load_model`, with weights that are drawn; of one rank."""
+    """Stand in for `load_model` with random weights, for one rank."""
     if ranks is not ALONE:
         raise ValueError("ranks: a shape of this suite is one process's")
     config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)

@@ -69,7 +69,7 @@ def make_cache(device: str, block_size: int, tokens: int) -> torch.Tensor:
 
 
 def digest(kv_cache: torch.Tensor, places: npt.NDArray[np.int32]) -> float:
-    """Tells whether block i has come to place ``places[i]``; exact, as the elements are small."""
+    """Return a sum that shows whether block i is at ``places[i]``; exact, as elements are small."""
     sums = kv_cache.flatten(1).sum(dim=1, dtype=torch.float64).cpu().numpy()
     return float((sums * (places + 1)).sum())
 
@@ -91,7 +91,7 @@ def _push(
 
 @contextmanager
 def _receiver(device: str, block_size: int, tokens: int, folder: str) -> Iterator[None]:
-    """The other process."""
+    """Run the other process."""
     call = ("--call", "benchmarks.gpu.gpu_push:receive", device, block_size, tokens, folder)
     child = subprocess.Popen([sys.executable, "-m", "benchmarks", *map(str, call)])
     try:
@@ -102,7 +102,7 @@ def _receiver(device: str, block_size: int, tokens: int, folder: str) -> Iterato
 
 
 def _read(path: Path) -> bytes:
-    """What the other process writes there, when it has."""
+    """Wait until the other process has written the file; return its contents."""
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists() or not path.read_bytes():
         if time.monotonic() > deadline:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Report:
-    """Figures by name, in the order in which they came; every one is written at once."""
+    """Figures by name, in order of arrival; each is written to the file at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

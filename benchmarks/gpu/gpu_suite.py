@@ -85,7 +85,7 @@ LEAST_S = 5.0  # in less not even a process begins
 def run_parts(
     names: Sequence[str], device: str, budget_s: float
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Each part's name and result, when it has ended; those for which no time is left, too."""
+    """Run the parts; yield each name and result, also for parts that no time is left for."""
     deadline = time.monotonic() + budget_s
     for index, name in enumerate(names):
         limit_s = limit_of(names[index:], deadline - time.monotonic())
@@ -97,7 +97,7 @@ def run_parts(
 
 
 def limit_of(names: Sequence[str], left_s: float) -> float:
-    """Seconds for the first of these parts, where so many are left for all of them.
+    """Return the seconds for the first of these parts, given those left for all parts.
 
     All that the others have no share of; where there is less than all shares, its part of it.
     """
@@ -176,7 +176,7 @@ def run_child(name: str, device: str, path: str) -> None:
 
 
 def print_table(results: dict[str, dict[str, object]]) -> None:
-    """One line per figure; a bare machine has no library for tables."""
+    """Print one line per figure, without a library for tables, as a bare machine has none."""
     print(f"\n{'part':<10} {'':<8} {'figure':<{KEY_WIDTH}} value")
     for name, result in results.items():
         state = "ok" if result["ok"] else "not run" if "not run" in result else "FAILED"
@@ -207,7 +207,7 @@ def run(
         raise SystemExit("device: there is no CUDA device here; --device cpu tries the suite")
     if device != "cpu":
         run.environment["gpu"] = torch.cuda.get_device_name(device)
-    # Whoever stops the suite ends the part that runs, and still reads what the others found.
+    # Stopping the suite ends the running part; the results of earlier parts are still printed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     results: dict[str, dict[str, object]] = {}
     try:

@@ -42,7 +42,7 @@ OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
 def check_ops(device: str, report: Report) -> bool:
-    """Every op in Triton and every attention backend against the reference; bf16 on a GPU."""
+    """Check all Triton ops and attention backends against the reference; in bf16 on a GPU."""
     for module in ("pytest", "pytest_timeout"):
         if find_spec(module) is None:
             raise ModuleNotFoundError(name=module)
@@ -70,7 +70,7 @@ def check_ops(device: str, report: Report) -> bool:
 
 
 def outcome_of(line: str) -> tuple[str, str] | None:
-    """Test and outcome in a line of pytest, alone or in several processes; None: another line."""
+    """Read test and outcome from a line of pytest, from one process or several; None: neither."""
     alone = re.match(r"(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line)
     if alone:
         return alone[1], alone[2]
@@ -79,7 +79,7 @@ def outcome_of(line: str) -> tuple[str, str] | None:
 
 
 def check_engine(device: str, report: Report) -> bool:
-    """Greedy and seeded tokens on the device against those on the CPU, both in float32."""
+    """Compare greedy and seeded tokens on the device with those on the CPU, both in float32."""
     from engine import LLM
 
     tokens = {}
@@ -92,7 +92,7 @@ def check_engine(device: str, report: Report) -> bool:
 
 
 def check_graphs(device: str, report: Report) -> bool:
-    """Tokens of eager steps in turn against those of replayed steps, of steps ahead, and of both.
+    """Compare tokens of eager steps with those of replayed steps, of steps ahead, and of both.
 
     In float32 they must be the same; in bfloat16 padding may change how a product is rounded.
     """
@@ -118,7 +118,7 @@ def check_graphs(device: str, report: Report) -> bool:
 
 
 def check_split(device: str, report: Report) -> bool:
-    """Tokens of the split system with its KV in the device's memory against one process."""
+    """Compare the split system's tokens, with KV in device memory, with those of one process."""
     from engine import LLM
 
     options = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
@@ -154,14 +154,14 @@ def _split_completions(
 
 
 def measure_kernels(device: str, report: Report) -> bool:
-    """Every row of `kernels_gpu.py`, each when it is there; a kernel that is wrong is a failure."""
+    """Report the rows of `kernels_gpu.py`; return False if a kernel is wrong."""
     from benchmarks.kernels.kernels_gpu import measure
 
     return _all_right(list(_reported(measure(device), report)))
 
 
 def measure_attention(device: str, report: Report) -> bool:
-    """Every row of `attention_gpu.py`, likewise; right is what the libraries give, too."""
+    """Report the rows of `attention_gpu.py`; return False if a result differs from a library's."""
     from benchmarks.kernels.attention_gpu import geometric_mean, measure, peers
 
     here, missing = peers()
@@ -173,7 +173,7 @@ def measure_attention(device: str, report: Report) -> bool:
 
 
 def measure_products(device: str, report: Report) -> bool:
-    """Every row of `quantized_gpu.py`, likewise."""
+    """Report the rows of `quantized_gpu.py`; return False if a product is wrong."""
     from benchmarks.kernels.quantized_gpu import measure
 
     return _all_right(list(_reported(measure(device), report)))

@@ -101,7 +101,7 @@ def _company(document: Json) -> Found:
 
 
 def _invariant(figure: str) -> Row:
-    """How much longer it takes where results depend on no company."""
+    """Return how much longer steps take with batch-invariant results."""
     return Row(
         f"with --batch-invariant, 8B, context 1,024, {figure.partition(':')[0]}: time / without",
         ratio(

@@ -52,7 +52,7 @@ def measure(num_requests: int) -> dict[int, list[Receipt]]:
         deployment.wait_ready(READY_TIMEOUT_S)
         for index in range(num_requests + 1):
             for length, collected in receipts.items():
-                # Drawn anew: nothing of it is in a prefix cache.
+                # A new prompt: no block of it is in a prefix cache.
                 prompt = draw.choices(range(4000), k=length)
                 receipt = client.generate(prompt, params).receipt
                 assert receipt is not None
@@ -164,8 +164,8 @@ def run(
         parts: costs of a hand-off; macs: keyed digests; hybrids: layers with states; transports:
             NIXL beside TLS sockets.
         requests: per prompt length; fewer of long prompts, of hybrids and per transport.
-        families: of hybrids.
-        block_sizes: of hybrids.
+        families: families of the hybrids part.
+        block_sizes: block sizes of the hybrids part.
     """
     for part in parts:
         if part == "costs":

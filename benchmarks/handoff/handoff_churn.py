@@ -27,7 +27,7 @@ MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 1000, 300
 
 @dataclass(slots=True)
 class _Held:
-    """What a request holds on both nodes."""
+    """Blocks that a request holds on both nodes."""
 
     p: list[int]
     d: list[int]
@@ -36,7 +36,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Churn:
-    """The pools of a prefill (p) and a decode node (d), and what happens next on them."""
+    """The block pools of a prefill (p) and a decode node (d), and their next events."""
 
     extents: bool
     draw: random.Random = field(default_factory=lambda: random.Random(0))
@@ -73,7 +73,7 @@ class _Churn:
             self._later(now + BLOCK_SIZE * TOKEN_S, "grow", held)
 
     def advance(self) -> float:
-        """Let the next thing happen; returns when."""
+        """Run the next event; return its time."""
         now, _, what, held = heapq.heappop(self.events)
         if what == "leave p":
             self.p.release(reversed(held.p))

@@ -39,7 +39,7 @@ _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 4,
 }
 _THREE_TO_ONE = ["linear_attention"] * 3 + ["full_attention"]
-# Row -> architecture, and what its config has beyond _SHAPE.
+# Row -> architecture, and its config's fields beyond _SHAPE.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3 (dense)": ("Qwen3ForCausalLM", {"head_dim": 64}),
     "Qwen3.5": (
@@ -84,7 +84,7 @@ def make_checkpoint(row: str, folder: Path) -> None:
 
 
 def measure(row: str, block_size: int, num_requests: int) -> dict[str, Any]:
-    """Receipts' numbers by prompt length, of new prompts and of known ones with a new end."""
+    """Return receipts' numbers by prompt length, for new prompts and known ones with a new end."""
     draw = random.Random(0)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     receipts: dict[int, dict[str, list[Receipt]]] = {

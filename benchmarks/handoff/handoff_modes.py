@@ -37,7 +37,7 @@ LENGTHS = (256, 1024, 4096, 16384)  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How KV travels: what prefill nodes push, more options of nodes, and UCX's transport."""
+    """A way for KV to travel: push mode, more options of nodes, and UCX's transport."""
 
     push: str
     node_args: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """Eight layers, 8 KiB of KV per token in float32: long prompts in little time."""
+    """Make a model of eight layers with 8 KiB of KV per token, for long prompts in little time."""
     config = transformers.Qwen3Config(
         vocab_size=512,
         hidden_size=128,
@@ -195,7 +195,7 @@ def push_figures(receipts: list[Receipt]) -> dict[str, float]:
     """Return medians of what was pushed."""
     decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
     median = statistics.median
-    # Both legs begin at about the same time: what is beyond the prefill, with commit and checks.
+    # Both legs begin at about the same time, so this is the time after the prefill.
     parked = [
         r.decode.parked_s - r.prefill.queue_s - r.prefill.prefill_s
         for r in receipts
@@ -273,7 +273,7 @@ async def _join_a_batch(address: str) -> dict[str, object]:
             task.cancel()
         await asyncio.gather(*decoding, return_exceptions=True)
     decodes = [receipt.decode for receipt in joined if receipt.decode is not None]
-    # The first step itself is counted, too: 1 is the step that comes next.
+    # The count includes the first step: 1 means the next step.
     steps = sorted(decode.steps_until_first - 1 for decode in decodes)
     return {
         "num_still_decoding_at_the_end": still,

@@ -144,12 +144,12 @@ def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
 
 
 def exposed_ms(lanes: dict[str, list[tuple[float, float]]]) -> float:
-    """From the end of the last layer until the decode node has taken the commit."""
+    """Return the ms from the last layer's end until the decode node has handled the commit."""
     return lanes["commit"][0][1] - lanes["layer"][-1][1]
 
 
 def draw_lanes(axes: Axes, lanes: dict[str, list[tuple[float, float]]]) -> None:
-    """Computation, writes and steps, one below the other."""
+    """Draw computation, writes and steps, one below the other."""
     rows = (("layer", 2, LIGHT.blue), ("write", 1, LIGHT.orange), ("step", 0, LIGHT.green))
     for what, place, color in rows:
         bars = [(start, max(end - start, 1e-3)) for start, end in lanes[what]]
@@ -163,7 +163,7 @@ def draw_lanes(axes: Axes, lanes: dict[str, list[tuple[float, float]]]) -> None:
 
 
 def draw(chosen: dict[str, dict[str, list[tuple[float, float]]]]) -> bytes:
-    """Both ways on one axis, and the last milliseconds of each closer."""
+    """Draw both ways on one axis, and the last milliseconds of each enlarged."""
     with style(LIGHT):
         figure = LIGHT.figure(1.7)
         panels = figure.subplots(2, 2, gridspec_kw={"width_ratios": [2, 1]}, squeeze=False)

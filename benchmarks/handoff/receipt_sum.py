@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def untold_s(self) -> float:
-        """Seconds that the client waited for token 1 and the receipt does not have."""
+        """Seconds of the client's wait for token 1 that the receipt does not explain."""
         return self.client_s - self.receipt.ttft_s
 
 

@@ -56,7 +56,7 @@ HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
 BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
 PREFILLS = ((2048, 0), (4096, 0), (8192, 0), (16384, 0), (2048, 6144), (2048, 14336))
 HEAD_DIM, BLOCK_SIZE = 128, 16
-# Beyond the 60 MB of an H200's cache, and what the keys and values of one cell may take.
+# Bytes that exceed an H200's cache of 60 MB, and the most for keys and values of a cell.
 COLD_BYTES, MOST_BYTES = 2**28, 40 * 2**30
 # Weights and results are rounded to bfloat16 on both sides, each time by 2^-9.
 ATOL, RTOL = 2e-2, 2e-2
@@ -98,7 +98,7 @@ class Cell:
 
 
 def metadata_of(cell: Cell, device: str) -> tuple[AttentionMetadata, Tensor]:
-    """A step of the cell, its blocks at random places; and the block table ``[batch, blocks]``."""
+    """Return a step of the cell with scattered blocks, and its table ``[batch, blocks]``."""
     blocks = -(-cell.seq_len // cell.block_size)
     table = torch.randperm(cell.batch * blocks, device=device).view(cell.batch, blocks)
     positions = torch.arange(cell.prefix, cell.seq_len, device=device)  # [query_len]
@@ -121,7 +121,7 @@ def metadata_of(cell: Cell, device: str) -> tuple[AttentionMetadata, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Microseconds of one layer."""
+    """Times of one layer, in microseconds."""
 
     ours: float
     theirs: dict[str, float]
@@ -154,7 +154,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
             expected = calls[0]()
             theirs[name] = median_us(calls, device)
         except (RuntimeError, ImportError, OSError) as error:
-            # It has no kernel for the shape, or cannot compile one here.
+            # The library has no kernel for the shape, or cannot compile one here.
             refusals[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return
         if (excess := excess_error(found, expected, ATOL, RTOL)) > 0:
@@ -174,7 +174,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
 
 
 def _gathered(kv_cache: Tensor, table: Tensor, cell: Cell) -> tuple[Tensor, Tensor]:
-    """Keys and values of every request, each ``[batch, num_kv_heads, seq_len, head_dim]``."""
+    """Gather all requests' keys and values, each ``[batch, num_kv_heads, seq_len, head_dim]``."""
     taken = kv_cache[table]  # [batch, blocks, 2, num_kv_heads, block_size, head_dim]
     key, value = taken.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : cell.seq_len]
     return key.contiguous(), value.contiguous()
@@ -196,7 +196,7 @@ def libraries(cell: Cell) -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tenso
 
 
 def peers() -> tuple[list[str], list[str]]:
-    """Which of `PEERS` can be imported here, and which cannot."""
+    """Return the names of `PEERS` that can be imported here, and of those that cannot."""
     here = [name for name, module in PEERS.items() if importlib.util.find_spec(module) is not None]
     return here, [name for name in PEERS if name not in here]
 
@@ -290,7 +290,7 @@ def _flashinfer(
 
 
 def decode_cells(device: str) -> Iterator[Cell]:
-    """All that fit; on a CPU two tiny ones."""
+    """Yield all decode cells that fit into memory; on a CPU two tiny ones."""
     if torch.device(device).type == "cpu":
         yield Cell(4, 2, 1, 1, 6, 16, 4, torch.float32)
         yield Cell(2, 1, 3, 1, 9, 16, 4, torch.float32)
@@ -315,7 +315,7 @@ def prefill_cells(device: str) -> Iterator[Cell]:
 
 @torch.inference_mode()
 def measure(device: str) -> Iterator[Row]:
-    """Rows as they come, the few of prompts first; on a CPU tiny ones, whose times mean nothing.
+    """Yield rows as they are measured, the few of prompts first; tiny ones on a CPU, untimed.
 
     A cell that fails is a row with the key "failed", and costs no other.
     """
@@ -350,7 +350,7 @@ def _row(what: str, ours: float, theirs: dict[str, float]) -> Row:
 
 
 def geometric_mean(rows: list[Row]) -> float:
-    """Of library / ours over the decode rows."""
+    """Return the geometric mean of library / ours over the decode rows."""
     decodes = (row for row in rows if str(row["what"]).startswith("decode"))
     ratios = [row.get("library / ours") for row in decodes]
     known = [ratio for ratio in ratios if isinstance(ratio, float) and ratio > 0]

@@ -68,21 +68,21 @@ def median_us(calls: Sequence[Call], device: str, repeat: int = 20) -> float:
 
 
 def copy_gb_per_s(device: str, num_bytes: int) -> float:
-    """What the device copies within its memory, bytes read and bytes written, in this run."""
+    """Measure copies within the device's memory in GB/s, counting bytes read and written."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return gb_per_s(2 * num_bytes, median_us([lambda: target.copy_(source)], device))
 
 
 def excess_error(found: Tensor, expected: Tensor, atol: float, rtol: float) -> float:
-    """The largest error beyond ``atol + rtol * |expected|``; infinite where one is no number."""
+    """Return the largest error beyond ``atol + rtol * |expected|``; infinite if one is NaN."""
     found, expected = found.float(), expected.float()
     excess = (found - expected).abs() - (atol + rtol * expected.abs())
     return float(excess.nan_to_num(nan=math.inf).max())
 
 
 def gb_per_s(num_bytes: int, microseconds: float) -> float:
-    """Gigabytes (10**9) per second."""
+    """Return gigabytes (10**9) per second."""
     return num_bytes / microseconds / 1e3
 
 

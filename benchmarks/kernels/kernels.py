@@ -58,7 +58,7 @@ Subject = Callable[[int], object]  # given the number of the repetition
 
 
 def take_turns(subjects: Mapping[str, Subject], repetitions: int) -> dict[str, float]:
-    """Lower quartile of the seconds of each: others on the machine only ever add to them."""
+    """Return the lower quartile of each function's seconds, as other processes only add time."""
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
     for repetition in range(-1, repetitions):
         for name, subject in subjects.items():
@@ -72,7 +72,7 @@ def take_turns(subjects: Mapping[str, Subject], repetitions: int) -> dict[str, f
 def decode_step(
     batch: int, context: int = CONTEXT, block_size: int = BLOCK_SIZE
 ) -> AttentionMetadata:
-    """Every request computes one token; blocks are scattered."""
+    """Make a step in which each request computes one token; blocks are scattered."""
     blocks = context // block_size
     table = torch.randperm(batch * blocks).to(torch.int32).view(batch, blocks)
     return AttentionMetadata(
@@ -90,7 +90,7 @@ def decode_step(
 
 
 def prompt_step(length: int) -> AttentionMetadata:
-    """One request computes its whole prompt, into scattered blocks."""
+    """Make a step in which one request computes its whole prompt, into scattered blocks."""
     table = torch.randperm(length // BLOCK_SIZE).to(torch.int32).view(1, -1)
     return AttentionMetadata(
         num_requests=1,
@@ -107,14 +107,14 @@ def prompt_step(length: int) -> AttentionMetadata:
 
 
 def read(memory: Tensor, layer: int) -> object:
-    """Touch every byte of a layer once, in order."""
+    """Touch each byte of a layer once, in order."""
     return memory[layer].sum()
 
 
 def attend(
     backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
 ) -> object:
-    """One layer's attention."""
+    """Run one layer's attention."""
     return backend.run(query, cache[:, layer], step, scale=query.shape[-1] ** -0.5)
 
 
@@ -128,13 +128,13 @@ def attend_to_one(
 def attend_latents(
     backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
 ) -> object:
-    """One layer's attention over latents."""
+    """Run one layer's attention over latents."""
     keys = as_keys_and_values(cache[:, layer])
     return backend.run(query, keys, step, scale=LATENT_WIDTH**-0.5, value_dim=LATENT_RANK)
 
 
 def multiply(x: Tensor, weights: Tensor, copy: int) -> object:
-    """One of several weights of one shape."""
+    """Multiply by one of several weights of one shape."""
     return functional.linear(x, weights[copy])
 
 
@@ -144,7 +144,7 @@ def multiply_packed(x: Tensor, weights: Sequence[ops.PackedWeight], copy: int) -
 
 
 def multiply_all(x: Sequence[Tensor], weights: Sequence[ops.PackedWeight], _copy: int) -> object:
-    """Several layers, each of its own input."""
+    """Multiply several layers, each with its own input."""
     return [ops.packed_linear(row, weight) for row, weight in zip(x, weights, strict=True)]
 
 

@@ -66,7 +66,7 @@ class Sizes:
 
     @classmethod
     def of(cls, device: str) -> Sizes:
-        """Tiny on a CPU, in a dtype that the interpreter gets right."""
+        """Return a device's sizes: tiny ones on a CPU, in a dtype that the interpreter supports."""
         if torch.device(device).type != "cpu":
             return cls(device, torch.bfloat16)
         return cls(device, torch.float32, 32, 48, 2, 1, 16, 4, 300, 2**12, (3,), (2,))
@@ -112,7 +112,7 @@ class Step:
 
 
 def kernels_of(step: Step, sizes: Sizes) -> dict[str, tuple[Callable[[], object], int]]:
-    """Each op as one launch, and the bytes that it has to read and write."""
+    """Return each op as one launch, with the bytes that it must read and write."""
     heads = (sizes.num_heads, step.cos, step.sin, step.kv_cache, step.slots)
     weight = step.head_weight
     return {
@@ -189,7 +189,7 @@ def launch(sizes: Sizes) -> Iterator[Row]:
 
 
 def _check(name: str, found: object, expected: object) -> None:
-    """A kernel that is wrong has no speed; 16-bit chains round at more places than one kernel."""
+    """Raise RuntimeError if a result differs by more than rounding in 16 bits explains."""
     for a, b in zip(_tensors(found), _tensors(expected), strict=True):
         if (excess := excess_error(a, b, ATOL, RTOL)) > 0:
             raise RuntimeError(f"{name}: differs by {excess:.3g} more than rounding explains")
@@ -268,9 +268,9 @@ PARTS: dict[str, Callable[[Sizes], Iterator[Row]]] = {
 
 @torch.inference_mode()
 def measure(device: str, parts: tuple[str, ...] = tuple(PARTS)) -> Iterator[Row]:
-    """Rows as they come; on a CPU tiny ones, whose times mean nothing.
+    """Yield rows as they are measured; on a CPU tiny ones, whose times mean nothing.
 
-    What fails is a row with the key "failed", and ends its part.
+    A failure is a row with the key "failed", and ends its part.
     """
     sizes = Sizes.of(device)
     for part in parts:

@@ -89,7 +89,7 @@ def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
 
 
 def copy_of(weight: QuantizedWeight) -> QuantizedWeight:
-    """Another like it, in memory of its own."""
+    """Return a copy of a weight in memory of its own."""
     if isinstance(weight, RoundedWeight):
         return replace(weight, numbers=weight.numbers.clone(), scales=weight.scales.clone())
     return replace(weight, codes=weight.codes.clone(), groups=weight.groups.map(torch.clone))
@@ -100,12 +100,12 @@ class Case:
     """A product that is timed.
 
     Attributes:
-        row: what the row says of the case.
+        row: fields of the row that name the case.
         calls: calls of one product, each with weights in memory of its own.
         weight: None: it is in bfloat16.
-        weight_bytes: that one call reads.
+        weight_bytes: bytes of the weight that one call reads.
         flops: operations of one call.
-        expected: what it should give; None: whatever it gives.
+        expected: the right result; None: the result is not checked.
     """
 
     row: Row
@@ -116,7 +116,7 @@ class Case:
 
 
 def cases(device: str) -> Iterator[Case]:
-    """Every layer, format and number of tokens; in bfloat16 first."""
+    """Yield a case per layer, format and number of tokens; bfloat16 comes first."""
     on_gpu = device != "cpu"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     layers, tokens = (LAYERS, TOKENS) if on_gpu else (TINY_LAYERS, (1, 3))
@@ -158,7 +158,7 @@ def _copies(one: Any, copy: Callable[[Any], Any], size: int, device: str) -> lis
 
 
 def measure(device: str) -> Iterator[Row]:
-    """Every case's row, when it is there."""
+    """Yield each case's row as soon as it is measured."""
     compile_ahead(device, cases)
     read = copy_gb_per_s(device, 2**30 if device != "cpu" else 2**16)
     plain_us: dict[tuple[object, object], float] = {}
@@ -186,13 +186,13 @@ def measure(device: str) -> Iterator[Row]:
         yield row
 
 
-# Stages, and how many times the usual number of parts.
+# Stages, and the factor of the usual number of parts.
 FEW_TILES = ((3, 1.0), (4, 1.0), (6, 1.0), (8, 1.0), (6, 0.5), (6, 2.0))
 SWEPT = (("qkv", 1), ("down", 1), ("gate_up", 1), ("down", 64), ("gate_up", 64))
 
 
 def other_tiles(device: str) -> Iterator[Case]:
-    """Few tokens with other tiles and parts than are chosen."""
+    """Yield cases of few tokens with other tiles and parts than the chosen ones."""
     for layer, num_tokens in SWEPT if device != "cpu" else (("o", 3),):
         out_features, size = LAYERS[layer] if device != "cpu" else TINY_LAYERS[layer]
         torch.manual_seed(0)
@@ -230,7 +230,7 @@ def _chosen(
 
 
 def sweep(device: str) -> Iterator[Row]:
-    """Every case's microseconds, the fastest of each first."""
+    """Yield each case's microseconds, the fastest tile first."""
     compile_ahead(device, other_tiles)
     for case in other_tiles(device):
         row = dict(case.row)
@@ -242,7 +242,7 @@ def sweep(device: str) -> Iterator[Row]:
 
 
 def compile_ahead(device: str, of: Callable[[str], Iterator[Case]]) -> None:
-    """Compile in several processes what is to be timed in one."""
+    """Compile in several processes the kernels that one process times."""
     if device == "cpu":
         return
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
@@ -250,7 +250,7 @@ def compile_ahead(device: str, of: Callable[[str], Iterator[Case]]) -> None:
 
 
 def _call_some(device: str, of: Callable[[str], Iterator[Case]], share: int) -> None:
-    """Call every so many-th case once: what it compiles is then found by all processes."""
+    """Call every n-th case once, so that other processes find the compiled kernels."""
     for number, case in enumerate(of(device)):
         if number % PROCESSES == share:
             with contextlib.suppress(RuntimeError, TritonError):

@@ -140,7 +140,7 @@ LAYERS = ("qkv", "o", "gate_up", "down")
 
 
 def _product(weights: str, num_tokens: int, least: float, unmeasured: str = "") -> Row:
-    """bfloat16's time over ours, all linear layers of a layer together."""
+    """Divide bfloat16's time by ours, over all linear layers of a layer."""
 
     def measure(document: Json) -> Found:
         us = {row["what"]: float(row["us"]) for row in document["rows"]}

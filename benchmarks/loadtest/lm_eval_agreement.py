@@ -30,7 +30,7 @@ MOST_LOGPROB_DIFFERENCE = 1e-4
 
 
 def run_side(python: Path, subject: str, gguf: str) -> dict[str, Any]:
-    """What lm-eval says of one side."""
+    """Run lm-eval on one side; return its samples and scores."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "samples.json"
         subprocess.run(
@@ -51,7 +51,7 @@ def run_side(python: Path, subject: str, gguf: str) -> dict[str, Any]:
 
 
 def through_baton(python: Path, gguf: str) -> dict[str, Any]:
-    """A router, a prefill node and a decode node, which computes no prompt."""
+    """Evaluate a router, a prefill node and a decode node that computes no prompts."""
     config = LocalDeploymentConfig(
         model=gguf,
         listen=free_address(),
@@ -65,7 +65,7 @@ def through_baton(python: Path, gguf: str) -> dict[str, Any]:
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """One task, sample by sample; raises ValueError if they are not the same ones."""
+    """Compare one task sample by sample; raise ValueError if the sides' samples differ."""
     pairs = list(zip(ours["samples"], theirs["samples"], strict=True))
     if any(mine["id"] != other["id"] for mine, other in pairs):
         raise ValueError("the sides have other samples")
@@ -94,18 +94,18 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def best(judged: list[tuple[float, bool]]) -> int:
-    """Which of the answers is the most probable one."""
+    """Return the index of the most probable answer."""
     return max(range(len(judged)), key=lambda index: judged[index][0])
 
 
 def agrees(task: dict[str, Any]) -> bool:
-    """Whether the sides say the same of a task."""
+    """Return whether both sides have the same results in a task."""
     same = task["baton"] == task["transformers"] and not task["num_judged_otherwise"]
     return same and task.get("largest_logprob_difference", 0.0) <= MOST_LOGPROB_DIFFERENCE
 
 
 def run(run: Run) -> Document:
-    """Evaluate through both, and compare every sample."""
+    """Evaluate both sides, and compare each sample."""
     gguf = fetch_model(run.console, SMOLLM2)
     if gguf is None:
         raise SystemExit("the model cannot be had")

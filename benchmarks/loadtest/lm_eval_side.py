@@ -24,7 +24,7 @@ MAX_LENGTH = 2048
 
 
 def server_models(url: str, name: str, folder: str) -> dict[str, Any]:
-    """The served model by each API."""
+    """Return lm-eval's models for the served model, one per API."""
     common: dict[str, Any] = {"model": name, "num_concurrent": 4, "max_length": MAX_LENGTH}
     completions = LocalCompletionsAPI(
         base_url=f"{url}/completions",
@@ -59,7 +59,7 @@ def transformers_models(folder: str, gguf: str) -> dict[str, Any]:
 
 
 def evaluate(model: Any, tasks: list[str], *, is_chat: bool) -> dict[str, Any]:
-    """Scores and samples by task."""
+    """Evaluate the tasks; return scores and samples by task."""
     found = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks,

@@ -32,7 +32,7 @@ INPUT_TOKENS = 16
 
 
 def start(core: int, *words: str) -> subprocess.Popen[bytes]:
-    """`baton` with these words, on one core; its log is not of interest."""
+    """Start `baton` with these arguments on one core, and drop its log."""
     return subprocess.Popen(
         [sys.executable, "-m", "baton", *words],
         cwd=ROOT,
@@ -50,7 +50,7 @@ def start(core: int, *words: str) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def server(core: int, time_scale: float) -> Iterator[str]:
-    """A router with simulated nodes; its address, once it answers."""
+    """Run a router with simulated nodes; yield its address once it answers."""
     address = free_address()
     router = ("router", "--model", MODEL, "--listen", address, "--max-open-requests", "100000")
     nodes = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
@@ -84,7 +84,7 @@ def server(core: int, time_scale: float) -> Iterator[str]:
 
 
 def measure(address: str, core: int, streams: int, options: Options) -> dict[str, Any]:
-    """One run of so many users; what its own report says of the generator."""
+    """Run one load of ``streams`` users; return what its report says of the generator."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         child = start(

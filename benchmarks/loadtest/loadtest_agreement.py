@@ -46,7 +46,7 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Open loop with a constant rate, or closed loop."""
+    """A load: an open loop with a constant rate, or a closed loop."""
 
     num_requests: int
     rate: float | None = None
@@ -97,7 +97,7 @@ def baton_command(job: Job) -> list[str]:
 
 
 def baton_numbers(folder: Path) -> Numbers:
-    """What others call ITL, a request's mean, is TPOT here."""
+    """Return Baton's numbers; TPOT here is what other programs call ITL."""
     summary = read(folder / "result.json")["summary"]
     found = {
         f"{name}_{ours}_ms": summary["latencies"][f"{key}_s"][ours] * 1e3
@@ -187,9 +187,9 @@ def guidellm_numbers(folder: Path) -> Numbers:
 
 
 def others_environment() -> dict[str, str]:
-    """Without our folders, whose packages have common names."""
+    """Return the environment without our folders, whose packages have common names."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    # Of ten processes, guidellm's default, each imports torch: half a minute on one core.
+    # Each of guidellm's ten default processes imports torch, which takes half a minute on one core.
     return {**kept, "GUIDELLM__MAX_WORKER_PROCESSES": "2"}
 
 
@@ -231,7 +231,7 @@ GENERATORS = {
 def play_fresh(
     generator: Generator, load: Load, url: str, model: Path, words: list[str]
 ) -> Numbers:
-    """Play a load once, with prompts that no run had."""
+    """Play a load once, with prompts that no earlier run had."""
     with tempfile.TemporaryDirectory() as folder:
         job = Job(load, url, model, Path(folder))
         num_words = PROMPT_TOKENS - generator.own_words
@@ -279,7 +279,7 @@ def read(path: Path) -> Any:
 
 
 def measure(load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
-    """The runs of each generator."""
+    """Run each generator; return its numbers per round."""
     names = list(GENERATORS)
     runs: dict[str, list[Numbers]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
@@ -296,7 +296,7 @@ def measure(load: Load, rounds: int, console: Console) -> dict[str, list[Numbers
 
 
 def compared(runs: Mapping[str, Sequence[Numbers]]) -> dict[str, dict[str, float]]:
-    """Per number: each generator's median, and how far the largest is above the smallest."""
+    """Return for each number the generators' medians, and the largest over the smallest."""
     found = {}
     for key in runs["baton"][0]:
         medians = {name: statistics.median(one[key] for one in own) for name, own in runs.items()}

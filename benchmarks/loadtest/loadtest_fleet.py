@@ -32,7 +32,7 @@ _SYLLABLES = [
 
 
 def write_model(folder: Path) -> list[str]:
-    """What a router and simulated nodes read of a model; returns the words of its vocabulary."""
+    """Write the files that a router and simulated nodes read; return the vocabulary's words."""
     config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
     words = ["".join(pair) for pair in product(_SYLLABLES, repeat=2)][: config["vocab_size"] - 1]
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
@@ -60,7 +60,7 @@ def write_model(folder: Path) -> list[str]:
 
 
 def fresh_texts(words: list[str], num_texts: int, num_words: int) -> Iterator[str]:
-    """Texts that nobody has seen, of so many words each."""
+    """Return new texts of this many words each."""
     chance = random.SystemRandom()
     for _ in range(num_texts):
         yield " ".join(chance.choices(words, k=num_words))
@@ -92,10 +92,10 @@ def baton(core: int, *words: str, log: Path) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def fleet(model: Path, core: int, num_nodes: int, time_scale: float) -> Iterator[str]:
-    """A router and so many pairs of simulated nodes on one core; the URL of its HTTP API.
+    """Run a router and ``num_nodes`` pairs of simulated nodes on one core; yield its HTTP URL.
 
     Raises:
-        SystemExit: it does not answer.
+        SystemExit: the router does not answer.
     """
     listen, http = free_address(), free_address()
     router = ("router", "--model", str(model), "--listen", listen, "--http-listen", http)
@@ -123,7 +123,7 @@ def fleet(model: Path, core: int, num_nodes: int, time_scale: float) -> Iterator
 
 
 def _answers(url: str) -> bool:
-    """Whether it completes a prompt."""
+    """Return whether the server completes a prompt."""
     body = json.dumps({"model": NAME, "prompt": [1, 2], "max_tokens": 2}).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", body, headers)

@@ -31,7 +31,7 @@ SHORT = {"--duration-s": "35", "--repeats": "2", "--deployments": "colocated:2,1
 
 
 def condense(document: dict[str, object]) -> dict[str, object]:
-    """Without single runs, and without where the model is."""
+    """Return the document without single runs and without the model's place."""
     kept = {name: document[name] for name in KEPT if name in document}
     if isinstance(up := kept.get("up"), dict):
         kept["up"] = {**up, "model": "examples/demo_model"}

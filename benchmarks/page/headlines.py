@@ -10,7 +10,7 @@ from benchmarks.page.rows import Json, at, number
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A question, and how a file of results answers it.
+    """A question, and the answer in a file of results.
 
     Attributes:
         source: `benchmarks/results/<source>.json`.

@@ -48,14 +48,14 @@ CHANGES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A row with what its file says. ``found`` is None where it is not measured."""
+    """A row with its file's figure. ``found`` is None if it is not measured."""
 
     row: Row
     found: Found | None
 
     @property
     def verdict(self) -> str:
-        """The last cell."""
+        """Text of the row's last cell."""
         if self.found is None:
             return "not measured"
         return {True: "yes", False: "**missed**", None: ""}[self.found.holds]
@@ -120,7 +120,7 @@ def write(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one file of results says, row by row."""
+    """One file of results, told row by row."""
 
     measurement: Measurement
     source: Source
@@ -232,7 +232,7 @@ def _environment(environment: Json) -> str:
     machine = str(environment.get("gpu") or at(environment, "cpu"))
     cores = int(number(environment, "num_cores"))
     before = number(environment, "load_average", 0)
-    # Some files have no second one.
+    # Some files have no second load average.
     after = environment.get("load_average_after")
     ended = f" before, {number(after, 0):.1f} after" if after else ""
     busy = ", **others used it**" if before > cores else ""

@@ -39,9 +39,9 @@ class Row:
     Attributes:
         what: name of the measured quantity.
         measure: finds the figure in the file; raises one of `NOT_THERE`.
-        target: as people read it; empty: shown for orientation only.
+        target: text of the target; empty: the row is for orientation only.
         holds_back: one sentence of why it is missed, shown if it is.
-        unmeasured: what to know where the file does not have it.
+        unmeasured: note for files without the figure.
     """
 
     what: str
@@ -57,8 +57,8 @@ class Source:
 
     Attributes:
         name: `benchmarks/results/<name>.json`.
-        rows: what the page shows of the file.
-        intro: what the figures mean; one paragraph.
+        rows: rows of the page.
+        intro: meaning of the figures; one paragraph.
         options: options of the command that writes the file.
         absent: why there may be no such file.
     """
@@ -72,7 +72,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What `python -m benchmarks NAME` measures: function `run` of benchmarks/SUBJECT/NAME.py.
+    """The measurement of `python -m benchmarks NAME`: `run` of benchmarks/SUBJECT/NAME.py.
 
     Attributes:
         module: `benchmarks.SUBJECT.NAME`; a tool of `tools/` for one that is no benchmark.
@@ -102,7 +102,7 @@ class Subject:
 
     Attributes:
         log: headings of docs/log.md with what was tried, negative results too.
-        notes: what to know besides; Markdown, one paragraph each.
+        notes: further notes; Markdown, one paragraph each.
     """
 
     title: str

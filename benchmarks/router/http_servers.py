@@ -58,7 +58,7 @@ class Ticker:
         self._encoder = msgspec.json.Encoder()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The SSE events of one stream."""
+        """Yield the SSE events of one stream."""
         queue: asyncio.Queue[str | None] = asyncio.Queue()
         self._queues.append(queue)
         if len(self._queues) == self._num_streams:
@@ -86,7 +86,7 @@ class Ticker:
 
 
 async def serve_nothing(ticker: Ticker, listener: socket.socket, num_streams: int) -> None:
-    """The events are made and dropped; what remains of the others' cost is HTTP's."""
+    """Make the events and drop them: the difference to the other servers is the cost of HTTP."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
 
@@ -138,7 +138,7 @@ async def serve_starlette_h11(ticker: Ticker, listener: socket.socket, num_strea
 
 
 async def serve_bare_asgi(ticker: Ticker, listener: socket.socket, num_streams: int) -> None:
-    """uvicorn without a framework: the least that it can cost."""
+    """Serve with uvicorn without a framework, which is its lowest cost."""
     headers = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -147,7 +147,7 @@ def _tokenizer() -> dict[str, object]:
 
 @dataclass(slots=True)
 class Watched:
-    """A stream that requests of other clients must not hold up."""
+    """A stream that other clients' requests must not delay."""
 
     gaps_s: list[float] = field(default_factory=list)
     error: str = ""
@@ -241,7 +241,7 @@ def fresh_start(model: Path) -> Start:
 
 @dataclass(slots=True)
 class Dear:
-    """Measurements of costly grammars, all at once, beside one stream."""
+    """Measurements of costly grammars, all at once, while one stream runs."""
 
     num_grammars: int
     longest_gap_s: float

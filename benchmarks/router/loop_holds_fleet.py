@@ -83,7 +83,7 @@ class Rounds:
 
 
 class BusyRouter:
-    """A router with nodes driven by hand, and as many open requests as there may be."""
+    """A router with nodes driven by hand, and with the most open requests it allows."""
 
     def __init__(self, num_nodes: int, note: Note) -> None:
         self.pool = pool = make_pool(8192)
@@ -113,7 +113,7 @@ class BusyRouter:
                 pass
 
     async def measure(self, what: str, make: Callable[[], Any]) -> None:
-        """Note the longest round of the loop that something sets off."""
+        """Record the longest round of the loop that a call causes."""
         await asyncio.sleep(0.05)
         self.rounds.start_over()
         made = make()
@@ -126,7 +126,7 @@ class BusyRouter:
             self._note(f"{what}: garbage collection in it", "router's loop", collecting_s)
 
     def say_token(self, index: int) -> None:
-        """Have one decode node tell of a token of each of its requests, in one message."""
+        """Have one decode node send a token of each of its requests, in one message."""
         node = self.decodes[0].node
         epochs = tuple(node.legs)
         self.pool.on_event(node, StepDeltas(epochs, (index,) * len(epochs), (5,) * len(epochs)))

@@ -71,7 +71,7 @@ def fill(index: PrefixIndex, num_nodes: int, num_blocks: int, prompts: Sequence[
 
 
 def churn(index: PrefixIndex, num_rounds: int) -> float:
-    """What a full cache says: each block stored is one removed; events per second."""
+    """Return events per second of a full cache, in which each stored block evicts one."""
     draw = random.Random(1)
     index.add_node("churn", KIND)
     old = tuple(draw.getrandbits(64) for _ in range(EVENTS_PER_MESSAGE))
@@ -88,7 +88,7 @@ def churn(index: PrefixIndex, num_rounds: int) -> float:
 
 
 def bytes_per_block(num_nodes: int, num_blocks: int) -> float:
-    """Memory per pair of a node and a block."""
+    """Return the bytes per pair of a node and a block."""
     gc.collect()
     tracemalloc.start()
     index = PrefixIndex()
@@ -103,7 +103,7 @@ def bytes_per_block(num_nodes: int, num_blocks: int) -> float:
 
 
 def step_overhead(repetitions: int) -> dict[str, dict[str, float]]:
-    """What a decode step of 256 requests pays: 16 fill a block, for which 16 are evicted."""
+    """Measure the events' cost in a decode step of 256 requests: 16 fill a block and evict one."""
     results = {}
     for name, listens, busy in (
         ("nobody listens", False, True),
@@ -134,7 +134,7 @@ def _decode_step(pool: BlockPool, feed: KVEventFeed, numbers: Iterator[int], bus
 
 
 def measure_index(shape: dict[str, int], repetitions: int) -> dict[str, dict[str, float]]:
-    """Rows of the table."""
+    """Measure the rows of the table."""
     draw = random.Random(2)
     token_ids = [draw.randrange(150_000) for _ in range(NUM_PROMPT_TOKENS)]
     system = PromptHashes(token_ids).of(KIND)[:NUM_SYSTEM_BLOCKS]

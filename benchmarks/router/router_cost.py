@@ -173,7 +173,7 @@ def router_site(
 
     Args:
         router_args: more options of the routers.
-        tls: of everybody, who then must show it.
+        tls: certificate of all programs, who must show it; `NO_TLS`: no TLS.
     """
     certificate = ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca] if tls else []
     listen, *links = (free_address() for _ in range(1 + num_processes))
@@ -258,7 +258,7 @@ async def measure_rate(
 
 
 async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) -> dict[str, object]:
-    """Short requests, 64 at a time: CPU of each, and the process's memory on the way."""
+    """Measure short requests, 64 at a time: CPU of each, and the process's memory meanwhile."""
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     numbers = iter(range(num_requests))
@@ -285,7 +285,7 @@ async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) ->
 
 
 async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
-    """Streams that are open and say (nearly) nothing."""
+    """Measure open streams that send (nearly) nothing."""
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     before = site.rss_mib()
@@ -308,7 +308,7 @@ async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
 async def in_turns(
     sites: Mapping[str, Site], slices: int, measure: Callable[[Site], Awaitable[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Rows of short slices, one router after the other; the one that is not measured idles."""
+    """Measure short slices of the routers in turns; a router that is not measured idles."""
     rows: list[dict[str, Any]] = []
     for number in range(-1, slices):  # the first warms up
         for name in list(sites)[:: 1 if number % 2 == 0 else -1]:
@@ -322,7 +322,7 @@ async def in_turns(
 def ratios(
     rows: Sequence[Mapping[str, Any]], measure: str, ours: str, theirs: str
 ) -> dict[str, float]:
-    """One subject over another, of neighbours in time: median, and the middle half of them."""
+    """Return median and quartiles of one subject's slices over the neighbouring other's."""
     over, under = (
         [row[measure] for row in rows if row["subject"] == name] for name in (ours, theirs)
     )
@@ -332,7 +332,7 @@ def ratios(
 
 
 def large_model(folder: Path) -> Path:
-    """The demo model's configuration and tokenizer, for streams of any length."""
+    """Write the demo model's configuration and tokenizer, changed for streams of any length."""
     source = ROOT / "examples" / "demo_model"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(source / name, folder / name)

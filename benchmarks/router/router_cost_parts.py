@@ -62,7 +62,7 @@ DECODE_RECEIPT = DecodeReceipt(
 
 
 async def steps(interval_s: float) -> AsyncIterator[None]:
-    """One turn per engine step, at a steady rate; as fast as can be for an interval of 0."""
+    """Yield once per engine step at a steady rate; as fast as possible for an interval of 0."""
     due = time.perf_counter()
     while True:
         due = max(due + interval_s, time.perf_counter() - 1.0)  # never more than 1 s behind
@@ -71,7 +71,7 @@ async def steps(interval_s: float) -> AsyncIterator[None]:
 
 
 class TalkingNode:
-    """A node's end of a link: says one token per step for each request that it was given."""
+    """A node's end of a link, which sends one token per step for each request."""
 
     def __init__(self, registration: NodeRegistration, token_ids: list[int]) -> None:
         self._registration = registration
@@ -173,7 +173,7 @@ def registration(role: NodeRole, model: Path) -> NodeRegistration:
 async def run_nodes(
     routers: list[str], model: Path, text: str, interval_s: float, tls: TlsOptions
 ) -> None:
-    """A prefill and a decode node for each router; they say the tokens of a text."""
+    """Run a prefill and a decode node for each router; they send the tokens of a text."""
     token_ids = Tokenizer(model).encode(text)
     async with asyncio.TaskGroup() as group:
         for router, role in itertools.product(routers, NodeRole):
@@ -200,7 +200,7 @@ async def serve_streams(listen: str, behavior: Any) -> None:
 
 
 async def run_relay(listen: str, backend: str) -> None:
-    """Hand on each message of each stream, and do nothing else."""
+    """Forward each message of each stream, and do nothing else."""
     async with grpc.aio.insecure_channel(backend) as channel:
         method = channel.unary_stream(RELAY_METHOD, None, None)
 

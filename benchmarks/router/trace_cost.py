@@ -193,7 +193,7 @@ async def measure_tracing(options: Options, model: Path) -> dict[str, Any]:
 
 
 def interval(rows: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[float]]:
-    """Where the median of many such ratios lies, 95 % sure: by drawing pairs of slices again."""
+    """Return the median ratio's 95 % interval, by bootstrap over pairs of slices."""
     on, off = ([row[figure] for row in rows if row["subject"] == name] for name in ("on", "off"))
     found = [one / other for one, other in zip(on, off, strict=True)]
     drawn = random.Random(1)

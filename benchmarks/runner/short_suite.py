@@ -50,7 +50,7 @@ PARTS = (
 
 
 def options_of(part: Part) -> tuple[str, ...]:
-    """Engines of others take part where they are installed already: that takes minutes."""
+    """Return a part's options; other engines take part only if they are installed already."""
     peers = sorted(ready.parent.name for ready in PEERS.glob("*/ready"))
     if part.name == "engine_cpu" and peers:
         return (*part.options, "--peers", ",".join(peers))
@@ -61,7 +61,7 @@ def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
     """Run one part; return how it ended, or nothing if all went well.
 
     Args:
-        folder: of scripts that stand in for measurements, for tests.
+        folder: folder of scripts that stand in for measurements, in tests.
     """
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     measurement = ("-m", "benchmarks", part.name, "--save")

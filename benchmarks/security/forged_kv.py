@@ -71,7 +71,7 @@ PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=Tr
 
 
 class Tap:
-    """A transport whose traffic the attacker sees, and may hold back and deliver late."""
+    """A transport whose traffic the attacker sees, can hold back and can deliver late."""
 
     def __init__(self, transport: KVTransport, scene: Scene) -> None:
         self._transport = transport
@@ -98,7 +98,7 @@ class Tap:
 
 
 class Attacker:
-    """What reaches the nodes without their keys: messages under any name, bytes into any block."""
+    """An attacker without keys, who can send messages under any name and write into any block."""
 
     def say(self, name: str, target: str, payload: bytes) -> None:
         raise NotImplementedError
@@ -108,7 +108,7 @@ class Attacker:
 
 
 class MemoryAttacker(Attacker):
-    """In one process it may put anything anywhere."""
+    """An attacker in the nodes' process, who can write anything anywhere."""
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
         self._kv_cache = kv_cache
@@ -122,7 +122,7 @@ class MemoryAttacker(Attacker):
 
 
 class NixlAttacker(Attacker):
-    """Agents of its own, two of which call themselves as the nodes do."""
+    """An attacker with NIXL agents of its own, two of which use the nodes' names."""
 
     def __init__(self, infos: dict[str, PeerInfo], kv_cache: torch.Tensor) -> None:
         self._num_layers = kv_cache.shape[1]
@@ -173,10 +173,10 @@ class Scene:
     """Both nodes, their router's part, and the attacker.
 
     Args:
-        connector: between them.
+        connector: KV connector between the nodes.
         has_digests: whether blocks are checked.
-        too_late: whether it writes into blocks that have been checked, and not before.
-        seed: of everything that is drawn.
+        too_late: whether the attacker writes only into blocks that have been checked.
+        seed: seed of all random choices.
     """
 
     def __init__(self, connector: str, *, has_digests: bool, too_late: bool, seed: int) -> None:
@@ -300,7 +300,7 @@ class Scene:
     # ------------------------------------------------------------------ the attack
 
     def before_it_is_heard(self, payload: bytes) -> None:
-        """On the decode node's I/O thread: bytes have arrived and are about to be believed."""
+        """Attack on the decode node's I/O thread, before bytes that arrived are handled."""
         if not self.is_attacking or len(payload) < HEADER_BYTES:
             return
         try:
@@ -330,7 +330,7 @@ class Scene:
             self.attacks["write before it is checked"] += 1
 
     def _write_too_late(self) -> None:
-        """Into blocks that have been checked, just before they are decoded from."""
+        """Write into blocks that have been checked, just before decoding reads them."""
         commit = self.d.engine.commit
 
         def write_and_commit(request_id: str, token_id: int) -> None:
@@ -370,7 +370,7 @@ class Scene:
         self.attacks[kind] += 1
 
     def _lie(self, source: str) -> Message:
-        """What would do most harm if it were believed."""
+        """Make the message that would do most harm if it were believed."""
         request_id = self.draw.choice([*self.open, "r0"])
         about: dict[str, Any] = {"engine_id": source, "request_id": request_id, "epoch": 1}
         if source == D:
@@ -399,7 +399,7 @@ class Scene:
         return self.draw.choice(lies)
 
     def _other_life(self, source: str, target: str) -> Channel:
-        """Sealed by who has a key, but not the one that this process start told."""
+        """Seal a message with a valid key of another process start."""
         channels = Channels(source)
         infos = {P: self.sender.peer_info, D: self.receiver.peer_info}
         channels.learn(infos[target])
@@ -420,7 +420,7 @@ class Scene:
                 self.attacks["write after a cancel"] += 1
 
     def run(self, num_attacks: int) -> dict[str, Any]:
-        """Serve requests under attack; then a while of peace, and what is left."""
+        """Serve requests under attack, then without, and check what is left."""
         self.is_attacking = True
         if self._too_late:
             self._write_too_late()
@@ -471,7 +471,7 @@ class Scene:
 
 
 def num_prompt_blocks(engine: Engine) -> int:
-    """Blocks of a prompt."""
+    """Return the number of a prompt's blocks."""
     return -(-PROMPT_TOKENS // engine.kv_memory.spec.block_size)
 
 
@@ -480,7 +480,7 @@ def _nothing() -> None:
 
 
 def open_unchecked(channel: Channel, payload: bytes) -> bytes:
-    """The planted mistake: everybody is believed."""
+    """Open a payload without a check: the planted mistake that the attack must find."""
     return payload[HEADER_BYTES:]
 
 
@@ -494,7 +494,7 @@ SCENES = {
 
 
 def run_scene(name: str, num_attacks: int) -> dict[str, Any]:
-    """One scene in a process of its own, which the attack may end."""
+    """Run one scene in a process of its own, as the attack may end the process."""
     started = time.perf_counter()
     done = subprocess.run(
         [

@@ -41,7 +41,7 @@ MEMORY_S = 0.1
 
 @dataclass
 class Held:
-    """The worst that was seen since it was made."""
+    """The worst figures since this object was made."""
 
     health_ms: float = 0.0
     gap_ms: float = 0.0
@@ -51,7 +51,7 @@ class Held:
 
 @dataclass
 class Outcome:
-    """One shape."""
+    """The outcome of one shape."""
 
     name: str
     answer: str
@@ -68,7 +68,7 @@ class Outcome:
 
 
 class Watch:
-    """A probe, another client's stream, and an eye on memory, all the time."""
+    """A probe, another client's stream, and a watch on memory, all the time."""
 
     def __init__(self, deployment: LocalDeployment, url: str) -> None:
         self.held = Held()
@@ -91,7 +91,7 @@ class Watch:
                 await asyncio.sleep(PROBE_S)
 
     async def stream(self) -> None:
-        """One long output after the other; a gap is between two of its messages."""
+        """Stream one long output after the other; a gap is the time between two messages."""
         params = SamplingParams(max_tokens=1500, temperature=0.7, ignore_eos=True)
         async with AsyncClient(self.deployment.config.listen) as client:
             while True:
@@ -114,7 +114,7 @@ class Watch:
             await asyncio.sleep(MEMORY_S)
 
     def sizes(self) -> dict[str, float]:
-        """MiB of each program, and of the largest of its worker processes."""
+        """Return the MiB of each program, and of its largest worker process."""
         sizes: dict[str, float] = {}
         for child in self.deployment.children:
             with contextlib.suppress(psutil.Error):
@@ -134,7 +134,7 @@ class Watch:
 
 
 async def send(shape: Shape, url: str, address: str, timeout_s: float) -> str:
-    """What became of a hostile request, in a word or two."""
+    """Send a hostile request; return its outcome in a word or two."""
     try:
         async with asyncio.timeout(timeout_s):
             if shape.method:

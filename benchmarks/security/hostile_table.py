@@ -24,7 +24,7 @@ class Shape:
 
 
 def all_shapes() -> list[Shape]:
-    """Every one of the table, by unique names."""
+    """Return all shapes of the table; their names are unique."""
     found = [*_grammars(), *_texts(), *_chats(), *_bodies(), *_fields(), *_headers(), *_messages()]
     assert len({shape.name for shape in found}) == len(found) >= 300
     return found
@@ -285,7 +285,7 @@ def _varint(number: int) -> bytes:
 
 
 def part(tag: int, content: bytes) -> bytes:
-    """A length-delimited field of a protobuf message."""
+    """Encode a length-delimited field of a protobuf message."""
     return _varint(tag << 3 | 2) + _varint(len(content)) + content
 
 

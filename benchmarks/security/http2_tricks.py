@@ -32,14 +32,14 @@ from benchmarks.security.http2_attack import NUM_CONNECTIONS
 from tests.fakes.http2_tricks import TRICKS
 
 ATTACK = ("-m", "benchmarks", "--call", "benchmarks.security.http2_attack:attack_port")
-# What the worst of a row is seen in, after its attackers have gone.
+# Seconds after the attackers have left that still count for a row.
 SETTLE_S = 0.3
 _LOST = (" lost", "went away", "quarantine")
 
 
 @dataclass
 class Outcome:
-    """The worst that was seen during one trick, or during all tricks at once."""
+    """The worst figures during one trick, or during all tricks at once."""
 
     name: str
     port: str
@@ -158,7 +158,7 @@ async def run_all(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How long the attacks are.
+    """Options: lengths of the attacks.
 
     Attributes:
         seconds: time of each trick.

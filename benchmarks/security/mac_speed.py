@@ -44,7 +44,7 @@ def candidates() -> dict[str, Callable[[bytes], bytes]]:
 
 
 def best_s(mac: Callable[[bytes], bytes], buffers: list[bytes], times: int) -> float:
-    """Seconds of one call, in the best round."""
+    """Return the seconds of one call in the best round."""
     rounds = []
     for _ in range(ROUNDS):
         started = time.perf_counter()

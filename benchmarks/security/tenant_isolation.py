@@ -47,7 +47,7 @@ class Probe:
 
 @contextmanager
 def running(*, keys: bool, more: Sequence[str]) -> Iterator[dict[str, Client]]:
-    """A client of each tenant; without keys all are the same."""
+    """Run a deployment; yield a client of each tenant. Without keys all are one tenant."""
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         address = free_address()
         made = {name: draw_key() for name in TENANTS}
@@ -60,7 +60,7 @@ def running(*, keys: bool, more: Sequence[str]) -> Iterator[dict[str, Client]]:
         config = LocalDeploymentConfig(
             model=str(DEMO_MODEL),
             listen=address,
-            # One place to compute: what the decode node computed alone would be cached there only.
+            # Prompts that the decode node computed alone would be cached there only.
             router_args=[
                 "--no-local-prefill",
                 *(["--api-keys-file", str(path)] if keys else []),

@@ -509,7 +509,7 @@ def run(
     model = str(TOY) if toy else fetch_model(console, SMOLLM2)
     if model is None:
         raise SystemExit("the model cannot be had")
-    # Or what was started would outlive us.
+    # Without this, started processes would outlive this one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     found: dict[str, dict[str, list[Start]]] = {
         shape: {kind: [] for kind in kinds} for shape in shapes

@@ -42,7 +42,7 @@ def run(run: Run) -> Document:
 
 
 def closure(texts: Iterable[str]) -> Iterator[tuple[str, Distribution]]:
-    """Every distribution that requirements bring here, by name."""
+    """Yield the name of each distribution that requirements install here, and the distribution."""
     open_ends = list(asked_for(texts, ""))
     seen: set[tuple[str, str]] = set()
     while open_ends:

@@ -12,7 +12,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What processes cost.
+    """Costs of processes.
 
     Attributes:
         cpu_s: CPU seconds since the first process started, ended descendants included.

@@ -43,7 +43,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
 NUM_CORES = 2
 NUM_WARMUPS = 4
 RUN_LIMIT_S = 600.0
-# What is kept of a run, by vLLM's name for it.
+# vLLM's name of a number -> the name under which a run keeps it.
 KEYS = {
     "output_throughput": "output_tokens_per_s",
     "median_ttft_ms": "ttft_p50_ms",
@@ -63,7 +63,7 @@ Runs = dict[str, dict[str, list[Numbers]]]  # by server, then by rate
 def bench_command(
     job: Job, url: str, *, rate: float, num_prompts: int, seed: int, path: Path
 ) -> list[str]:
-    """The generator's command; it writes its result to the path."""
+    """Return the generator's command, which writes its result to ``path``."""
     return [
         *(str(python_of("vllm").with_name("vllm")), "bench", "serve"),
         *("--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions"),
@@ -83,7 +83,7 @@ def read_result(document: Mapping[str, Any]) -> Numbers:
 
 
 def median_of(runs: Sequence[Numbers]) -> Numbers:
-    """The median of each number, and the sum of failures: one that failed once has failed."""
+    """Return the median of each number, and the sum of failures, as one failure counts."""
     medians = {key: round(statistics.median(run[key] for run in runs), 2) for key in SHOWN}
     return {
         **medians,
@@ -100,10 +100,10 @@ def seed_of(round_number: int, rate: float) -> int:
 def measure_once(
     server: Server, job: Job, options: Options, earlier: Mapping[str, list[Numbers]]
 ) -> dict[str, Numbers]:
-    """One start of one server under each rate; raises RuntimeError or CalledProcessError.
+    """Start one server and measure each rate; raise RuntimeError or CalledProcessError.
 
     Args:
-        earlier: its runs up to now, by rate.
+        earlier: the server's runs up to now, by rate.
     """
     found = {}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
@@ -125,7 +125,7 @@ def measure_once(
 
 
 def generator_cores(taken: Sequence[int]) -> list[int]:
-    """Cores that the server leaves, or all where it leaves none."""
+    """Return the cores that the server leaves free, or all if it leaves none."""
     every = os.sched_getaffinity(0)
     return sorted(every - set(taken)) or sorted(every)
 
@@ -176,7 +176,7 @@ def measure(
 
 
 def summarize(runs: Runs) -> dict[str, dict[str, Numbers]]:
-    """Medians, by rate, then by server."""
+    """Return medians by rate, then by server."""
     found: dict[str, dict[str, Numbers]] = {}
     for name, rates in runs.items():
         for rate, own in rates.items():
@@ -185,7 +185,7 @@ def summarize(runs: Runs) -> dict[str, dict[str, Numbers]]:
 
 
 def read_earlier(path: Path) -> dict[str, Any]:
-    """What an earlier run found, by shape; nothing without a file."""
+    """Return an earlier run's results by shape; empty if there is no file."""
     if not path.exists():
         return {}
     shapes: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["shapes"]
@@ -194,7 +194,7 @@ def read_earlier(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Servers, and how much they are asked.
+    """Options: servers, and their load.
 
     Attributes:
         shape: the checkpoint, 125M or 0.6B.
@@ -243,7 +243,7 @@ def run(run: Run, options: Options) -> None:
         }
         run.save({"settings": settings, "shapes": shapes})
 
-    # Or what was started would outlive us.
+    # Without this, started processes would outlive this one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     measure(job, options, runs, missing, run.console, save)
     save()

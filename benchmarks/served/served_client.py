@@ -30,7 +30,7 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How requests come, and how large they are.
+    """Arrivals of requests, and their sizes.
 
     Attributes:
         prompt_tokens: tokens of each prompt, or of each message that a chat's user adds.
@@ -61,9 +61,9 @@ class Answer:
 
     Attributes:
         turn: the turn of the chat, from 1; 0: a completion.
-        times: when each piece of text came, on the clock of ``sent_at``.
+        times: arrival of each piece of text, on the clock of ``sent_at``.
         num_tokens: tokens of the output, as the server counts them.
-        error: what went wrong; "": nothing.
+        error: the error's text; "": no error.
     """
 
     turn: int
@@ -76,10 +76,10 @@ class Answer:
 
 @dataclass(slots=True)
 class Played:
-    """What a load gave.
+    """Result of a load.
 
     Attributes:
-        began_at: when the first request was sent.
+        began_at: time of the first request.
         ended_at: the end of the time in which the load was whole.
     """
 
@@ -89,7 +89,7 @@ class Played:
 
 
 class Prompts:
-    """Prompts that nobody has seen, cut from one text at random places.
+    """New prompts, cut from one text at random places.
 
     Args:
         token_ids: the text.
@@ -160,7 +160,7 @@ class Player:
     Args:
         url: the server's, without a path.
         model: the name that the server gives the model.
-        seconds: how long new requests come, unless the load says how many.
+        seconds: duration of arrivals, unless the load has a number of requests.
     """
 
     def __init__(self, url: str, model: str, load: Load, prompts: Prompts, seconds: float) -> None:
@@ -178,7 +178,7 @@ class Player:
         """Play the load to its last answer."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
         headers = {"Content-Type": "application/json"}
-        # A server may close a connection that waits just when the next request is written to it.
+        # A server may close an idle connection just when the next request is written to it.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=headers

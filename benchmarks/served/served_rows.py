@@ -80,10 +80,10 @@ class Found:
     """Measurements up to now.
 
     Attributes:
-        runs: by row, then by server, a round each.
-        starts: by server, a start each.
+        runs: results of each round, by row, then by server.
+        starts: results of each start, by server.
         missing: why a server was left out, by server.
-        errors: what went wrong first, by row and server.
+        errors: first error, by row and server.
     """
 
     runs: dict[str, dict[str, list[Numbers]]] = field(default_factory=dict)
@@ -181,7 +181,7 @@ def show(console: Console, name: str, found: Found) -> None:
 
 
 def form(value: float | None) -> str:
-    """Show three digits, or all before the point."""
+    """Format with three digits, or with all digits before the point."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -216,7 +216,7 @@ class Options:
     Attributes:
         files: smollm2, 125M, 0.6B, or paths of GGUF files.
         rows: loads; all: every one.
-        seconds: how long new requests come.
+        seconds: duration of arrivals.
         cores: cores of a server.
         quick: one round of a few short rows.
         check_with: compare this client with another, no servers.
@@ -259,7 +259,7 @@ def run(run: Run, options: Options) -> None:
         "rounds": options.rounds,
         "kv_cache_gib": KV_GIB,
     }
-    # As an interrupt: servers are stopped, and what was measured is told and kept.
+    # Treat SIGTERM as an interrupt: stop servers, then print and keep the results.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     files: dict[str, Mapping[str, object]] = {}
     for word in options.files:

@@ -97,7 +97,7 @@ class Live:
 
 
 def words() -> Iterator[str]:
-    """All words of letters, the shortest first."""
+    """Yield all words of ASCII letters, the shortest first."""
     length = 1
     while True:
         yield from map("".join, product(ascii_lowercase, repeat=length))
@@ -147,7 +147,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def make_served(shape: str) -> Path:
-    """The checkpoint of engine_cpu.py with a tokenizer for its whole vocabulary, made once."""
+    """Make engine_cpu.py's checkpoint once, with a tokenizer for its whole vocabulary."""
     work = WORKS[shape]
     source = make_checkpoint(work)
     folder = BUILD.parent / "served" / work.folder
@@ -245,7 +245,7 @@ def vllm(job: Job) -> list[str]:
 
 
 def vllm_environment(job: Job) -> dict[str, str]:
-    """Both cores compute: by itself it would keep one for its HTTP server."""
+    """Return variables that let vLLM compute on both cores; its default keeps one for HTTP."""
     return {
         **others_environment(),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -255,7 +255,7 @@ def vllm_environment(job: Job) -> dict[str, str]:
 
 
 def others_environment() -> dict[str, str]:
-    """Without our folders; with what vLLM's command line asks for, its own name.
+    """Return the environment without our folders, with the metadata that vLLM's command needs.
 
     The release for CPUs is named vllm-cpu, and looks for a vllm whose version says "cpu".
     """
@@ -272,7 +272,7 @@ def others_environment() -> dict[str, str]:
 
 
 def llama_server() -> Path:
-    """llama.cpp's server, built once, for this CPU, from what its package for Python is built from.
+    """Build llama.cpp's server once, for this CPU, from its Python package's source.
 
     Raises:
         subprocess.CalledProcessError: that, or its source, cannot be had.
@@ -386,7 +386,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def answers(url: str) -> bool:
-    """Ask for one token."""
+    """Return whether the server answers a request for one token."""
     body = {"model": NAME, "prompt": " hello", "max_tokens": 1}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -399,6 +399,6 @@ def answers(url: str) -> bool:
 
 
 def last_words(log: Path, num_lines: int = 5) -> str:
-    """The end of what a program said."""
+    """Return the last lines of a program's log."""
     lines: Sequence[str] = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return "\n".join(lines[-num_lines:])

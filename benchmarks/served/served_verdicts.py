@@ -16,7 +16,7 @@ COLOCATED, SPLIT, LLAMACPP = "baton colocated", "baton split", "llamacpp"
 SHAPES = (COLOCATED, SPLIT)
 CHAT_TURN = 4
 TURN_KEY = f"turn_{CHAT_TURN}_ttft_p50_ms"
-# What is compared with peers; more is better of the last one only.
+# Numbers compared with peers; more is better only for the last one.
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", TURN_KEY, "tokens_per_s")
 MORE_IS_BETTER = {"tokens_per_s"}
 
@@ -31,7 +31,7 @@ _SHOWN_LOSSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A goal, and what was measured.
+    """A goal, and the measured figure.
 
     Attributes:
         holds: None: not measured.

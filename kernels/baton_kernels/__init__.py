@@ -43,7 +43,7 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
-    """Rows of ``x``, each followed by that of ``y``."""
+    """Concatenate each row of ``x`` with the same row of ``y``."""
     return ops_for(x).join(x, y)
 
 
@@ -86,7 +86,7 @@ def norm_rotary_store(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Normalize and rotate heads, store keys and values, and return the rotated query."""
+    """Norm heads, rotate, and store keys and values; return the rotated query."""
     return ops_for(qkv).norm_rotary_store(
         *(qkv, num_heads, cos, sin, kv_cache, slot_mapping),
         query_weight=query_weight,
@@ -123,7 +123,7 @@ def causal_conv(
     in_gate: Tensor | None = None,
     out_gate: Tensor | None = None,
 ) -> Tensor:
-    """Convolution of each channel with its newest inputs."""
+    """Convolve each channel with its newest inputs."""
     return ops_for(x).causal_conv(
         *(x, weight, bias, states, metadata),
         has_silu=has_silu,
@@ -143,7 +143,7 @@ def selective_scan(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """Mamba 2's state space."""
+    """Scan by Mamba 2's state space."""
     return ops_for(x).selective_scan(x, dt, b, c, a_log, dt_bias, d, states, metadata)
 
 
@@ -158,7 +158,7 @@ def gated_delta_rule(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """Gated DeltaNet's recurrence."""
+    """Run Gated DeltaNet's recurrence."""
     return ops_for(value).gated_delta_rule(
         query, key, value, a, b, a_log, dt_bias, states, metadata
     )
@@ -177,7 +177,7 @@ def norm_rotary_store_latent(
     interleaved: bool,
     out: Tensor,
 ) -> None:
-    """Norm and storing of latents, rotation of what carries the position; ``out`` is written."""
+    """Norm and store latents, and rotate the dims that carry the position; write ``out``."""
     ops_for(query).norm_rotary_store_latent(
         *(query, latent, cos, sin, cache, slot_mapping),
         weight=weight,

@@ -20,7 +20,7 @@ from baton_kernels.ops import Ops
 
 
 class _Switch:
-    """Whether this process may use native kernels."""
+    """The switch of this process's native kernels."""
 
     enabled = True
 
@@ -54,7 +54,7 @@ def _loaded_native_ops() -> NativeOps | None:
     return load_native_ops()
 
 
-# Op: the module of Triton kernels that has it, under the same name.
+# Op -> module of Triton kernels with a function of that name.
 _TRITON = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",

@@ -18,7 +18,7 @@ _LINE = 64  # bytes; tensors begin at multiples of a cache line
 
 
 def huge_pages(num_bytes: int) -> Tensor:
-    """Return zeroed bytes, `[num_bytes]`, that start on a huge page.
+    """Allocate `[num_bytes]` zero bytes that begin at a huge page.
 
     They take no memory until they are written, then in huge pages where the kernel has some and
     allows them on request.
@@ -35,7 +35,7 @@ def huge_pages(num_bytes: int) -> Tensor:
 
 
 class WeightMemory:
-    """Hands out tensors that lie one behind another in huge pages.
+    """Hands out tensors that lie one after another in huge pages.
 
     A tensor of its own has them only where it covers whole ones: of some MiB, half of it.
     """
@@ -44,7 +44,7 @@ class WeightMemory:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As ``torch.empty``; the memory is free when all tensors of its chunk are."""
+        """Allocate as ``torch.empty`` does; a chunk is freed with the last of its tensors."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(*shape, dtype=dtype)

@@ -14,7 +14,7 @@ from baton_kernels.dispatch import native_ops
 
 
 def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
-    """Find where the longest run of tokens that a text ends with came before.
+    """Find an earlier copy of the longest run of tokens that a text ends with.
 
     Args:
         tokens: `[num_tokens]`.
@@ -38,7 +38,7 @@ def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
 
 
 class Text:
-    """Tokens that only grow, and look-ups of what they end with."""
+    """A growing text of tokens, with look-ups of its last tokens."""
 
     def __init__(self) -> None:
         ops = native_ops()
@@ -58,13 +58,13 @@ class Text:
         self.num_tokens = num_tokens
 
     def continuation(self, num_tokens: int, least: int, most: int) -> tuple[int, ...]:
-        """What came behind the longest run that the text ends with; see `find_run`.
+        """Return the tokens after the earlier copy of the text's last run; see `find_run`.
 
-        Where that place is so near that the text ends there, it goes on from its beginning: what
-        repeats itself is taken to go on doing so. Nothing where there is no such place.
+        If the text ends before ``num_tokens`` are found, the tokens after that copy are repeated: a
+        text that repeats itself probably goes on doing so. Empty if there is no earlier copy.
 
         Args:
-            num_tokens: how many of these tokens.
+            num_tokens: tokens to return.
         """
         num = self.num_tokens
         if self._find_run is None:

@@ -16,10 +16,10 @@ from torch.nn import functional
 
 INT8_LIMIT = 127
 FLOAT8 = torch.float8_e4m3fn
-FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability with float8 (Ada)
-# Most inputs that share a scale where the weight is codes.
+FLOAT8_CAPABILITY = (8, 9)  # of GPUs that have it (Ada, Hopper)
+# Most inputs that share a scale in weights of codes.
 INPUT_BLOCK = 64
-# Inputs whose groups' scales are whole multiples of one factor, where they are multiples.
+# Inputs whose groups share a factor, if scales are stored as multiples of factors.
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
 FLOAT8_GROUP = 128  # inputs with a scale, of float8, or a multiple
@@ -41,16 +41,16 @@ class WeightFormat(Enum):
     INT8_WEIGHT_ONLY = "int8-weight-only"
     # e4m3, a scale per output or per 128 inputs of it; inputs stay what they are.
     FP8 = "fp8"
-    # Codes of 8 bits; those that are made have a bfloat16 scale for every 128 inputs. Inputs are
-    # rounded to 8 bits too.
+    # Codes of 8 bits; Baton's own have a bfloat16 scale for every 128 inputs. Inputs are rounded to
+    # 8 bits, too.
     INT8 = "int8"
-    # Codes of 4 bits; those that are made have scale and minimum for every 32 inputs, of 8 bits.
-    # Inputs are rounded to 8 bits.
+    # Codes of 4 bits; Baton's own have a scale and a minimum of 8 bits for every 32 inputs. Inputs
+    # are rounded to 8 bits.
     INT4 = "int4"
 
     @property
     def code_bits(self) -> int | None:
-        """Bits of a code; None where weights are numbers."""
+        """Bits of a code; None if weights are numbers."""
         return {WeightFormat.INT8: 8, WeightFormat.INT4: 4}.get(self)
 
     @property
@@ -77,24 +77,24 @@ _ELEMENTS = {
     WeightFormat.INT8_WEIGHT_ONLY: torch.int8,
     WeightFormat.FP8: FLOAT8,
 }
-# Of numbers with one scale per output: what the largest becomes.
+# Formats with one scale per output -> the number to which the largest weight is scaled.
 _LARGEST = {WeightFormat.INT8_WEIGHT_ONLY: INT8_LIMIT, WeightFormat.FP8: torch.finfo(FLOAT8).max}
 _PAIRED = (WeightFormat.BF16, WeightFormat.FP8)
 
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """The layout of a weight's codes, and of the scales and minima of their groups.
+    """Layout of a weight's codes and of the numbers of their groups.
 
     Attributes:
-        format: `INT8` or `INT4`; or `FP8`, which has float32 scales only.
-        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`;
-            for `FP8` a multiple of `FLOAT8_GROUP`.
-        scales: type of scales. int8: multiples of a factor that `SUPER_GROUP` inputs share.
-        minima: type of minima; None: no minima, symmetric codes. int8: if scales are int8,
-            multiples of a factor of their own; otherwise zero points, multiples of the scale.
-        factors: type of factors; None: there are none.
-        is_e2m1: whether codes are indexes into `E2M1_TWICE`, with 4 bits and without minima.
+        format: `INT8` or `INT4`; or `FP8`, whose scales are float32 and all there is.
+        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; of
+            `FP8` a multiple of `FLOAT8_GROUP`.
+        scales: their type. int8: multiples of a factor that `SUPER_GROUP` inputs share.
+        minima: their type; None: there are none, and codes are symmetric. int8: multiples of a
+            factor of their own where scales are, else (zero points) of the group's scale.
+        factors: type of the factors; None: no factors.
+        is_e2m1: codes are of `E2M1_TWICE`; of 4 bits, without minima.
     """
 
     format: WeightFormat
@@ -126,7 +126,7 @@ class Groups:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return all tensors, in the order of the fields."""
+        """All tensors, in order of the fields."""
         return self.scales, self.minima, self.scale_factors, self.minimum_factors
 
     def widened(self, group_size: int) -> tuple[Tensor, Tensor | None]:
@@ -209,7 +209,7 @@ class GroupedIntegers:
 
     @property
     def layout(self) -> CodeLayout:
-        """Return the layout, which all parts of one weight must share."""
+        """Layout of the codes, which all parts of one weight must share."""
         groups, format_ = self.groups, WeightFormat.INT4 if self.bits == 4 else WeightFormat.INT8
         minima = None if groups.minima is None else groups.minima.dtype
         factors = None if groups.scale_factors is None else groups.scale_factors.dtype
@@ -256,7 +256,7 @@ class GroupedIntegers:
 
     @classmethod
     def alike(cls, parts: Sequence[GroupedIntegers]) -> list[GroupedIntegers]:
-        """Give parts of one weight the same layout, without changing any value.
+        """Give parts of one weight the same layout; their values stay the same to the bit.
 
         Where scales or minima are of different kinds, they become float32.
         """
@@ -327,8 +327,8 @@ class Float8Rows:
 
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
-        scales: ``[n, groups]`` float32, one for each group of neighbouring inputs.
-        group_size: inputs per group; one group may have all inputs.
+        scales: ``[n, groups]`` float32: what a group of a row's neighbours is multiplied with.
+        group_size: neighbours of a group; one group may have the whole row.
     """
 
     numbers: Tensor
@@ -388,7 +388,7 @@ class PackedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return all tensors that hold memory."""
+        """All tensors of the weight."""
         return (self.panels, self.scales, *(self.groups.tensors if self.groups else ()), self.bias)
 
     @property
@@ -402,7 +402,7 @@ class PackedWeight:
 
     @property
     def layout(self) -> CodeLayout | None:
-        """How codes are kept; None where weights are numbers."""
+        """Layout of the codes; None if weights are numbers."""
         if self.groups is None:
             return None
         scales, minima, factors, _ = self.groups.tensors
@@ -413,7 +413,7 @@ class PackedWeight:
 
     @property
     def has_own_groups(self) -> bool:
-        """Whether groups, if there are any, are those that floating-point rows are cut into."""
+        """Whether groups, if any, are the ones that Baton cuts floating-point rows into."""
         return self.layout == _OWN_LAYOUTS.get(self.format)
 
     @classmethod
@@ -428,11 +428,11 @@ class PackedWeight:
         layout: CodeLayout | None = None,
         has_gaps: bool = False,
     ) -> PackedWeight:
-        """Allocate one whose rows are to be written; what fills up its last panel is there.
+        """Allocate a weight whose rows are written later; the last panel's padding is filled in.
 
         Args:
             empty: allocates what is streamed.
-            layout: of codes; None: as `pack_rows` makes them.
+            layout: layout of codes; None: the one that `pack_rows` makes.
             has_gaps: whether every panel may have rows that are never written; all rows begin as 0.
         """
         num_panels = -(-out_features // width)
@@ -576,7 +576,7 @@ def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
 def _rounded_blocks(blocks: Tensor) -> Tensor:
     """Round each block, ``[..., size]`` float32, to 8 bits with one scale; returns float64."""
     limits = blocks.abs().amax(dim=-1, keepdim=True)
-    # Not `INT8_LIMIT / limits`: torch would compute a reciprocal first, and so round twice.
+    # Torch divides a Python number by a tensor via the reciprocal, which rounds twice.
     factors = torch.where(limits > 1e-30, torch.full_like(limits, INT8_LIMIT) / limits, 0.0)
     # In float64 a product of two floats is exact, as in a fused multiply-add.
     numbers = (blocks.double() * factors.double()).round()
@@ -584,7 +584,7 @@ def _rounded_blocks(blocks: Tensor) -> Tensor:
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
-    """View float8 as bytes, because torch cannot move or pad float8."""
+    """View float8 as bytes: torch can move and pad few types of one byte."""
     return numbers.view(torch.uint8) if numbers.dtype == FLOAT8 else numbers
 
 
@@ -627,13 +627,13 @@ def _empty_groups(
 
 
 def _cut_into_groups(rows: Tensor, size: int) -> Tensor:
-    """``[n, in_features]`` -> ``[n, groups, size]`` float32, filled up with zeros."""
+    """Cut ``[n, in_features]`` into ``[n, groups, size]`` float32, padded with zeros."""
     filled = functional.pad(rows.float(), (0, -rows.shape[1] % size))
     return filled.reshape(len(rows), filled.shape[1] // size, size)
 
 
 def _eight_bits(rows: Tensor) -> GroupedIntegers:
-    """Round to symmetric 8-bit integers; the largest weight of each group becomes 127."""
+    """Make symmetric codes of 8 bits: the largest weight of each group becomes 127."""
     layout = _OWN_LAYOUTS[WeightFormat.INT8]
     groups = _cut_into_groups(rows, layout.group_size)
     scales = (groups.abs().amax(dim=2, keepdim=True) / INT8_LIMIT).to(layout.scales)
@@ -644,10 +644,7 @@ def _eight_bits(rows: Tensor) -> GroupedIntegers:
 
 
 def _four_bits(rows: Tensor) -> GroupedIntegers:
-    """Round to 4-bit codes with the scales and minima of the least squared error.
-
-    Scales and minima become multiples of factors.
-    """
+    """Make codes of 4 bits: scales and minima of least squared error, as multiples of factors."""
     layout = _OWN_LAYOUTS[WeightFormat.INT4]
     groups = _cut_into_groups(rows, layout.group_size)
     found, wide = [], []
@@ -700,7 +697,7 @@ def _sum_in_order(values: Sequence[Tensor]) -> Tensor:
 
 
 def _multiples_of_factors(numbers: Tensor, layout: CodeLayout) -> tuple[Tensor, Tensor]:
-    """``[n, groups]`` as int8 multiples of factors, ``[n, super groups]``; the largest is 127."""
+    """Split ``[n, groups]`` into int8 multiples, at most 127, and factors ``[n, super groups]``."""
     supers = _cut_into_groups(numbers, SUPER_GROUP // layout.group_size)
     factors = (supers.abs().amax(dim=2, keepdim=True) / INT8_LIMIT).to(layout.factors)
     exact = factors.float()

@@ -18,17 +18,17 @@ from torch.nn import functional
 
 from baton_kernels.packed import FLOAT8_GROUP, GroupedIntegers, Groups
 
-# Words of a row that are read together, and inputs of a plane of theirs.
+# Words of a row that are read together, and inputs of one of their planes.
 SIDE = 16
 _WORD_BITS = 32
 _FOUR_BITS_GROUP = 128
 _NUM_TRIED = 12  # scales of a group
-# Inputs that a product of bytes takes at once; groups of rounded weights are multiples of it.
+# Inputs of one product of bytes; groups of rounded weights are multiples of this number.
 ROUNDED_BLOCK = FLOAT8_GROUP
 
 
 class QuantizedFormat(Enum):
-    """Formats to which a GPU rounds weights for fewer bits."""
+    """Formats that a GPU's weights can be rounded to."""
 
     # A scale per 128 inputs; inputs stay what they are.
     INT4 = "int4"
@@ -80,7 +80,7 @@ class GroupedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors that hold memory."""
+        """All tensors of the weight."""
         return tuple(one for one in (self.codes, *self.groups.tensors) if one is not None)
 
     @classmethod
@@ -135,7 +135,7 @@ class GroupedWeight:
 
 
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Return whether `GroupedWeight` takes a weight: groups of 16, 32, 64 or n * 128, no e2m1."""
+    """Return whether `GroupedWeight` takes them: groups of 16, 32, 64 or 128 times n, no e2m1."""
     size = integers.group_size
     is_one = integers.groups.scales.shape[1] == 1
     return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1
@@ -143,7 +143,7 @@ def is_kept(integers: GroupedIntegers) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """``[out_features, in_features]`` numbers of 8 bits that inputs are rounded for.
+    """``[out_features, in_features]`` numbers of 8 bits; inputs are rounded to their type.
 
     Attributes:
         numbers: ``[out_features, in_features]`` int8, or float8 (e4m3).

@@ -37,7 +37,7 @@ def causal_conv(
     in_gate: Tensor | None = None,
     out_gate: Tensor | None = None,
 ) -> Tensor:
-    """Convolve each channel along its sequence: each token sees itself and those right before it.
+    """Convolve each channel along its sequence: a token sees itself and the tokens right before.
 
     Args:
         x: ``[num_tokens, num_channels]``, its rows any distance apart.
@@ -85,7 +85,7 @@ def selective_scan(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """Scan by Mamba 2's state space (Dao and Gu, arXiv:2405.21060), a token after another.
+    """Scan by Mamba 2's state space (Dao and Gu, arXiv:2405.21060), token by token.
 
     A head's state ``S`` holds a column for each of its dimensions. With ``dt`` after bias and
     softplus, for each token::
@@ -138,7 +138,7 @@ def gated_delta_rule(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """Recall and correct by the gated delta rule (Yang et al., arXiv:2412.06464).
+    """Read and correct states by the gated delta rule (Yang et al., arXiv:2412.06464).
 
     Keys and queries have length 1, queries are divided by ``sqrt(key_dim)``. For each token::
 

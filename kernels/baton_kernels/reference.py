@@ -37,9 +37,9 @@ def _clamped_swish(gate: Tensor) -> Tensor:
     return (wide * (SWIGLU_ALPHA * wide).sigmoid()).to(gate.dtype)
 
 
-# Of experts and MLPs without gates: the square of the positive part.
+# Activation of experts and MLPs without gates: the square of the positive part.
 RELU2 = "relu2"
-# What a gate goes through; "gelu_tanh" is the approximation (Hendrycks and Gimpel,
+# Activations of gates; "gelu_tanh" is the approximation (Hendrycks and Gimpel,
 # arXiv:1606.08415).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -88,7 +88,7 @@ def join(x: Tensor, y: Tensor) -> Tensor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """``[n, size]`` -> ``[n]`` int64, where in each row its largest number is, the first one."""
+    """Return the index of each row's largest number, the first of equals: ``[n]`` int64."""
     return torch.from_numpy(x.float().numpy().argmax(axis=-1)) if x.is_cpu else x.argmax(dim=-1)
 
 
@@ -186,13 +186,13 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
     Args:
         x: ``[..., size]``.
-        cap: what no result exceeds.
+        cap: limit of the results' magnitude.
     """
     return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
 
 def quantize_fp8(x: Tensor, scale: float) -> Tensor:
-    """``x / scale`` to the nearest float8; what is too large becomes +-448, NaN stays NaN."""
+    """Round ``x / scale`` to the nearest float8; larger numbers become +-448, NaN stays NaN."""
     return (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
@@ -246,7 +246,7 @@ def norm_rotary_store(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Do all that lies between the joined projection and attention: norms, rotation, storing.
+    """Do the work between the joined projection and attention: norms, rotation, storing.
 
     Args:
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads;
@@ -299,7 +299,7 @@ def norm_rotary_store_latent(
     interleaved: bool,
     out: Tensor,
 ) -> None:
-    """Do all that lies between projections and attention over latents: norm, rotation, storing.
+    """Do the work between projections and attention over latents: norm, rotation, storing.
 
     Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
@@ -359,7 +359,7 @@ def pack_float8(weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
     """Write rows that a checkpoint keeps in float8 into a weight's panels, as they are.
 
     Args:
-        weight: of `FP8`, with groups of the same size.
+        weight: a weight of format `FP8` with groups of the same size.
         first_row: first output to write.
         rows: ``[n, in_features]``.
     """
@@ -402,7 +402,7 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
     Args:
         x: ``[..., in_features]``.
-        weight: of ``out_features`` outputs.
+        weight: weight of ``out_features`` outputs.
 
     Returns:
         ``[..., out_features]`` in the dtype of ``x``; computed in float32, of inputs that are
@@ -417,8 +417,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
     Args:
         x: ``[..., in_features]``.
-        weight: of ``out_features`` outputs; a `RoundedWeight` has ``x`` rounded to its type,
-            token by token.
+        weight: weight of ``out_features`` outputs; with a `RoundedWeight`, ``x`` is rounded to
+            its type, token by token.
         bias: ``[out_features]``.
 
     Returns:
@@ -451,7 +451,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Te
 
 
 def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
-    """``packed_linear`` whose result is float32 and not rounded, whatever ``x`` is."""
+    """Apply ``packed_linear`` with an unrounded float32 result, for ``x`` of any type."""
     return packed_linear(x.float(), weight)
 
 
@@ -500,7 +500,7 @@ def experts(
     activation: str = "silu",
     invariant: bool = False,
 ) -> Tensor:
-    """Send each token through its experts, gated MLPs, and add up what they make.
+    """Send each token through its experts, gated MLPs, and add up their results.
 
     Args:
         x: ``[num_tokens, hidden_size]``.
@@ -539,7 +539,7 @@ def packed_experts(
     *,
     activation: str = "silu",
 ) -> Tensor:
-    """`experts`, whose weights are packed: those of all experts, one after another.
+    """Run `experts` with packed weights: those of all experts, one after another.
 
     Each expert's gates, ups and outputs are filled up to whole panels (see
     `PackedWeight.in_whole_panels`). Where weights are codes, the inputs of each product are rounded
@@ -579,7 +579,7 @@ def _mix_experts(
     base: Tensor | None,
     base_gate: Tensor | None,
 ) -> Tensor:
-    """`experts`, each of which is ``compute(expert, rows)``."""
+    """Run `experts` with ``compute(expert, rows)`` for each expert."""
     results = x.new_empty(*ids.shape, x.shape[1])  # [num_tokens, top_k, hidden_size]
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
@@ -610,7 +610,7 @@ def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Ten
     Args:
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
         block_ids: ``[n]`` integers, the request's blocks in token order; more than needed is fine.
-        num_tokens: how many tokens to read; what lies behind them in the last block is not read.
+        num_tokens: tokens to read; the rest of the last block is not read.
 
     Returns:
         ``(key, value)``, each ``[num_kv_heads, num_tokens, head_dim]``.

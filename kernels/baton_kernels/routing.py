@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Scoring(Enum):
-    """What makes scores of a router's logits; in the order of route.c."""
+    """Functions that turn a router's logits into scores, in the order of route.c."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -23,13 +23,13 @@ class Routing:
 
     Attributes:
         top_k: experts of a token.
-        scoring: of logits.
+        scoring: function that turns logits into scores.
         normalize: whether the weights of a token's experts are divided by their sum.
         scale: factor on them.
-        num_groups: of experts, of equal size; with more than one, groups are chosen first
+        num_groups: equal groups of experts; with more than one, groups are chosen first
             (DeepSeek-AI, arXiv:2405.04434).
-        top_groups: that a token's experts are of.
-        group_best: experts whose scores, added, are a group's.
+        top_groups: groups that a token may choose its experts from.
+        group_best: best experts of a group whose scores are added to make the group's score.
     """
 
     top_k: int

@@ -23,7 +23,7 @@ from models.base import ForwardContext, GroupStep, LayerCache
 Inputs = Sequence[Tensor]  # each [num_tokens, ...]
 Results = tuple[Tensor, ...]  # each [num_tokens, ...]
 Layers = Callable[[Inputs, ForwardContext], Results]
-# Of all tapes together: a row keeps what all layers compute of it.
+# Rows of all tapes together; each row keeps the results of all layers.
 MAX_ROWS_KEPT = 64
 FEW_ROWS, _SOON = 6, 8
 _Key = tuple[Any, ...]
@@ -31,7 +31,7 @@ _Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Taped:
-    """A tape, with the memory of its inputs and of its result."""
+    """A tape, with the places of its inputs and of its result."""
 
     tape: Tape
     inputs: Inputs
@@ -56,7 +56,7 @@ class DecodeTapes:
     The most recently used tapes are kept.
 
     Args:
-        ops: which make the calls.
+        ops: native ops that make the calls.
     """
 
     def __init__(self, ops: NativeOps) -> None:

@@ -30,7 +30,7 @@ from baton_kernels import Groups, PackedWeight, WeightFormat
 _HUGE_PAGE, _POPULATE_READ = 14, 22  # advice for madvise(2); the second since Linux 5.14
 _OWN_CODE = ("models", "baton_kernels", "baton.checkpoint")
 
-# Packed weights and plain tensors, by names that the packer chooses.
+# Packed weights and plain tensors, by names that the packer gives them.
 Kept = Mapping[str, PackedWeight | Tensor]
 
 

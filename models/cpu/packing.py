@@ -35,16 +35,16 @@ _MIB = 2**20
 # Formats that cost small models several percent of perplexity (log, 2026-11-28); heads become INT8.
 _COARSE = (WeightFormat.INT4, WeightFormat.FP8)
 _FEW_WEIGHTS = 10**9
-_ROWS = 64  # rows of a weight that are examined together
-_WIDTH = 16  # width of panels if no kernel wants another
-# Behind a layer's name, in files of packed weights.
+_ROWS = 64  # of a weight, that are looked at together
+_WIDTH = 16  # of panels, where no kernels want another
+# Suffixes of a layer's name in files of packed weights.
 _KEYS, _VALUES, _NARROW = ".keys", ".values", ".narrow"
 _COARSE_KEY = "coarse"
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPacker:
-    """A ``WeightPacker`` for CPUs; equal ones make equal models.
+    """A ``WeightPacker`` for CPUs; equal packers make equal models.
 
     Attributes:
         dtype: the dtype in which the model computes.
@@ -62,7 +62,7 @@ class CpuPacker:
         """Choose a packer for this process; None if torch's own layers are as good.
 
         Args:
-            dtype: that the model computes in.
+            dtype: type that the model computes in.
             weights: ``auto``, or a ``WeightFormat``.
         """
         native = native_ops()
@@ -339,7 +339,7 @@ def _is_float16(part: WeightPart) -> bool:
 
 
 def _is_bfloat16(part: WeightPart) -> bool:
-    """Return whether bfloat16 holds all numbers of a weight exactly."""
+    """Return whether bfloat16 can represent all numbers of a weight."""
     if isinstance(part.content, Tensor) and part.content.dtype == torch.bfloat16:
         return True
     return all(

@@ -30,10 +30,10 @@ class LayersDrafter(Protocol):
     """Drafts one token after the other, over KV of its own.
 
     Attributes:
-        kv_layers: what each of its layers keeps of earlier tokens.
-        reads_states: whether it reads the model's hidden states. If so, its KV at position i is
-            computed from the state at i and token i + 1; otherwise from token i.
-        state_layers: layers of the model whose input states are read; empty: the states after the
+        kv_layers: layout of what each layer keeps of earlier tokens.
+        reads_states: whether it reads the model's states. Its KV at a position then belongs to the
+            state there and the token behind it; else to the token there.
+        state_layers: the model's layers before which states are read; empty: states behind the
             last norm are read.
     """
 
@@ -42,7 +42,7 @@ class LayersDrafter(Protocol):
     state_layers: tuple[int, ...]
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Turn states of the model into what `compute` takes: ``[n, ...]`` -> ``[n, width]``."""
+        """Convert states of the model to the input of `compute`: ``[n, ...]`` -> ``[n, width]``."""
         ...
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
@@ -60,7 +60,7 @@ class LayersDrafter(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """``[n, width]`` rows of `compute`'s result -> ``[n, vocab_size]``, of the next token."""
+        """Turn ``[n, width]`` rows of `compute`'s result into logits of the next token."""
         ...
 
 

@@ -14,7 +14,7 @@ from models.base import CausalLM, ForwardContext
 from models.drafters.loading import DrafterSource
 from models.loading.loader import load_model
 
-# Vocabularies are padded to multiples of some number, and another one for each size of a family.
+# Vocabularies are padded to multiples of a number, which differs between sizes of a family.
 MOST_PADDING = 1024
 
 

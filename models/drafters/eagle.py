@@ -24,7 +24,7 @@ from models.loading.stored_weights import StoredTensor
 from models.recipe import AttentionSpec, LayerNorms, LayerSpec, MlpSpec, Recipe
 
 _NESTED = ("transformer_layer_config", "eagle_config")
-# How our names begin -> the authors'; all that fit are put in place, in this order.
+# Prefix of our names -> prefix of the authors' names; all that match are replaced, in this order.
 _EAGLE = {"model.": ""}
 _EAGLE_3 = {"model.": "", "layers.0.": "midlayer."}
 _SPECULATORS = {
@@ -179,7 +179,7 @@ def _recipe(
 
 
 def _picked(source: DrafterSource, stored: Mapping[str, StoredTensor], head_size: int) -> Tensor:
-    """Ids of the head's tokens: ``d2t`` says how far each is from its place."""
+    """Return the ids of the head's tokens; ``d2t`` has each id minus the token's index."""
     offsets = stored[_PICKED].read().to(torch.int64)
     if len(offsets) != head_size:
         raise ModelLoadError(f"{source.where}: {_PICKED}: {len(offsets)} for {head_size} tokens")

@@ -39,7 +39,7 @@ class DrafterSource:
 
     @property
     def where(self) -> Path:
-        """The folder that the drafter is in."""
+        """The drafter's folder."""
         return self.folder or self.model_folder
 
     def fields(self) -> Fields:
@@ -47,7 +47,7 @@ class DrafterSource:
         return Fields.from_file(self.where / "config.json")
 
     def open(self, files: ExitStack) -> dict[str, StoredTensor]:
-        """Open the tensors of all safetensors files and, where there are none, of pickled ones.
+        """Open the tensors of all safetensors files, or of pickled files if there are none.
 
         Pickled ones are read with torch's loader of plain tensors, which runs no code.
         """

@@ -48,7 +48,7 @@ class MedusaHeads:
     def draft(self, states: Tensor, num_drafts: int) -> Tensor:
         """See ``HeadsDrafter``."""
         num_rows, width = states.shape
-        # All heads' first blocks look at the same: one product.
+        # The first blocks of all heads have the same input, so one product computes them.
         joined, biases = self._weights[0, :num_drafts], self._biases[0, :num_drafts]
         products = functional.linear(states, joined.reshape(-1, width), biases.reshape(-1))
         hidden = states.unsqueeze(1) + functional.silu(products).view(num_rows, num_drafts, width)

@@ -28,10 +28,10 @@ from models.recipe import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """What a checkpoint has.
+    """Parts and names of a drafter's checkpoint.
 
     Attributes:
-        names: how our parameters' names begin -> what the checkpoint has in its place, in order.
+        names: prefix of our parameters' names -> prefix in the checkpoint, in order.
         state_layers: the target model's layers, see ``LayersDrafter``; not empty: EAGLE-3.
         residual_is_normed: EAGLE-3's layer adds to the normed state.
         has_embedding, has_head: whether the drafter has its own; else it uses the model's.
@@ -70,7 +70,7 @@ class WideLayer(DecoderLayer):
         attention.qkv_proj = make_joined_projection(spec, 2 * config.hidden_size)
 
     def join(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """What it attends over, ``[n, 2 * hidden_size]``, and what it adds to."""
+        """Return the attention's input, ``[n, 2 * hidden_size]``, and the residual stream."""
         normed = self.hidden_norm(states)
         before, _ = self._mixer_norms
         joined = ops.join(before(embedded), normed)
@@ -79,7 +79,7 @@ class WideLayer(DecoderLayer):
     def attend(
         self, joined: Tensor, residual: Tensor, rotations: Rotations, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """As ``DecoderLayer.forward``, behind `join`."""
+        """Run the rest of ``DecoderLayer.forward`` on what `join` returned."""
         before, _ = self._feed_forward_norms
         assert self.mlp is not None, "a drafter's layer has one"
         normed, residual = before.add(self.self_attn(joined, rotations, step), residual)
@@ -87,7 +87,7 @@ class WideLayer(DecoderLayer):
 
 
 class StateDecoder(Decoder):
-    """The layers, and what joins token and state before them."""
+    """The layers, and the join of token and state before them."""
 
     def __init__(self, config: ModelConfig, layout: StateLayout) -> None:
         super().__init__(config)
@@ -139,7 +139,7 @@ class StateDecoder(Decoder):
     def compute_layers(
         self, embedded: Tensor, states: Tensor, angles: Sequence[Tensor], step: ForwardContext
     ) -> Tensor:
-        """`compute`, with cosines and sines of the tokens' positions."""
+        """Run `compute` with given cosines and sines of the tokens' positions."""
         if self.embedding_norm is not None:
             embedded = self.embedding_norm(embedded)
         if self.state_norm is not None:
@@ -180,7 +180,7 @@ class StateDrafter(DecoderForCausalLM):
             self.lm_head = Elsewhere()
         elif layout.head_size != config.vocab_size:
             self.lm_head = nn.Linear(config.hidden_size, layout.head_size, bias=False)
-        # Of the model: its embedding and its head; what the head's tokens are in its vocabulary.
+        # The target model's embedding and head, and the ids of the head's tokens in its vocabulary.
         self._embed: Callable[[Tensor], Tensor] | None = None
         self._logits: Callable[[Tensor], Tensor] | None = None
         self._vocab_size = config.vocab_size
@@ -252,7 +252,7 @@ class StateDrafter(DecoderForCausalLM):
             return tuple(drafts)
 
         inputs = [token_ids, states, *self.model.angles(context, states.dtype)]
-        # Few shapes: what is new is at most a token more than there are drafts.
+        # Only these few shapes come again: at most one new token more than drafts.
         comes_again = num_tokens <= num_drafts + 1
         return torch.cat(
             self.model.run(draft_all, inputs, context, comes_again=comes_again)

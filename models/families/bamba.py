@@ -57,7 +57,7 @@ def _gguf_heads(keys: Keys) -> Mapping[str, Any]:
     return {"head_dim": found["head_dim"]}
 
 
-# GGUF files of Bamba name the architecture granitehybrid, whose row selects this one.
+# Bamba's files say granitehybrid; the row of that name chooses this one.
 GGUF_ROW = Architecture(
     "BambaForCausalLM",
     _gguf,

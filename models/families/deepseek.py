@@ -51,7 +51,7 @@ def _turning_heads(fields: Fields, default_kv_heads: int | None = None) -> Field
 def _turning_heads_of_v3(fields: Fields) -> Fields:
     rope_dim = fields.integer("qk_rope_head_dim")
     if rope_dim % 2 == 0 and fields.get("head_dim") not in (None, rope_dim):
-        # transformers gives the rotary embedding head_dim dims, whatever the heads have.
+        # transformers makes a rotary embedding of head_dim dims, even if the heads have others.
         raise fields.wrong("head_dim", f"only qk_rope_head_dim, {rope_dim}, is supported")
     return _turning_heads(fields, _V3_KV_HEADS)
 

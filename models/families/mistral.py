@@ -86,7 +86,7 @@ def _gguf_of_mixtral(keys: Keys) -> Mapping[str, Any]:
     }
 
 
-# Files of the first Mistral and of Mixtral say llama; that row chooses these.
+# Files of the first Mistral and of Mixtral say llama; the row of that name chooses these.
 GGUF_MISTRAL = Architecture("MistralForCausalLM", window, changes=PAIRS)
 GGUF_MIXTRAL = Architecture(
     "MixtralForCausalLM",

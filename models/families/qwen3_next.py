@@ -37,7 +37,7 @@ from models.recipe import (
 )
 
 _INTERVAL = 4  # one layer of this many attends, where a file names no types
-# Of whole models: layers that predict several tokens, and the part that sees images.
+# Weights that a text model ignores: multi-token prediction layers, and the vision part.
 _ELSEWHERE = ("mtp.", "model.visual.")
 
 

@@ -22,11 +22,11 @@ from models.loading.stored_weights import WeightPart
 
 @dataclass(frozen=True, slots=True)
 class InvariantPacker:
-    """A ``WeightPacker`` that keeps weights as they are but replaces the layers that multiply them.
+    """A ``WeightPacker`` that keeps weights as they are, but uses batch-invariant products.
 
     Attributes:
-        kind: the GPU's kind, as other kinds add in another order.
-        int8: packer of layers with integer sums, whose order does not matter; None: none.
+        kind: the GPU's kind; other kinds add in another order.
+        int8: packer of layers that sum integers, whose order does not matter; None: no such layers.
     """
 
     kind: str

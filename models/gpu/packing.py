@@ -45,7 +45,7 @@ _NAMES = {torch.int8: "int8", FLOAT8: "fp8"}
 
 @dataclass(frozen=True, slots=True)
 class GpuPacker:
-    """A ``WeightPacker`` for GPUs; equal ones make equal models.
+    """A ``WeightPacker`` for GPUs; equal packers make equal models.
 
     Attributes:
         device: the weights' device.
@@ -210,7 +210,7 @@ def _integers_of(rows: torch.Tensor, wanted: QuantizedFormat) -> GroupedIntegers
 
 
 def quantized_kinds(model: CausalLM) -> list[str]:
-    """List the kinds of layers of few bits that a model has, each once."""
+    """List the kinds of quantized layers that a model has, each once."""
     assert isinstance(model, nn.Module)
     layers = [one.quantized for one in model.modules() if isinstance(one, QuantizedLinear)]
     return sorted(set(map(_kind, layers)))

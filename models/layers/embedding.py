@@ -13,7 +13,7 @@ import baton_kernels as ops
 
 
 class PackedEmbedding(nn.Module):
-    """Rows out of the head's panels: the numbers are in memory once.
+    """An embedding that reads the head's panels, so that the weight is in memory once.
 
     Args:
         weight: the head's weight.

@@ -19,7 +19,7 @@ from models.recipe import DeltaNetSpec
 
 
 class GatedDeltaNet(nn.Module):
-    """The mixer in attention's place.
+    """Gated delta net: a mixer with a state, in place of attention.
 
     Checkpoints of Qwen3-Next keep the rows of a projection by key head, with those of its value
     heads, those of Qwen3.5 one by one; here they lie as the convolution and the rule take them::

@@ -28,7 +28,7 @@ class GatedRMSNorm(nn.Module):
         self._norm_before_gate = norm_before_gate
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``[num_tokens, size]`` and a gate of the same shape -> ``[num_tokens, size]``."""
+        """Norm ``[num_tokens, size]`` with a gate of the same shape; return the same shape."""
         return ops.gated_rms_norm(
             *(x, gate, self.weight, self._eps),
             group_size=self._group_size,

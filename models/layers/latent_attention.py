@@ -18,15 +18,15 @@ from models.layers.norm import RMSNorm
 from models.parallel.shards import Rank, Span, scaled
 from models.recipe import LatentSpec
 
-# Of the norms between low-rank projections, whatever the config's `rms_norm_eps` is.
+# Epsilon of the norms between low-rank projections; the config's `rms_norm_eps` does not apply.
 _EPS = 1e-6
 
 
 class LatentProjection(nn.Linear):
-    """The matrices from latents to keys and values; a checkpoint's ``kv_b_proj``.
+    """The projection of latents to keys and values: a checkpoint's ``kv_b_proj``.
 
     Args:
-        num_heads: of which each has rows for its key, then for its value.
+        num_heads: heads; each has rows for its key, then for its value.
         rank: size of a latent.
         key_dim: size of a head's key, without the part that carries the position.
         value_dim: size of a head's value.
@@ -68,7 +68,7 @@ class PackedLatentProjection(nn.Module):
     def __init__(self, keys: ops.PackedWeight, values: ops.PackedWeight) -> None:
         super().__init__()
         self._keys, self._values = keys, values
-        # Registers the panels, so that code that counts parameters sees them.
+        # The panels as parameters, so that their memory is counted.
         self.keys = nn.Parameter(keys.panels, requires_grad=False)
         self.values = nn.Parameter(values.panels, requires_grad=False)
 

@@ -16,7 +16,7 @@ from models.parallel.shards import Kept, KeptParts, Span
 
 
 class ExactLinear(nn.Linear):
-    """A linear layer that is never rounded: a small one on which much depends, as a router."""
+    """A linear layer that is never rounded: a small, sensitive one, such as a router."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` -> ``[..., out_features]`` float32."""
@@ -101,9 +101,9 @@ class HeadsInPairs(JoinedLinear):
     Args:
         in_features: inputs of all parts.
         parts: name of each in the checkpoint -> its rows.
-        turning: those whose heads turn.
+        turning: parts whose heads rotate.
         head_dim: rows of a head.
-        rotary_dim: of them, those that turn.
+        rotary_dim: rows of a head that turn.
         bias: whether each has one.
     """
 
@@ -225,7 +225,7 @@ class GatedLinear(JoinedLinear):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer on a CPU whose weight is kept in panels; replaces a loaded layer.
+    """A linear layer on a CPU whose weight is kept in panels; made from a loaded layer.
 
     Args:
         weight: the layer's parameters; they are only read.
@@ -242,7 +242,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._activation, self._is_exact = activation, exact
         self.packed = weight
-        # The same memory under the names by which memory is counted.
+        # The panels as parameters, so that their memory is counted.
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
         self.bias = None if weight.bias is None else nn.Parameter(weight.bias, requires_grad=False)
         groups = () if weight.groups is None else weight.groups.tensors
@@ -261,7 +261,7 @@ class PackedLinear(nn.Module):
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer on a GPU whose weight has 4 or 8 bits a number; replaces a loaded layer.
+    """A linear layer on a GPU with 4 or 8 bits a number; made from a loaded layer.
 
     Args:
         weight: on the device of the layer.
@@ -276,7 +276,7 @@ class QuantizedLinear(nn.Module):
         self._activation = activation
         self.quantized = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        # Registers the tensors of `weight`, so that code that counts parameters sees them.
+        # The numbers as parameters, so that their memory is counted.
         self.numbers = nn.ParameterList(
             nn.Parameter(tensor, requires_grad=False) for tensor in weight.tensors
         )
@@ -330,7 +330,7 @@ class InvariantLinear(nn.Module):
 
 
 def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
-    """Have a layer without weights yet compute some of its outputs: it is column-parallel then.
+    """Make a layer without weights column-parallel: it computes some of its outputs.
 
     Args:
         linear: the layer.
@@ -349,7 +349,7 @@ def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
 
 
 def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
-    """Have a layer without weights yet read some of its inputs: it is row-parallel then.
+    """Make a layer without weights row-parallel: it reads some of its inputs.
 
     Args:
         linear: the layer, whose results are added over all ranks.
@@ -371,7 +371,7 @@ def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
 
 
 def _resize(linear: nn.Linear, kept: KeptParts) -> None:
-    """Give a layer parameters of the sizes that it has now, and say what they are."""
+    """Allocate a layer's parameters in its new sizes; return them."""
     linear.kept = kept  # type: ignore[assignment]
     linear.weight = nn.Parameter(torch.empty(linear.out_features, linear.in_features))
     if linear.bias is not None:

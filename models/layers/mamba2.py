@@ -16,7 +16,7 @@ from models.recipe import Mamba2Spec
 
 
 class Mamba2(nn.Module):
-    """The mixer in attention's place.
+    """Mamba 2: a mixer with a state, in place of attention.
 
     One projection makes all that a token brings along; the convolution takes the middle of it::
 

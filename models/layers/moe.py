@@ -55,7 +55,7 @@ class SparseMoe(nn.Module):
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(spec.num_experts))
-        # What experts read and make: the stream, or a projection of it.
+        # Width of the experts' input and output: the stream's, or that of a projection.
         width = hidden if spec.latent_size is None else spec.latent_size
         self.fc1_latent_proj: nn.Module | None = None
         self.fc2_latent_proj: nn.Module | None = None
@@ -112,7 +112,7 @@ class SparseMoe(nn.Module):
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        """Send ``[num_tokens, width]`` through its experts, and add what is shared."""
+        """Send ``[num_tokens, width]`` through the experts, and add the shared experts' result."""
         if isinstance(self.gate_up, PackedLinear) and isinstance(self.down, PackedLinear):
             packed = (self.gate_up.packed, self.down.packed)
             return ops.packed_experts(

@@ -40,13 +40,13 @@ class RMSNorm(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """Stands where other architectures have a norm."""
+    """Placeholder where other architectures have a norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what it was given."""
         return x
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-        """``residual + x * factor``, twice."""
+        """Return ``residual + x * factor`` twice: as the normed value and as the sum."""
         total = ops.scaled_add(x, residual, factor)
         return total, total

@@ -39,7 +39,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         case "longrope":
             return _longrope(rope, dim)
         case _:
-            # "dynamic" too: up to rope.max_len its NTK-scaled base is the unscaled one.
+            # Also for "dynamic": up to rope.max_len its NTK-scaled base equals the unscaled one.
             return _plain(rope, dim)
 
 
@@ -48,12 +48,12 @@ def _exponents(dim: int) -> Tensor:
 
 
 def _plain(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Su et al., arXiv:2104.09864."""
+    """Return the frequencies without scaling (Su et al., arXiv:2104.09864)."""
     return 1.0 / (rope.theta ** _exponents(head_dim))  # [head_dim / 2]
 
 
 def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Turn the first part of the pairs as in a full rotation; the rest stands still."""
+    """Return frequencies of a full rotation for the first pairs, and 0 for the rest."""
     turning = int(rope.partial_rotary_factor * head_dim // 2)
     frequencies = _plain(rope, head_dim) / rope.factor  # [head_dim / 2]
     frequencies[turning:] = 0.0

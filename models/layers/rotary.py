@@ -76,7 +76,7 @@ class RotaryEmbedding(nn.Module):
         return table
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`forward` without a table."""
+        """Compute `forward`'s result without a table."""
         half = positions.unsqueeze(1).float() * self.frequencies  # [num_tokens, rotary_dim / 2]
         angles = torch.cat((half, half), dim=-1)  # [num_tokens, rotary_dim]
         cos, sin = angles.cos(), angles.sin()

@@ -14,10 +14,10 @@ from models.recipe import ShortConvSpec
 
 
 class ShortConv(nn.Module):
-    """Depthwise, and causal.
+    """A short convolution, depthwise and causal.
 
     Args:
-        num_channels: of input and output.
+        num_channels: channels of input and of output.
         kernel_size: inputs that a token sees, its own included.
         bias: whether each channel has one.
         has_silu: whether the result goes through ``silu``.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton_kernels import E2M1_TWICE, GroupedIntegers, Groups
 
-# The eight magnitudes; the next eight codes are the same, negative.
+# The eight magnitudes of codes 0 to 7; codes 8 to 15 are the negative numbers.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # bias of a scale's exponent (e8m0)
 _NOT_A_NUMBER = 255
@@ -18,13 +18,13 @@ _GROUP, _SMALL_GROUP = 32, 16  # neighbouring inputs with one scale
 
 
 def fp4(packed: Tensor) -> Tensor:
-    """Two numbers in each byte, the low half first: ``[out, in / 2]`` -> ``[out, in]`` bfloat16."""
+    """Unpack ``[out, in / 2]`` bytes of two numbers, low half first, to ``[out, in]`` bfloat16."""
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.bfloat16)
     return torch.cat([magnitudes, -magnitudes])[_codes(packed)]
 
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Numbers in groups of 32 with powers of two, as ``[out, in]`` bfloat16.
+    """Unpack MXFP4, groups of 32 with powers of two, to ``[out, in]`` bfloat16.
 
     Args:
         packed: ``[out, in / 2]`` uint8, see `fp4`.
@@ -79,7 +79,7 @@ def _check(packed: Tensor, scale: Tensor) -> None:
 
 
 def _fit(packed: Tensor, scale: Tensor, group_size: int) -> bool:
-    """Say whether there is a scale for each group of each row."""
+    """Return whether there is a scale for each group of each row."""
     if packed.dim() != 2 or scale.dim() != 2 or len(packed) != len(scale):
         return False
     return 2 * packed.shape[1] == group_size * scale.shape[1]

@@ -57,7 +57,7 @@ def split_fused_experts(
     Where experts are fused, names are those of the modules of ``transformers``, not of checkpoints.
 
     Args:
-        tensors: by name.
+        tensors: tensors by name.
         num_experts: number of experts in each layer with experts.
         rename: makes a checkpoint's name of a module's.
         by_turns: fused experts are as in gpt-oss.

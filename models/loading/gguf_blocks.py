@@ -34,7 +34,7 @@ def unpack_blocks(kind: str, blocks: Tensor) -> GroupedIntegers | None:
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
-    """A float16 of each block: ``[rows, blocks]``."""
+    """Return one float16 of each block: ``[rows, blocks]``."""
     return blocks[:, :, start : start + 2].contiguous().view(torch.float16).squeeze(2)
 
 
@@ -44,7 +44,7 @@ def _cut(parts: Tensor, *sizes: int) -> Tensor:
 
 
 def _nibbles(quads: Tensor) -> Tensor:
-    """Low halves of ``[..., n]`` bytes, then the high ones: ``[..., 2 n]``."""
+    """Return the low halves of ``[..., n]`` bytes, then the high halves: ``[..., 2 n]``."""
     return torch.cat([quads & 15, quads >> 4], dim=-1)
 
 
@@ -108,7 +108,7 @@ def _q3_k(blocks: Tensor) -> _Unpacked:
 
 
 def _scales_of_six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and minima out of ``[rows, blocks, 12]`` bytes."""
+    """Unpack eight scales and minima from ``[rows, blocks, 12]`` bytes."""
     first, second, rest = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
     scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], dim=2)
     return scales, torch.cat([second & 63, rest >> 4 | second >> 6 << 4], dim=2)

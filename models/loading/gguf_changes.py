@@ -20,7 +20,7 @@ _Changer = Callable[[Tensor, ModelConfig], Tensor]
 
 
 def needed(changes: Sequence[Change], config: ModelConfig) -> tuple[Change, ...]:
-    """Leave out reorderings of value heads where each key head has only one."""
+    """Return the changes without reorderings of value heads if each key head has only one."""
     net = _delta_net(config)
     if net is not None and net.num_key_heads == net.num_value_heads:
         return tuple(change for change in changes if change not in _OF_VALUE_HEADS)
@@ -28,7 +28,7 @@ def needed(changes: Sequence[Change], config: ModelConfig) -> tuple[Change, ...]
 
 
 def is_order(changes: Sequence[Change]) -> bool:
-    """Say whether rows get another order, and no more."""
+    """Return whether the changes only reorder rows."""
     return all(change in _ORDERS for change in changes)
 
 
@@ -40,7 +40,7 @@ def changed(tensor: Tensor, changes: Sequence[Change], config: ModelConfig) -> T
 
 
 def joined(parts: Sequence[Tensor], changes: Sequence[Change], config: ModelConfig) -> Tensor:
-    """Put parts below each other and apply changes; raises ValueError where they do not fit."""
+    """Stack parts along the rows and apply changes; raise ValueError if they do not fit."""
     if Change.LATENTS in changes:
         return _latents(*parts)
     if len({part.shape[1:] for part in parts}) > 1:
@@ -132,7 +132,7 @@ def _latents(*parts: Tensor) -> Tensor:
     """Join the matrices that make keys and values of latents.
 
     Args:
-        parts: of keys ``[num_heads, rank, key_dim]``, of values ``[num_heads, value_dim, rank]``.
+        parts: for keys ``[num_heads, rank, key_dim]``, for values ``[num_heads, value_dim, rank]``.
 
     Returns:
         ``[num_heads * (key_dim + value_dim), rank]``.

@@ -86,7 +86,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             return numbers.view(sixteen_bits).view(place.shape)
         rows = blocks.reshape(*place.shape[:-1], -1)  # [..., bytes of a row]
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType(place.type_id))
-        # Copied: the loader lets go of nothing of the file's own pages.
+        # Copied, as the loader does not release pages of the file itself.
         return torch.from_numpy(numpy.array(values)).view(place.shape)
 
     def read(tensor: _Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedInteger
 
 
 class _Tensors:
-    """A checkpoint's tensors, and which of the file's tensors each is made of."""
+    """A checkpoint's tensors, and the file's tensors that each is made from."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file, self._config = file, config

@@ -110,7 +110,7 @@ def _hold_entry(
     ranks: Ranks,
     files: ExitStack,
 ) -> CacheEntry | None:
-    """Hold a model's place in the cache until ``files`` is closed; None where it gets none."""
+    """Hold a model's place in the cache until ``files`` is closed; None: it gets no place."""
     sources = gguf_files(folder) or _weight_files(folder)
     size = sum(path.stat().st_size for path in sources)
     if packer.cache_key is None or not cache.takes(size):
@@ -160,7 +160,7 @@ def fill_model(
 
 
 class _NoInitialWeights(TorchFunctionMode):
-    """Draws no random weights, which nobody would see.
+    """Skips random initial weights, which loading would overwrite.
 
     On the meta device torch goes through its compiler for them, whose import takes longer than to
     load a small model.
@@ -179,7 +179,7 @@ class _NoInitialWeights(TorchFunctionMode):
 
 
 class PackingModel(Protocol):
-    """The linear layers of one model on their way into a form of their own.
+    """The linear layers of one model while they are packed.
 
     Attributes:
         takes_float8: whether weights of float8 are to be given to it as they are stored.
@@ -198,11 +198,11 @@ class PackingModel(Protocol):
 
 
 class WeightPacker(Protocol):
-    """How layers are to be kept that are not torch's parameters."""
+    """Packs the linear layers that are not kept as torch parameters."""
 
     @property
     def cache_key(self) -> str | None:
-        """Return everything that a packed weight depends on; None: it is not kept in files."""
+        """Return a key of all that decides a packed weight; None: no files are kept."""
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
         """Begin with a model that has no weights yet.
@@ -233,7 +233,7 @@ class _Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape that the tensor must have."""
+        """Shape that the checkpoint's tensor must have."""
         parameter: nn.Parameter = getattr(self.owner, self.attribute)
         return tuple(parameter[self.rows].shape) if self.kept is None else self.kept.shape
 
@@ -264,7 +264,7 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
 
 
 class _Names(NamedTuple):
-    """What a checkpoint of a whole model has, whatever this rank keeps of it."""
+    """Names of all tensors in a whole model's checkpoint, including those of other ranks."""
 
     places: Sequence[str]
     scales: Sequence[str]  # there may be
@@ -406,7 +406,7 @@ def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[st
         return {stored.name: stored for stored in read_gguf(gguf, config)}
     tensors = open_safetensors(_weight_files(folder), files)
     if config.quantization is not None:
-        # (What is quantized is told by the names of the file.)
+        # (The names in the file tell which layers are quantized.)
         tensors = {one.name: one for one in read_quantized(tensors, config.quantization)}
     return text_tensors(tensors) if config.is_text_part else tensors
 

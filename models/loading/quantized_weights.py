@@ -28,7 +28,7 @@ from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# In which order AWQ's GEMM layout has eight neighbours in a word.
+# Order of eight neighbours in a word of AWQ's GEMM layout.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 Parts = Mapping[str, Tensor]
@@ -40,8 +40,8 @@ class Storage:
     """One way to store a layer's weight.
 
     Attributes:
-        parts: what it needs, by suffix of the tensor's name.
-        may_have: what it may have besides.
+        parts: required tensors, by suffix of their names.
+        may_have: optional tensors, by suffix.
         restore: makes ``weight`` of them, ``[out, in]``; raises ValueError for what does not fit.
         keep: returns them as integers that kernels multiply, or None where they are not that.
         keep_float8: likewise, as float8.
@@ -54,7 +54,7 @@ class Storage:
     keep_float8: Callable[[Parts, QuantizationConfig], Float8Rows | None] = lambda *_: None
 
 
-# What comes of parts of any shape, of a file that may hold anything.
+# Errors that parts of wrong shapes cause; a file may hold anything.
 _DO_NOT_FIT = (ValueError, RuntimeError, LookupError, ArithmeticError)
 
 
@@ -150,7 +150,7 @@ def _storage_of(parts: Parts, quantization: QuantizationConfig) -> Storage | Non
 
 
 def _unpack(words: Tensor, num_bits: int, num_columns: int) -> Tensor:
-    """Numbers of so many bits each, dense, low bits first.
+    """Unpack dense numbers of ``num_bits`` bits each, low bits first.
 
     Args:
         words: ``[rows, words]`` int32.
@@ -177,7 +177,7 @@ def _unpack(words: Tensor, num_bits: int, num_columns: int) -> Tensor:
 
 
 def _num_bits(num_words: int, num_columns: int) -> int:
-    """How many bits a number has, if so many of them fill so many words."""
+    """Return the bits of a number, given how many numbers fill how many words."""
     for num_bits in range(1, 9):
         if -(-num_columns * num_bits // 32) == num_words:
             return num_bits
@@ -197,8 +197,8 @@ def _scaled(
         numbers: ``[out, in]``.
         scale: one; or one per row, per row and group of columns, or per block.
         zero_point: likewise; None: 0.
-        columns: of which group each column is; None: groups of neighbours.
-        block_shape: of blocks; None: there are none.
+        columns: each column's group; None: groups of neighbours.
+        block_shape: rows and columns of a block; None: no blocks.
     """
     shape = (numbers.shape[0], numbers.shape[1])
 
@@ -237,7 +237,7 @@ def _spread_blocks(
 
 
 def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """A number each: int8, or float8."""
+    """Restore int8 or float8 weights, one number per element."""
     weight = parts["weight"]
     if weight.dtype not in (torch.int8, *_FLOAT8):
         raise ValueError(f"weight: dtype {weight.dtype} is not supported beside scales")
@@ -247,7 +247,7 @@ def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _factors(parts: Parts) -> Tensor:
-    """The scales of numbers; of float8 they may be powers of two, by their exponents (MXFP8)."""
+    """Return the scales; those of float8 may be stored as exponents of two (MXFP8)."""
     scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
     if scale.is_floating_point():
         return scale
@@ -257,7 +257,7 @@ def _factors(parts: Parts) -> Tensor:
 
 
 def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """int8 with a scale for all, per row, or group of a row."""
+    """Keep int8 with one scale for all, per row, or per group of a row."""
     weight = parts["weight"]
     if weight.dtype != torch.int8 or "weight_g_idx" in parts:
         return None
@@ -265,7 +265,7 @@ def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntege
 
 
 def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows | None:
-    """e4m3 with a scale for all, per row, per group of a row, or per block."""
+    """Keep e4m3 with one scale for all, per row, per group of a row, or per block."""
     weight = parts["weight"]
     if weight.dtype != FLOAT8 or "weight_g_idx" in parts or "weight_zero_point" in parts:
         return None
@@ -291,7 +291,7 @@ def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows |
 def _integers_in_groups(
     num_bits: int, numbers: Tensor, scale: Tensor, zero_point: Tensor | None = None
 ) -> GroupedIntegers | None:
-    """Numbers with a scale for each row, or for each of a row's groups of neighbours.
+    """Return integers with a scale per row or per group of a row's neighbours.
 
     Args:
         num_bits: bits of one number.
@@ -318,7 +318,7 @@ def _integers_in_groups(
 
 
 def _in_rows(one: Tensor, num_rows: int) -> Tensor:
-    """One number, or one for each row, as ``[rows, 1]``; others as they are."""
+    """Reshape one number, or one per row, to ``[rows, 1]``; return others unchanged."""
     if one.numel() == 1:
         return one.reshape(1, 1).expand(num_rows, 1)
     return one[:, None] if one.dim() == 1 else one
@@ -349,7 +349,7 @@ def _dense_zero_point(parts: Parts, num_bits: int) -> Tensor | None:
 
 
 def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Dense integers, perhaps with zero points."""
+    """Restore dense integers, perhaps with zero points."""
     num_bits, numbers = _dense_integers(parts)
     zero_point, columns = _dense_zero_point(parts, num_bits), parts.get("weight_g_idx")
     scale = parts["weight_scale"]
@@ -357,14 +357,14 @@ def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """e2m1 in groups of 16 with scales of e4m3, and one scale for all."""
+    """Restore e2m1 in groups of 16 with e4m3 scales and one scale for all."""
     numbers = fp4(parts["weight_packed"])
     scale = parts["weight_scale"].to(numbers.dtype) / parts["weight_global_scale"]
     return _scaled(numbers, scale).to(numbers.dtype)
 
 
 def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """e2m1 in groups of 32 with powers of two (OCP MX, 1.0)."""
+    """Restore e2m1 in groups of 32 with powers of two (OCP MX, 1.0)."""
     scale = parts["weight_scale"]
     if scale.dtype != torch.uint8:
         raise ValueError(f"weight_scale: dtype {scale.dtype} is not supported for mxfp4")
@@ -372,7 +372,7 @@ def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _bits_by_zeros(parts: Parts) -> int:
-    """How many bits a number has, where zero points are packed along the output."""
+    """Return the bits of a number, from zero points that are packed along the output."""
     num_words, num_outputs = parts["qzeros"].shape[1], parts["scales"].shape[1]
     num_bits, rest = divmod(32 * num_words, num_outputs)
     if rest or not 1 <= num_bits <= 8:
@@ -390,7 +390,7 @@ def _gptq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tens
 
 
 def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Integers with zero points; transposed."""
+    """Unpack transposed integers with zero points."""
     numbers, zero_points = _gptq_integers(parts, quantization)
     columns = parts.get("g_idx")
     if columns is None:
@@ -399,7 +399,7 @@ def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> Tensor:
-    """Which group each of a row's columns is of, where no tensor says so: ``[size]``.
+    """Return each column's group, ``[size]``, where no tensor lists it.
 
     A layer's groups may be of another size than the rest's; then they are all as large.
     """
@@ -412,7 +412,7 @@ def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> 
 
 
 def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Those in groups of neighbours."""
+    """Return the integers if each group is a run of neighbouring columns, else None."""
     numbers, zero_points = _gptq_integers(parts, quantization)
     scales, columns, num_bits = parts["scales"].T, parts.get("g_idx"), _bits_by_zeros(parts)
     if columns is None:
@@ -438,7 +438,7 @@ def _awq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tenso
 
 
 def _awq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Integers with zero points; transposed."""
+    """Unpack AWQ's transposed integers with zero points."""
     numbers, zero_points = _awq_integers(parts, quantization)
     columns = _groups_of(len(numbers), len(parts["scales"]), quantization)
     return _scaled(numbers.T, parts["scales"].T, zero_points.T, columns)
@@ -469,18 +469,18 @@ def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _by_blocks(scale: Tensor) -> Tensor:
-    """``[rows, 1, columns, 1]`` of blocks as ``[rows, columns]``; others as they are."""
+    """Reshape scales ``[rows, 1, columns, 1]`` to ``[rows, columns]``; return others unchanged."""
     return scale[:, 0, :, 0] if scale.dim() == 4 and scale.shape[1::2] == (1, 1) else scale
 
 
 def _pairs_of_rows(packed: Tensor) -> Tensor:
-    """Integers of four bits, two neighbours along the output in each byte, the low half first."""
+    """Unpack bytes of two 4-bit integers, neighbours along the output, low half first."""
     signed = torch.stack([packed << 4, packed], dim=1).view(torch.int8) >> 4
     return signed.flatten(0, 1)
 
 
 def _keep_modelopt(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """int8 per row, e2m1 by powers of two, and integers of four bits in groups."""
+    """Keep ModelOpt's int8 per row, MXFP4, or 4-bit integers in groups."""
     weight, scale = parts["weight"], parts["weight_scale"]
     if "pre_quant_scale" in parts:
         return None

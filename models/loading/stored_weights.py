@@ -29,11 +29,11 @@ _PIECE_BYTES = 16 * 2**20  # bytes of a mapped tensor that are in memory at a ti
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint, not read yet.
+    """A tensor of a checkpoint that has not been read yet.
 
     Attributes:
         path: the file that holds the tensor.
-        name: in Hugging Face layout.
+        name: name in Hugging Face layout.
         read: reads it as numbers; raises ModelLoadError.
         is_mapped: whether what is read are pages of the file.
         shape: the tensor's sizes as read; None if unknown before.
@@ -149,7 +149,7 @@ def _unreadable(path: Path, error: Exception) -> ModelLoadError:
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Let go of the whole pages under a tensor, which nobody reads any more."""
+    """Release the whole pages under a tensor that is no longer read."""
     madvise = _madvise()
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = tensor.data_ptr() + tensor.numel() * tensor.itemsize

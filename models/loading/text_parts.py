@@ -51,7 +51,7 @@ def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
 
     Args:
         fields: read from the whole model's config.json.
-        part: what its family's file says of it.
+        part: the entry in the family's file.
 
     Raises:
         ModelLoadError: the text network is none that there is here.

@@ -29,19 +29,19 @@ class Collective(Protocol):
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, equal in shape, as ``[size, ...]`` on every rank."""
+        """Gather tensors of equal shapes ``[...]`` from all ranks: ``[size, ...]`` on each."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Copy ``tensor`` from rank ``source`` to all ranks, in place; return ``tensor``."""
+        """Copy ``source``'s tensor to all ranks, in place; return ``tensor``."""
         ...
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send ``tensor`` to a rank without waiting; the caller must not write to it any more."""
+        """Start sending ``tensor`` to a rank; it must not be written afterwards."""
         ...
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Wait for a tensor from rank ``source``, write it to ``tensor`` and return ``tensor``."""
+        """Wait for a rank's tensor, write it to ``tensor`` and return it."""
         ...
 
     def abort(self) -> None:
@@ -50,7 +50,7 @@ class Collective(Protocol):
 
 
 class CollectiveError(RuntimeError):
-    """Another rank has ended, or has not answered in time."""
+    """Another rank is gone, or has been silent for too long."""
 
 
 class SingleRank:
@@ -72,11 +72,11 @@ class SingleRank:
         return tensor
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Raise AssertionError: there is no other rank."""
+        """Raise AssertionError: a single rank has no peer."""
         raise AssertionError("a rank of one sends to nobody")
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Raise AssertionError: there is no other rank."""
+        """Raise AssertionError: a single rank has no sender."""
         raise AssertionError("a rank of one hears nobody")
 
     def abort(self) -> None:
@@ -95,7 +95,7 @@ class Ranks:
 
     Attributes:
         everyone: all of them, stage by stage.
-        group: those of this one's stage.
+        group: ranks of this rank's stage.
     """
 
     everyone: Collective = SINGLE_RANK
@@ -103,22 +103,22 @@ class Ranks:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return self.everyone.size // self.group.size
 
     @property
     def stage(self) -> int:
-        """The one of this rank."""
+        """Stage of this rank."""
         return self.everyone.rank // self.group.size
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it begins with token ids."""
+        """Whether this rank's stage begins with token ids."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it ends with logits."""
+        """Whether this rank's stage ends with logits."""
         return self.stage == self.num_stages - 1
 
     @property
@@ -128,7 +128,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this one does."""
+        """Whether this rank is the leader."""
         return self.everyone.rank == self.leader
 
     def abort(self) -> None:
@@ -137,11 +137,11 @@ class Ranks:
             one.abort()
 
     def pass_on(self, hidden: Tensor) -> None:
-        """Send what this stage has computed to the next one."""
+        """Send this stage's result to the next one."""
         self.everyone.send(hidden, self.everyone.rank + self.group.size)
 
     def take_over(self, hidden: Tensor) -> Tensor:
-        """Receive what the stage before has computed, written to ``hidden``."""
+        """Receive the result of the stage before, written to ``hidden``."""
         return self.everyone.receive(hidden, self.everyone.rank - self.group.size)
 
 

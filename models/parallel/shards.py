@@ -24,17 +24,17 @@ class Rank:
     """One of the ranks that share a model's layers among them.
 
     Attributes:
-        rank: from 0.
-        size: how many there are.
+        rank: index of the rank, from 0.
+        size: number of ranks.
     """
 
     rank: int = 0
     size: int = 1
 
     def span(self, size: int) -> Span:
-        """What this rank has of an axis: equal shares where they divide.
+        """Return this rank's share of an axis; all shares are equal if the size divides evenly.
 
-        Raises ConfigError when there is not one for each.
+        Raises ConfigError if there are fewer parts than ranks.
         """
         if size < self.size:
             raise ConfigError(
@@ -50,11 +50,11 @@ class Rank:
         return first * _WHOLE_GROUPS, end * _WHOLE_GROUPS
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Span, Span]:
-        """Query heads and key-value heads of this rank.
+        """Return this rank's query heads and key-value heads.
 
-        With more ranks than key-value heads, several ranks have the same one and share its queries.
+        With more ranks than key-value heads, several ranks hold one KV head and share its queries.
 
-        Raises ConfigError when there is no query head for each rank.
+        Raises ConfigError if there are fewer query heads than ranks.
         """
         per_group = num_heads // num_kv_heads
         first, end = shard(num_kv_heads, self.rank, self.size)
@@ -71,7 +71,7 @@ class Rank:
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> Span:
-    """The layers of a stage; raises ConfigError when there is not one for each."""
+    """Return the layers of a stage; raise ConfigError if there are fewer layers than stages."""
     if num_layers < num_stages:
         raise ConfigError(
             f"pipeline_parallel_size: {num_stages} stages cannot share {num_layers} layers"
@@ -80,7 +80,7 @@ def stage_layers(num_layers: int, stage: int, num_stages: int) -> Span:
 
 
 def scaled(span: Span, factor: int) -> Span:
-    """The numbers of a span of heads, each of ``factor`` numbers."""
+    """Return the span of numbers of a span of heads with ``factor`` numbers each."""
     return span[0] * factor, span[1] * factor
 
 
@@ -101,7 +101,7 @@ class Kept:
     is_zero: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Take it from the tensor."""
+        """Return this part of the tensor."""
         rows = tensor if self.rows is None else tensor[self.rows]
         if self.columns is not None:
             rows = rows[:, self.columns].contiguous()

@@ -21,12 +21,12 @@ from models.parallel.group import Collective, CollectiveError
 SLOT_BYTES = 2**20  # bytes that a rank adds at once; each rank has two slots
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
-# Looks at another rank's word before this one lets others have its core: some 20 us.
+# Checks of another rank's word before this rank yields its core: some 20 us.
 _SPINS = 1000
 
 
 def group_bytes(size: int) -> int:
-    """Memory that a group of so many ranks shares; pages that nobody touches are none."""
+    """Return the bytes that a group of ranks shares; untouched pages take no memory."""
     needed = (1 + size) * _LINE_BYTES + 2 * size * SLOT_BYTES
     return -(-needed // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
@@ -45,7 +45,7 @@ class SharedGroup:
 
     Args:
         others: a group of these ranks, for operations that this one lacks.
-        descriptor: from `open_shared`.
+        descriptor: file descriptor from `open_shared`.
         index: number of the group among those that share the memory.
     """
 
@@ -98,7 +98,7 @@ class SharedGroup:
 
 
 def share_memory(group: Collective, descriptor: int | None, index: int) -> Collective:
-    """The group, adding through shared memory if all of its ranks can."""
+    """Return a group that adds through shared memory if all ranks can, else the given one."""
     if descriptor is None or group.size == 1:
         return group
     shared: SharedGroup | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 from models.parallel.group import SINGLE_RANK, CollectiveError, Ranks
 from models.parallel.shared_group import share_memory
 
-# Typed as anything: what is named here has no types, though it is documented.
+# Typed as Any: these functions of torch are documented but have no types.
 dist: Any = torch.distributed
 
 _TIMEOUT = timedelta(seconds=60)
@@ -47,7 +47,7 @@ class TorchGroup:
             options._timeout = _TIMEOUT
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            # By a name that the host may not resolve, gloo would look for an interface.
+            # Otherwise gloo would look for an interface by the host's name, which may not resolve.
             device_options = dist.ProcessGroupGloo._Options()
             device_options._timeout = _TIMEOUT
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -140,7 +140,7 @@ def connect(
     device: torch.device,
     shared: int | None = None,
 ) -> Ranks:
-    """Find the other ranks of a model, each of which does the same.
+    """Find the other ranks of a model, which call this, too.
 
     Args:
         rank: rank of this process.
@@ -165,5 +165,5 @@ def connect(
 
 
 def _refuse_tapes(tensor: Tensor) -> None:
-    """Have a tape that is being recorded notice that it cannot run this again."""
+    """Tell a tape that is being recorded that it cannot replay this call."""
     tensor[:0].zero_()

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def on_all(group: Group, call: Callable[[Collective], Any]) -> list[Any]:
-    """What each rank, on a thread of its own, gets of a call that all make."""
+    """Make one call on all ranks, each on a thread of its own; return their results."""
     with ThreadPoolExecutor(len(group)) as pool:
         return [future.result() for future in [pool.submit(call, rank) for rank in group]]
 

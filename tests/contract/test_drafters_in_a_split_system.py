@@ -1,7 +1,7 @@
-"""Contract of every proposer in a split system: as many guesses are right as in one process.
+"""Contract of every proposer in a split system: as many drafts are right as in one process.
 
-The prefill node guesses first, and the decode node's first step looks at it; a drafter's KV has
-come with the model's.
+The prefill node drafts first, and the decode node's first step verifies its drafts; a drafter's KV
+arrives with the model's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 
 @pytest.mark.parametrize("method", PROPOSERS.names())
-def test_as_many_guesses_are_right_as_in_one_process(
+def test_as_many_drafts_are_right_as_in_one_process(
     method: str, record_property: Callable[[str, object], None]
 ) -> None:
     options: dict[str, Any] = {
@@ -74,12 +74,12 @@ def test_as_many_guesses_are_right_as_in_one_process(
     for index, (prompt, _) in enumerate(requests()):
         name = f"r{index}"
         receipt = cluster.receipts[name]
-        num_blocks = -(-len(prompt) // BLOCK_SIZE)  # none of those that guesses have
+        num_blocks = -(-len(prompt) // BLOCK_SIZE)  # none for drafts
         assert receipt.push.num_blocks == num_blocks
         assert receipt.push.num_bytes == num_blocks * unit_bytes
-        if method != "ngram":  # which may know nothing to guess
+        if method != "ngram":  # which may find nothing to draft
             assert receipt.num_prompt_tokens_computed == 0
-            assert first_steps[name] == (1, NUM_DRAFTS), "the first step looks at guesses"
+            assert first_steps[name] == (1, NUM_DRAFTS), "the first step verifies drafts"
     assert first_steps[f"r{NUM_REQUESTS - 1}"] == (1, NUM_DRAFTS)
     assert cluster.d_engine.metrics().blocks_free == 300
     assert cluster.p.engine.metrics().blocks_free == 300
@@ -106,10 +106,10 @@ def note_first_steps(engine: Engine) -> dict[str, tuple[int, int]]:
 def test_a_hand_off_grows_by_the_drafters_layers(method: str) -> None:
     plain = LLM(str(folder()), num_threads=1, num_blocks=8)
     options = drafters.options_of(method, folder())
-    guessing = LLM(str(folder()), num_threads=1, num_blocks=8, **options)
+    drafting = LLM(str(folder()), num_threads=1, num_blocks=8, **options)
     num_layers = plain.engine.model_config.num_layers
     num_own = 2 if method == "draft_model" else 1
-    one, other = (llm.engine.kv_memory.manifest.unit_bytes(0) for llm in (plain, guessing))
+    one, other = (llm.engine.kv_memory.manifest.unit_bytes(0) for llm in (plain, drafting))
     assert other / one == (num_layers + num_own) / num_layers
-    assert guessing.engine.compatibility["drafter"].startswith(method)
+    assert drafting.engine.compatibility["drafter"].startswith(method)
     assert "drafter" not in plain.engine.compatibility

@@ -1,4 +1,4 @@
-"""Contract of every proposer: what it guesses, whatever that is, changes no token."""
+"""Contract of every proposer: its drafts, right or wrong, change no token."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Drafts kept by chance, of every proposer: outputs have the distribution of those without.
+"""Drafts kept by chance, for every proposer: they do not change the distribution of outputs.
 
-Each place of outputs of one prompt, against outputs without guesses and with other seeds.
+Each position of one prompt's outputs is compared with outputs without drafts and with other seeds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def plain(request: pytest.FixtureRequest) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("method", PROPOSERS.names())
-def test_outputs_have_the_distribution_of_those_without_guesses(
+def test_outputs_have_the_distribution_of_those_without_drafts(
     method: str, plain: list[tuple[int, ...]], record_property: Any
 ) -> None:
     found, llm = outputs_of(

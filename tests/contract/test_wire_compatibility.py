@@ -135,7 +135,7 @@ def test_events_and_commands_of_the_last_release_become_ours_and_are_said_alike(
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
 def test_a_node_of_the_last_release_joins_a_router_of_ours(release: Path) -> None:
-    """Its bytes over a real connection, and its reading of what comes back."""
+    """Send the old release's bytes over a real connection, and read the answer with its schema."""
     registration = make_registration("p0", NodeRole.PREFILL)
     said = wire.registration_to_proto(registration)
     theirs = pool_of(release)
@@ -185,7 +185,7 @@ def _open(service: NodeLinkService) -> NodeLinkService:
 
 
 class _Caller:
-    """What a gate would have found out."""
+    """A caller as the gate would have identified it."""
 
     from baton.access.identity import ANYBODY as principal
 

@@ -41,7 +41,7 @@ def tool(name: str) -> str:
 
 
 def run(*command: str, given: str = "", code: int = 0) -> str:
-    """What a command prints, which ends with this code."""
+    """Run a command that must exit with ``code``; return what it prints."""
     done = subprocess.run(
         command, input=given, capture_output=True, text=True, check=False, timeout=300
     )
@@ -59,7 +59,7 @@ def render(values: Document, *, release: str = "baton", namespace: str = "baton"
 
 
 def problems_of(documents: list[Document]) -> list[str]:
-    """What four versions of Kubernetes, strictly, have against objects of its own kinds."""
+    """Check objects of built-in kinds with four Kubernetes versions' strict schemas."""
     own = [one for one in documents if _is_of_kubernetes(one)]
     text = run(tool("python"), "-c", _VALIDATE, *KUBERNETES_VERSIONS, given=json.dumps(own))
     found: list[str] = json.loads(text.splitlines()[-1])

@@ -28,7 +28,7 @@ _UNCHECKED.check_hostname, _UNCHECKED.verify_mode = False, ssl.CERT_NONE
 
 @dataclass(slots=True)
 class Cluster:
-    """What pods find around them.
+    """The environment that pods run in.
 
     Attributes:
         folder: where volumes are.
@@ -36,7 +36,7 @@ class Cluster:
         model: mounted as the model's folder.
         cache: folder of the user's model cache on this machine.
         names: what stands for which addresses, with commas between.
-        environment: of every process, besides its own.
+        environment: variables of every process, besides its own.
     """
 
     folder: Path
@@ -185,7 +185,7 @@ class Pod:
 
     @property
     def is_alive(self) -> bool:
-        """What the liveness probe makes of it: so many failures in a row end a container.
+        """Ask the liveness probe; its limit of failures in a row ends the container.
 
         Nobody asks before the startup probe has said yes.
         """
@@ -229,7 +229,7 @@ class Pod:
 
 
 def allowed_ports(documents: list[Document], component: str) -> set[tuple[str, int]]:
-    """What the NetworkPolicy of a component lets in; of a range, each port."""
+    """Return the ports that a component's NetworkPolicy lets in, with each port of a range."""
     (policy,) = (
         one
         for one in documents
@@ -244,5 +244,5 @@ def allowed_ports(documents: list[Document], component: str) -> set[tuple[str, i
 
 
 def _expand(text: str, environment: dict[str, str]) -> str:
-    """As Kubernetes does: ``$(NAME)``."""
+    """Replace ``$(NAME)`` by the variable's value, as Kubernetes does."""
     return re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), text)

@@ -143,7 +143,7 @@ def test_every_pod_is_replaced_under_load_and_no_request_fails(
         return pod
 
     async def replace(old: Pod) -> None:
-        """As a rolling update with surge does: the new one is ready before the old one goes."""
+        """Start a new pod, then end the old one, as a rolling update with surge does."""
         new = await asyncio.to_thread(begin, old.component)
         await _until_ready(new)
         if old.component == "router":

@@ -29,7 +29,7 @@ from router.intake.parsers.choice import OutputParsers
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An answer as a client gets it."""
+    """An answer as its client gets it."""
 
     reasoning: str
     text: str

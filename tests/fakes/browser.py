@@ -77,7 +77,7 @@ _PICTURES = """[...document.images].map(one => one.currentSrc)"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glance:
-    """How a page is looked at.
+    """The way to look at a page.
 
     Attributes:
         url: the page's URL.
@@ -128,7 +128,7 @@ async def _look(glance: Glance, profile: Path) -> SeenPage:
 
 
 async def _debugging_port(profile: Path) -> int:
-    """That the browser has chosen and written down."""
+    """Return the port that the browser chose and wrote to its profile."""
     noted = profile / "DevToolsActivePort"
     while not (noted.exists() and noted.read_text().count("\n")):  # noqa: ASYNC110  # its file
         await asyncio.sleep(0.05)
@@ -185,7 +185,7 @@ async def _see(socket: aiohttp.ClientWebSocketResponse, glance: Glance) -> SeenP
 
 
 def _complaints(event: dict[str, Any]) -> list[str]:
-    """What an event of the browser says against the page."""
+    """Return the warnings and errors in an event of the browser."""
     said = event.get("params", {})
     match event.get("method"):
         case "Log.entryAdded" if said["entry"]["level"] in ("warning", "error"):

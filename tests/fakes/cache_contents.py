@@ -15,10 +15,10 @@ def contents_of(
     prompts: Iterable[tuple[list[int], torch.Tensor]],
     cache_salt: bytes = b"",
 ) -> dict[BlockHash, torch.Tensor]:
-    """The full blocks of prompts by name, as engines that are compatible name them.
+    """Return the full blocks of prompts by hash, as compatible engines hash them.
 
     Args:
-        prompts: with their KV, block by block.
+        prompts: prompts with their KV, block by block.
     """
     hasher = BlockHasher(int(compatibility["block_size"]), namespace=cache_namespace(compatibility))
     contents: dict[BlockHash, torch.Tensor] = {}
@@ -30,7 +30,7 @@ def contents_of(
 
 
 def check_cache(engine: Engine, contents: Mapping[BlockHash, torch.Tensor]) -> None:
-    """Assert that each named block whose content is known has it."""
+    """Assert that each cached block with a known content has it."""
     named = [
         (block_id, contents[name])
         for block_id, block in enumerate(engine.block_pool._blocks)

@@ -16,7 +16,7 @@ FAR_AHEAD = datetime.now(UTC) + timedelta(days=365)
 
 
 class Authority:
-    """A CA with a folder of its own for what it issues."""
+    """A CA with a folder for the certificates that it issues."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self.folder = folder
@@ -34,11 +34,11 @@ class Authority:
         trusts: Authority | None = None,
         requires_clients: bool = False,
     ) -> TlsOptions:
-        """Files of a certificate, put in their place as one; of before, if they are there.
+        """Issue a certificate and put its files in place, over earlier ones; return TLS options.
 
         Args:
-            now: when it begins; it is for 30 days.
-            trusts: whose CA file goes with it; its own if not given.
+            now: begin of its 30 days.
+            trusts: authority whose CA file goes with it; None: this one.
         """
         at_that_time = DevCA(now=now)
         at_that_time.key, at_that_time.certificate = self.ca.key, self.ca.certificate
@@ -57,7 +57,7 @@ class Authority:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """As certificate managers do it: nobody ever reads a half."""
+    """Replace a file atomically, as certificate managers do, so that nobody reads half of it."""
     beside = path.with_suffix(".new")
     beside.write_bytes(data)
     beside.chmod(0o600)

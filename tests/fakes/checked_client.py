@@ -16,7 +16,7 @@ from router.calls.dispatcher import Dispatcher
 
 @dataclass(slots=True)
 class Client:
-    """One call and what its client saw of it.
+    """One call, and what its client saw.
 
     Attributes:
         expected: all tokens, and why they end.
@@ -40,7 +40,7 @@ class Client:
     task: asyncio.Task[None] | None = None
 
     async def read(self, dispatcher: Dispatcher) -> None:
-        """Take the stream to its end; asserts that each piece of it is the next and right."""
+        """Read the stream to its end; assert that each piece is the next one and right."""
         try:
             async with contextlib.aclosing(dispatcher.run(self.call)) as outputs:
                 async for item in outputs:
@@ -65,7 +65,7 @@ class Client:
         assert output == self.expected, f"{output}, not {self.expected}"
 
     def check_cached(self, clients: Iterable[Client]) -> None:
-        """Assert that no more of its prompt was cached than calls with its salt had computed."""
+        """Assert that calls with the same salt had computed all of the prompt's cached tokens."""
         prompt = self.call.prompt_token_ids
         known = [
             [*client.call.prompt_token_ids, *client.expected[0]]
@@ -91,6 +91,6 @@ class Client:
 
 
 def num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two sequences have in common before they differ."""
+    """Return how many tokens two sequences have in common before they differ."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -51,7 +51,7 @@ def make_call(rng: random.Random) -> dict[str, Any]:
 
 
 def make_conversation(rng: random.Random) -> tuple[list[Message], list[Tool]]:
-    """Messages, the last of them a user's or a tool's; and tools, or none."""
+    """Make messages that end with a user's or a tool's, and tools or none."""
     tools = [make_tool(rng, name) for name in ("look_up", "f")[: rng.randint(0, 2)]]
     messages: list[Message] = []
     if rng.random() < 0.5:

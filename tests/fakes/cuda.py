@@ -17,7 +17,7 @@ WORKSPACE_BYTES = 32 * MIB  # of cuBLAS on Hopper, for each stream
 
 
 class OnDevice(torch.Tensor):
-    """Memory of the host that says it is a GPU's: ``tensor.as_subclass(OnDevice)``."""
+    """Host memory that claims to be a GPU's: ``tensor.as_subclass(OnDevice)``."""
 
     is_cuda = True
 
@@ -26,7 +26,7 @@ class FakeStream:
     """One stream.
 
     Attributes:
-        num_waits: how often somebody has waited for it.
+        num_waits: number of waits for the stream.
     """
 
     def __init__(self, device: object = None) -> None:
@@ -58,7 +58,7 @@ class FakeCuda:
         self.stream = self.main = FakeStream()
 
     def multiply(self, *_: object) -> None:
-        """What cuBLAS does to memory."""
+        """Take memory for a stream's workspace, as cuBLAS does."""
         if self.stream not in self.workspaces:
             self.workspaces.add(self.stream)
             self.free_bytes -= WORKSPACE_BYTES

@@ -11,7 +11,7 @@ _dead: WeakSet[Scheduler] = WeakSet()
 
 
 def let_die(engine: Engine) -> None:
-    """The process of this engine is gone, as far as its test is concerned."""
+    """Treat this engine's process as ended, for its test."""
     _dead.add(engine._scheduler)
 
 

@@ -35,7 +35,7 @@ def options_of(method: str, model_folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def drafter_folder(method: str, model_folder: Path) -> Path:
-    """One that was trained for the model, if its folder has it, or one made until the tests end.
+    """Return a drafter trained for the model if its folder has one, else make a temporary one.
 
     (Of Medusa heads tests want more than were trained: the last ones are made.)
     """
@@ -63,7 +63,7 @@ def drafter_folder(method: str, model_folder: Path) -> Path:
 def _draft_model(
     config: dict[str, Any], stored: Mapping[str, Tensor], random: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The first layers, all but one."""
+    """Make a draft model of all layers but the last."""
     num_layers = config["num_hidden_layers"] - 1
     config = {**config, "num_hidden_layers": num_layers}
     if config.get("layer_types"):
@@ -74,7 +74,7 @@ def _draft_model(
 def _medusa(
     config: dict[str, Any], stored: Mapping[str, Tensor], random: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As the authors write them, with the model's own output matrix."""
+    """Make a Medusa checkpoint as its authors write one, with the model's own output matrix."""
     width, tensors = config["hidden_size"], {}
     for head in range(NUM_MEDUSA_HEADS):
         tensors[f"{head}.0.linear.weight"] = random(width, width)
@@ -83,7 +83,7 @@ def _medusa(
 
 
 def _layer(config: dict[str, Any], random: Any, *, inputs: int = 1) -> dict[str, Tensor]:
-    """A layer of Llama's, whose attention takes so many vectors one behind the other."""
+    """Make a layer of Llama's whose attention takes several vectors, concatenated."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     size = config["head_dim"] * config["num_attention_heads"]
     kv_size = config["head_dim"] * config["num_key_value_heads"]
@@ -102,10 +102,10 @@ def _layer(config: dict[str, Any], random: Any, *, inputs: int = 1) -> dict[str,
 def _eagle(
     config: dict[str, Any], stored: Mapping[str, Tensor], random: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As the authors write it: no norm before the attention, none at the end."""
+    """Make an EAGLE checkpoint as its authors write one: no norm before attention or at the end."""
     width = config["hidden_size"]
     tensors = {f"layers.0.{name}": one for name, one in _layer(config, random).items()}
-    # Nearly the state before: the next token's is not far from it.
+    # Nearly the state before, as the next token's state is close to it.
     tensors["fc.weight"] = torch.cat([random(width, width), torch.eye(width)], 1)
     return tensors, {**config, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
 
@@ -113,7 +113,7 @@ def _eagle(
 def _mtp(
     config: dict[str, Any], stored: Mapping[str, Tensor], random: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As Qwen writes it, with the model's last layer."""
+    """Make an MTP checkpoint as Qwen writes one, with the model's last layer."""
     width, last = config["hidden_size"], config["num_hidden_layers"] - 1
     tensors = {
         f"mtp.layers.0.{name.partition(f'layers.{last}.')[2]}": one

@@ -16,13 +16,13 @@ from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import SHARE, StepHooks, StepPlan
 from engine.executors.base import Executor, PendingStep
 
-# Whole outputs by request id, or a part of each; none of a request that is not there.
+# Whole outputs by request id, or a part of each; empty for a request that is missing.
 Outputs = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ProposingStep:
-    """A submitted step whose outcome gets drafts."""
+    """A submitted step to whose result drafts are added."""
 
     step: PendingStep
     propose: Callable[[ModelRunnerOutput], None]
@@ -34,7 +34,7 @@ class ProposingStep:
 
 
 class DraftingExecutor:
-    """Puts drafts behind what another executor samples: outputs known beforehand, partly wrong.
+    """Adds drafts to another executor's samples: known outputs, some of them made wrong.
 
     Each request gets another number of drafts in each step, from none to the most. Where a draft is
     wrong, those behind it are what would be right if it were.
@@ -84,7 +84,7 @@ class DraftingExecutor:
         return ProposingStep(self._executor.submit(travelled, hooks), propose)
 
     def _drafts(self, request_id: str, first: int) -> tuple[int, ...]:
-        """What may come from the output position ``first`` on."""
+        """Return drafts for the output positions from ``first`` on, some of them wrong."""
         num_drafts = (first * 7 + len(request_id)) % (self._num_drafts + 1)
         known = self._outputs(request_id)[first : first + num_drafts]
         return tuple(
@@ -114,5 +114,5 @@ class DraftingExecutor:
 
 
 def outputs_of(outputs: Mapping[str, Sequence[int]]) -> Outputs:
-    """Outputs that a mapping holds."""
+    """Return a function that looks outputs up in a mapping."""
     return lambda request_id: outputs.get(request_id, ())

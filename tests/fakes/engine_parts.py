@@ -90,7 +90,7 @@ class FakeRunner:
         self.propose = propose
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Tokens for those that computed their last known token, as the real runner gives."""
+        """Sample for requests that computed their last known token, as the real runner does."""
         sampled, proposed = {}, {}
         for item in scheduled.scheduled:
             if item.samples:
@@ -102,7 +102,7 @@ class FakeRunner:
         return ModelRunnerOutput(sampled, draft_token_ids=proposed)
 
     def _sample(self, item: ScheduledRequest) -> tuple[int, ...]:
-        """The next token, and one more behind each draft that turns out right."""
+        """Return the next token, and one more after each accepted draft."""
         token_ids: tuple[int, ...] = (self.next_token(item.request),)
         for draft in item.draft_token_ids:
             if draft != token_ids[-1]:
@@ -112,7 +112,7 @@ class FakeRunner:
 
 
 def extended(request: Request, token_ids: Sequence[int]) -> Request:
-    """A copy of a request that has more tokens."""
+    """Return a copy of a request with more tokens."""
     copied = copy.copy(request)
     copied.token_ids = [*request.token_ids, *token_ids]
     return copied
@@ -139,7 +139,7 @@ class ContentRunner(FakeRunner):
         self._slots: dict[tuple[int, int], object] = {}
 
     def write(self, request: Request, start: int, end: int) -> None:
-        """What computing (or receiving) the KV of positions ``start .. end - 1`` leaves."""
+        """Write what computing or receiving the KV of positions ``start .. end - 1`` writes."""
         self.write_into(request.block_ids, request, start, end)
 
     def write_into(self, block_ids: Sequence[int], request: Request, start: int, end: int) -> None:
@@ -150,7 +150,7 @@ class ContentRunner(FakeRunner):
                 self._slots[slot] = self._content(request, group, position)
 
     def write_what_travels(self, request: Request) -> None:
-        """What the arrival of a prompt leaves: the blocks that its next token looks at."""
+        """Write what an arrived prompt writes: the blocks that its next token attends to."""
         num_tokens = request.num_prompt_tokens
         for group, window in enumerate(self._windows):
             oldest = 0 if window is None else max(num_tokens - window + 1, 0)
@@ -159,13 +159,13 @@ class ContentRunner(FakeRunner):
                 self._slots[slot] = self._content(request, group, position)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """What a peer leaves that writes something else there."""
+        """Overwrite blocks with garbage, as a peer would that writes something else there."""
         for block_id in block_ids:
             for offset in range(self._block_size):
                 self._slots[block_id, offset] = "garbage"
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """All write before any reads: who writes into another's block is found out."""
+        """Let all requests write before any reads, which reveals writes into another's block."""
         spans = [
             (extended(item.request, item.draft_token_ids), start, start + item.num_scheduled_tokens)
             for item in scheduled.scheduled
@@ -192,14 +192,14 @@ class ContentRunner(FakeRunner):
 
 
 def shares(scheduled: SchedulerOutput) -> dict[str, int]:
-    """Who computes how many tokens, in batch order."""
+    """Return each request's number of scheduled tokens, in batch order."""
     return {item.request.request_id: item.num_scheduled_tokens for item in scheduled.scheduled}
 
 
 def step(
     scheduler: Scheduler, runner: FakeRunner | None = None
 ) -> tuple[dict[str, int], StepResult]:
-    """One whole step: who computed what, and what came of it."""
+    """Run one whole step; return what was scheduled, and its results."""
     scheduled = scheduler.schedule()
     scheduler.check()
     computed = shares(scheduled)

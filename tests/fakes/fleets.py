@@ -43,7 +43,7 @@ class FleetBook:
         without: Iterable[str] = (),
         may_self_prefill: bool = False,
     ) -> Fleet:
-        """All nodes, joined in this or the opposite order, but for some names."""
+        """Return a fleet of all nodes but some, joined in this or the opposite order."""
         step = -1 if backwards else 1
         return Fleet(
             [n for n in self.prefills[::step] if n.node_name not in without],
@@ -75,6 +75,6 @@ class FleetBook:
 
 
 def names(placement: Placement | None) -> tuple[str, str]:
-    """Names of the nodes; the prefill node's is empty if there is none."""
+    """Return the names of a pair's nodes; the prefill node's is empty if there is none."""
     assert placement is not None
     return placement.prefill.node_name if placement.prefill else "", placement.decode.node_name

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 
 def make_foreign_model(model: Path, folder: Path) -> Path:
-    """A copy of a model folder under ``folder``, as a fine-tune would leave it."""
+    """Copy a model folder to ``folder`` and change it as a fine-tune would."""
     foreign = folder / "foreign_model"
     shutil.copytree(model, foreign)
     path = foreign / "model.safetensors"

@@ -27,7 +27,7 @@ _FUSED_OF_GPT_OSS = tuple(
     f"experts.{part}{suffix}" for part in ("gate_up_proj", "down_proj") for suffix in ("", "_bias")
 )
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-# Stored in 32 bits whatever the rest is.
+# Stored in 32 bits in every file.
 _EXACT = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv.", "exp_probs_b", "ssm_a", "ssm_d")
 _ROTATED_AS_LLAMA = (
     *("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3"),
@@ -66,7 +66,7 @@ def _mapped(names: TensorNameMap, name: str) -> str | None:
 
 
 def _stacked(checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put experts that a checkpoint keeps one by one into one tensor."""
+    """Stack experts that a checkpoint keeps one by one into one tensor."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in checkpoint.items():
@@ -84,7 +84,7 @@ def _stacked(checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _parts(
     architecture: str, checkpoint: Mapping[str, Tensor], config: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """Cut tensors that a file keeps apart, and name those that it names in its own way."""
+    """Cut tensors that a GGUF file keeps apart, and give tensors the file's own names."""
     for name, tensor in checkpoint.items():
         layer = _LAYER.search(name)
         block = f"blk.{layer[1]}." if layer else ""
@@ -137,7 +137,7 @@ def _of_gpt_oss(block: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Te
 
 
 def _of_qwen3_next(block: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Cut queries, keys, values and gates, which a checkpoint has by key head."""
+    """Cut queries, keys, values and gates out of rows that are ordered by key head."""
     heads, key = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // heads * config.linear_value_head_dim
     by_head = tensor.view(heads, -1, tensor.shape[1])
@@ -171,13 +171,13 @@ def _changed(architecture: str, name: str, mapped: str, tensor: Tensor, config: 
 
 
 def _paired(tensor: Tensor, num_heads: int) -> Tensor:
-    """Rows of a head from halves to pairs."""
+    """Reorder a head's rows from halves to pairs."""
     halves = tensor.reshape(num_heads, 2, -1, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
 def _tiled(name: str, tensor: Tensor, config: Any) -> Tensor:
-    """Value heads: first the first of each key head, then the second of each."""
+    """Reorder value heads: first the first of each key head, then the second of each."""
     num_keys, num_values = config.linear_num_key_heads, config.linear_num_value_heads
     num_channels = 2 * num_keys * config.linear_key_head_dim
     if "in_proj_qkv" in name or "conv1d" in name:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-# Where blocks have float16 factors: what else is in a block may be any bytes.
+# Offsets of float16 factors in blocks; all other bytes of a block are arbitrary.
 _FACTORS_AT = {
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
@@ -27,7 +27,7 @@ _FACTORS_AT = {
 }
 # IQ1_M's factor lies in the high halves of four bytes.
 _FACTOR_OF_IQ1_M = ((49, 0x0), (51, 0x0), (53, 0x8), (55, 0x1))
-# What is drawn and not made of values.
+# Kinds whose blocks are random and not made from values.
 RANDOM_KINDS = tuple(_FACTORS_AT)
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -54,12 +54,12 @@ _ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a file says about text.
+    """The tokenizer fields of a GGUF file.
 
     Attributes:
         kind: ``tokenizer.ggml.model``.
         pre: ``tokenizer.ggml.pre``; empty: not said.
-        scores: of SentencePiece kinds.
+        scores: each token's score, in SentencePiece kinds.
         fields: more of ``tokenizer.ggml``.
     """
 
@@ -74,7 +74,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: tokenizers.Tokenizer, **options: Any) -> Vocabulary:
-    """What a converter makes of a byte-level `tokenizer.json`."""
+    """Convert a byte-level `tokenizer.json` as a converter to GGUF does."""
     added = tokenizer.get_added_tokens_decoder()
     ids = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     types = {
@@ -93,7 +93,7 @@ def vocabulary_of(tokenizer: tokenizers.Tokenizer, **options: Any) -> Vocabulary
 
 
 def plain_vocabulary(size: int) -> Vocabulary:
-    """Tokens that no test reads: characters of bytes, then numbers, then the first two as one."""
+    """Return tokens that no test reads: bytes' characters, numbers, and one merge."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(f"t{index}" for index in range(size))][:size]
     tokens[-1] = "".join(tokens[:2])
@@ -156,7 +156,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
 
 
 def stored(values: Array, kind: GGMLQuantizationType, seed: int) -> Array:
-    """The content of a tensor in a kind of storage; of `RANDOM_KINDS` it is random blocks."""
+    """Return a tensor's content in a kind of storage; for `RANDOM_KINDS` random blocks."""
     if kind.name not in _FACTORS_AT:
         return gguf.quantize(values, kind)
     rng = numpy.random.default_rng(seed)
@@ -171,7 +171,7 @@ def stored(values: Array, kind: GGMLQuantizationType, seed: int) -> Array:
 
 
 def _each_by_itself(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Weights of experts as files have them: gates and ups apart."""
+    """Split experts' weights as files have them: gates and ups apart."""
     for name, parameter in state.items():
         if name.endswith("experts.gate_up_proj"):
             gate, up = parameter.chunk(2, dim=1)
@@ -232,6 +232,6 @@ def write_model(
 
 
 def _paired(values: Array, num_heads: int) -> Array:
-    """Rows of a head from halves to pairs, as the converter has them for llama."""
+    """Reorder a head's rows from halves to pairs, as the converter does for llama."""
     halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
     return numpy.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)

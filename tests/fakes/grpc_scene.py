@@ -31,12 +31,12 @@ TOKENIZER = Tokenizer(Path(__file__).parents[2] / "examples" / "demo_model")
 
 
 def expected(seed: int, num_tokens: int) -> tuple[int, ...]:
-    """What the nodes here say of a request."""
+    """Return the tokens that the nodes of this scene send for a request."""
     return tuple(seed % 1000 + index for index in range(num_tokens))
 
 
 class AnsweringNode(HandNode):
-    """Says of each request what is `expected`, while ``talks`` is set.
+    """A node that answers each request with the `expected` tokens while ``talks`` is set.
 
     Each behind a turn of the loop, as far as ``max_tokens`` goes.
     """
@@ -70,7 +70,7 @@ class AnsweringNode(HandNode):
 
 
 class GrpcScene:
-    """What a test needs of a served router; ``talks`` is cleared to silence the decode node.
+    """A served router and its parts; clear ``talks`` to silence the decode node.
 
     Attributes:
         address: the server's address.
@@ -100,7 +100,7 @@ class GrpcScene:
         )
 
     async def until_quiet(self) -> None:
-        """Until no request is in progress."""
+        """Wait until no request is in progress."""
         async with asyncio.timeout(5):
             while self.dispatcher.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
@@ -116,7 +116,7 @@ async def served(
     max_timeout_s: float = math.inf,
     access_log: AccessLog | None = None,
 ) -> AsyncIterator[tuple[GrpcScene, AsyncClient]]:
-    """A scene behind a real server, and a client of it."""
+    """Serve a scene by a real server; yield the scene and a client."""
     scene = GrpcScene(options, max_timeout_s)
     server = RpcServer(
         [inference_pb2.DESCRIPTOR.services_by_name["Inference"]],
@@ -132,7 +132,7 @@ async def served(
 
 @contextlib.asynccontextmanager
 async def breakable(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """An address that leads to another one, and what breaks all connections through it."""
+    """Yield an address that leads to another one, and a function that breaks its connections."""
     host, _, port = address.rpartition(":")
     writers: list[asyncio.StreamWriter] = []
     pipes: set[asyncio.Task[None]] = set()

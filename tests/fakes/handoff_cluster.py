@@ -61,7 +61,7 @@ SETTLE_ROUNDS = 50  # 2.5 s: longer than any beat, lease, back-off or repeated C
 
 
 class RecordingSender(Sender):
-    """Remembers which transfers were started, and what the node heard."""
+    """Records which transfers were started, and which events the node received."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -79,7 +79,7 @@ class RecordingSender(Sender):
 
 
 class RecordingReceiver(Receiver):
-    """Remembers what the node heard."""
+    """Records the events that the node received."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -130,7 +130,7 @@ def kv_of(engine: Engine, block_ids: list[int], num_tokens: int) -> torch.Tensor
     if engine.kv_memory.spec.by_heads:
         kv = kv[:, 0].permute(0, 2, 3, 1, 4, 5).contiguous()  # as if it lay by layers
     if engine.kv_memory.layers_per_group > engine.model_config.num_layers:
-        # Of a drafter, the last depends on the token behind the prompt.
+        # The last position of a drafter's KV depends on the token after the prompt.
         kv = kv[:, : engine.model_config.num_layers]
     for block, place in zip(kv, places, strict=True):
         num_written = min(num_tokens - place // num_groups * BLOCK_SIZE, BLOCK_SIZE)
@@ -173,7 +173,7 @@ class Cluster:
 
     Attributes:
         p_id: the prefill node's engine id; a restarted one has another.
-        spans: of both nodes; every attempt is traced.
+        spans: trace spans of both nodes; every attempt is traced.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Cluster:
         *,
         alone: bool = False,
     ) -> None:
-        """Send both legs of a new attempt, which goes on behind the output of earlier ones.
+        """Send both legs of a new attempt, which continues the output of earlier attempts.
 
         Args:
             alone: the decode node computes the prompt itself; there is no other leg.
@@ -306,7 +306,7 @@ class Cluster:
         self.p.submit(PeerUpdate("d", self.d.receiver.describe()))
 
     def kill(self, engine_id: str, *, told: bool = True) -> None:
-        """One node's process ends; ``p`` is the present one.
+        """End one node's process; ``p`` is the current prefill node.
 
         Args:
             told: the router tells the other node.
@@ -322,11 +322,11 @@ class Cluster:
 
     @property
     def is_down(self) -> bool:
-        """Whether one of the two is dead."""
+        """Return whether one of the two nodes is dead."""
         return "d" in self.dead or self.p_id in self.dead
 
     def restart_prefill_node(self) -> None:
-        """Another process takes the place of the dead one; it knows nothing."""
+        """Replace the dead process by a new one without any state."""
         assert self.p_id in self.dead
         self._start_prefill_node(f"p{len(self.dead)}")
         self.rejoin()
@@ -335,7 +335,7 @@ class Cluster:
         self.spans += spans
 
     def check_spans(self) -> None:
-        """Each attempt was told of once by each node that lives, and nothing hangs in the air."""
+        """Check that each living node reported each attempt once, and that no span is open."""
         ids = {span.context.span_id for span in self.spans}
         assert len(ids) == len(self.spans)
         attempts = {attempt.trace.span_id for attempt in self.attempts.values() if attempt.trace}
@@ -371,7 +371,7 @@ class Cluster:
             return
         for offset, token_id in enumerate(delta.token_ids):
             index = delta.output_index + offset
-            # Only what both nodes computed, after a short-cut, may come twice.
+            # Only token 1 that both nodes computed, after a short-cut, may come twice.
             may_come_twice = index == attempt.num_initial and self.may_be_short
             assert index not in attempt.tokens or may_come_twice, "an index twice"
             assert attempt.tokens.setdefault(index, token_id) == token_id
@@ -385,7 +385,7 @@ class Cluster:
     # ------------------------------------------------------------------ time
 
     def step(self, engine_id: str) -> None:
-        """One step of a node's engine thread."""
+        """Run one step of a node's engine thread."""
         if self._is_dead(engine_id) or engine_id in self.stopped:
             return
         node = self.p if engine_id == "p" else self.d
@@ -393,7 +393,7 @@ class Cluster:
         node.engine.check()
 
     def round(self, engine_id: str) -> None:
-        """One round of a node's KV I/O thread."""
+        """Run one round of a node's KV I/O thread."""
         if not self._is_dead(engine_id) and engine_id not in self.stopped:
             (self.sender if engine_id == "p" else self.receiver).loop.round()
 
@@ -401,7 +401,7 @@ class Cluster:
         return (self.p_id if role == "p" else role) in self.dead
 
     def settle(self) -> None:
-        """Let everything happen, without faults, until nothing but beats happens for a while."""
+        """Run everything without faults until only heartbeats happen for a while."""
         self.stopped.clear()
         quiet = 0
         for _ in range(4000):
@@ -425,7 +425,7 @@ class Cluster:
 
 
 def is_beat(message: ScriptedMessage) -> bool:
-    """Whether a message is about its sender's being there, and about no request."""
+    """Return whether a message is a heartbeat, which concerns no request."""
     about_peers = Beat | Hello | HelloAck | SelfTest | SelfTestResult
     return isinstance(peek(message.payload), about_peers)
 
@@ -435,7 +435,7 @@ def _never(error: Exception) -> None:
 
 
 def end_of(node: PrefillNode | DecodeNode) -> RecordingSender | RecordingReceiver:
-    """A node's end of the connector."""
+    """Return a node's end of the connector."""
     return sender_of(node) if isinstance(node, PrefillNode) else receiver_of(node)
 
 

@@ -27,7 +27,7 @@ class Hosts:
     """Namespaces by name, each with one interface ``eth0`` and an address of its own.
 
     Attributes:
-        addresses: by name.
+        addresses: address of each host, by name.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ class Hosts:
         self._bridge = f"{self._prefix}-net"
 
     def command(self, host: str, *arguments: str) -> list[str]:
-        """A command that runs on a host."""
+        """Return a command line that runs on a host."""
         return ["ip", "netns", "exec", f"{self._prefix}-{host}", *arguments]
 
     def open(self) -> None:
@@ -55,14 +55,14 @@ class Hosts:
             _ip("-n", host, "link", "set", "eth0", "up")
 
     def close(self) -> None:
-        """Remove them; what still runs there keeps its namespace until it ends."""
+        """Remove the namespaces; a process that still runs keeps its own until it ends."""
         for name in (*(f"{self._prefix}-{name}" for name in self.addresses), self._bridge):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 @contextmanager
 def hosts(*names: str) -> Iterator[Hosts]:
-    """Hosts for the length of a test."""
+    """Make hosts for the length of a test."""
     made = Hosts(names)
     try:
         made.open()

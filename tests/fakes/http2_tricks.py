@@ -63,7 +63,7 @@ def block(path: str = CHECK, more: bytes = b"") -> bytes:
 
 
 def integer(value: int, bits: int, first: int = 0) -> bytes:
-    """Encode an HPACK integer with a prefix of so many bits."""
+    """Encode an HPACK integer with a prefix of this many bits."""
     most = 2**bits - 1
     if value < most:
         return bytes([first | value])

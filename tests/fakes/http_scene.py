@@ -36,7 +36,7 @@ class HttpScene:
 
     Attributes:
         session: an HTTP client; ``url`` is where the API is.
-        headers: of every request that is posted.
+        headers: headers of every posted request.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HttpScene:
         await self.server.stop()
 
     def post(self, path: str = "/v1/completions", **body: Any) -> Awaitable[aiohttp.ClientResponse]:
-        """A request, begun; of a completion if not said otherwise."""
+        """Start a POST request, of a completion by default."""
         given = {"model": MODEL, "prompt": "x"} if path == "/v1/completions" else {"model": MODEL}
         return asyncio.ensure_future(self._post(path, {**given, **body}))
 
@@ -91,7 +91,7 @@ class HttpScene:
         return await self.session.post(self.url + path, json=body, headers=self.headers)
 
     async def command(self, number: int = 1) -> PrefillCommand:
-        """The last of so many commands that the prefill node is to get."""
+        """Wait until the prefill node has this many commands; return the last one."""
         await until(lambda: len(self.prefill.of(PrefillCommand)) >= number)
         return self.prefill.of(PrefillCommand)[number - 1]
 
@@ -104,7 +104,7 @@ class HttpScene:
         last: FinishReason | None = None,
         top: tuple[tuple[int, float], ...] = (),
     ) -> int:
-        """Have the nodes say the tokens of a text from an output index on; gives the next index."""
+        """Have the nodes send a text's tokens from an output index on; return the next index."""
         token_ids = TOKENIZER.encode(text)
         end = index + len(token_ids)
         for token_id in token_ids:
@@ -133,7 +133,7 @@ class HttpScene:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait for what other tasks do; fails after ten seconds."""
+    """Wait until a condition holds; fail after ten seconds."""
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - what it waits for sets no event
             await asyncio.sleep(0.001)
@@ -151,7 +151,7 @@ def on_http(**options: Any) -> Callable[[Callable[..., Coroutine[Any, Any, None]
         def run(**arguments: Any) -> None:
             asyncio.run(within(arguments))
 
-        # pytest asks for fixtures and parameters by name; the scene is none.
+        # pytest asks for fixtures and parameters by name, and the scene is no fixture.
         of_test = inspect.signature(test)
         del run.__wrapped__
         run.__signature__ = of_test.replace(parameters=[*of_test.parameters.values()][1:])  # type: ignore[attr-defined]
@@ -161,6 +161,6 @@ def on_http(**options: Any) -> Callable[[Callable[..., Coroutine[Any, Any, None]
 
 
 def events_of(text: str) -> list[Any]:
-    """Data of server-sent events, decoded; "[DONE]" as it is."""
+    """Return the decoded data of server-sent events; "[DONE]" stays text."""
     data = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     return [item if item == "[DONE]" else json.loads(item) for item in data]

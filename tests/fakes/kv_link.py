@@ -65,7 +65,7 @@ class Link:
         return [e for e in found if e.kind is kind and request_id in ("", e.request_id)]
 
     def wait(self, side: str, kind: Kind, request_id: str = "", count: int = 1) -> TransferEvent:
-        """The ``count``-th such event, when it has come."""
+        """Wait for the ``count``-th event of a kind; return it."""
 
         def came() -> bool:
             self.poll()
@@ -118,7 +118,7 @@ class Link:
         )
 
     def assert_arrived(self, moves: dict[int, int]) -> None:
-        """Source block -> target block; every other target block is as it was."""
+        """Assert that source blocks arrived in target blocks, and that no other block changed."""
         for source_id, target_id in moves.items():
             assert torch.equal(self.target[target_id], self.source[source_id])
         for block_id in set(range(NUM_D_BLOCKS)) - set(moves.values()):

@@ -19,12 +19,12 @@ class PlainMemory:
 
 
 def memory_of(tensor: torch.Tensor) -> PlainMemory:
-    """Of blocks `[num_blocks, num_layers, ...]`; all ranks have all of them."""
+    """Return a memory of blocks `[num_blocks, num_layers, ...]`, which every rank has whole."""
     return PlainMemory(tensor, manifest(*tensor.shape[1:], dtype=tensor.dtype))
 
 
 def manifest(*shape: int, dtype: torch.dtype = torch.float32) -> KVManifest:
-    """Of blocks of this shape, layers first."""
+    """Return the manifest of blocks of this shape, layers first."""
     group = KVGroup(
         kind=KVKind.PAGED,
         layers=tuple(range(shape[0])),

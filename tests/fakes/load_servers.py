@@ -28,7 +28,7 @@ Sent = tuple[float, int]
 
 @dataclass(slots=True)
 class ServedCall:
-    """One call as the server saw it, on `time.perf_counter`."""
+    """One call as the server saw it; times are of `time.perf_counter`."""
 
     prompt: tuple[int, ...]
     body: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class ServedCall:
 
 
 class ScriptedServer:
-    """What both servers share.
+    """Base of both scripted servers.
 
     Attributes:
         calls: calls in order of arrival.
@@ -61,7 +61,7 @@ class ScriptedServer:
         return call, answer
 
     async def _frames(self, call: ServedCall, answer: Answer) -> AsyncIterator[int]:
-        """Sizes of frames, each when it is to be sent; late ones make no later ones late."""
+        """Yield each frame's size when it is due; a late frame delays no later one."""
         due_at = call.received_at
         try:
             for gap_s, num_tokens in answer.frames:
@@ -75,7 +75,7 @@ class ScriptedServer:
 
 
 class GrpcScript(ScriptedServer, inference_pb2_grpc.InferenceServicer):
-    """Baton's API."""
+    """A scripted server of Baton's gRPC API."""
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         call, answer = self._take(list(request.token_ids.ids), request.sampling_params.max_tokens)
@@ -172,7 +172,7 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def scripted_grpc(script: Script) -> AsyncIterator[tuple[GrpcScript, str]]:
-    """A running server and the URL of it as a target."""
+    """Serve a script over gRPC; yield the server and its URL."""
     servicer = GrpcScript(script)
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]

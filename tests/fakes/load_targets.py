@@ -19,7 +19,7 @@ TICK_S = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a scripted server says to one request.
+    """A scripted server's answer to one request.
 
     Attributes:
         frames: for each, seconds after the one before (or the request), and its tokens.
@@ -41,7 +41,7 @@ Script = Callable[[int, int], Answer]
 
 
 def even(ttft_s: float, gap_s: float, per_frame: int = 1) -> Script:
-    """One token first, then so many in each frame."""
+    """Make an answer of one token first, then equal frames."""
 
     def script(number: int, length: int) -> Answer:
         rest = length - 1
@@ -59,7 +59,7 @@ class ScriptedTarget:
 
     Args:
         stalls: begins and ends, in seconds since the first call; meanwhile it does nothing.
-        one_at_a_time: it answers one request after the other.
+        one_at_a_time: whether requests are answered one after the other.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class ScriptedTarget:
                 await asyncio.sleep(self._began_at + end_s - loop.time())
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: the target has no connection."""
 
 
 def run_virtually(
     plan: LoadPlan, target: ScriptedTarget, *, stop_after_s: float | None = None
 ) -> RunResult:
-    """A whole run, in whole milliseconds, as fast as it can be computed."""
+    """Run a whole load on virtual time, in whole milliseconds."""
     clock = VirtualClock()
     loop = VirtualLoop(clock)
 

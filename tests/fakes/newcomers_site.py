@@ -37,8 +37,8 @@ class Site:
 
     Attributes:
         grpc, http: addresses of a router with simulated nodes, which asks for no key.
-        keyed, keyed_http: of a router that asks for API keys, and has no nodes.
-        tls, tls_http: of a router that speaks TLS only.
+        keyed, keyed_http: addresses of a router that asks for API keys and has no nodes.
+        tls, tls_http: addresses of a router that speaks TLS only.
         taken: an address on which another program listens.
     """
 

@@ -71,7 +71,7 @@ class NodeProcess:
         link: None while the node has none.
         stopped: it stands still; what is sent to it waits, and what it posted goes on.
         muted: nothing passes between it and the router, and neither end is told.
-        num_copies: how often the next message about the prefix cache reaches the router.
+        num_copies: copies of the next prefix cache message that reach the router.
         is_misheard: the last one was lost; or a snapshot was, and no other came since.
     """
 
@@ -102,13 +102,13 @@ class NodeProcess:
         *,
         chunk_s: float = 0.0,
     ) -> None:
-        """Be this node.
+        """Start as this node.
 
         Args:
             chunk_s: how long a step takes that another one follows.
         """
         self._end = NodeEnd(registration)
-        # As the router reads it.
+        # The registration as the router reads it.
         said = wire.registration_from_proto(self._end.register().register)
         assert said is not None
         self.registration = said
@@ -124,7 +124,7 @@ class NodeProcess:
         return self.registration.engine_id
 
     def emit(self, event: NodeEvent) -> None:
-        """Take what the node says; nobody hears it while there is no link."""
+        """Take a message from the node; it is lost while there is no link."""
         if self.link is None:
             return
         messages = self._end.say(event, self._clock())
@@ -134,7 +134,7 @@ class NodeProcess:
             is_lost = num_copies == 0
             if event.snapshot:
                 self._lacks_snapshot = is_lost
-            # Else the router sees at the next message that it missed one.
+            # Once a later message arrives, the router sees that it missed one.
             self.is_misheard = is_lost or self._lacks_snapshot
         self.link.up += messages * num_copies
 
@@ -164,12 +164,12 @@ class NodeProcess:
             self._computes_until = self._clock() + self._chunk_s
 
     def round(self) -> None:
-        """One round of the KV I/O thread."""
+        """Run one round of the KV I/O thread."""
         if self.is_going:
             end_of(self.node).loop.round()
 
     def talk(self, num_up: int, num_down: int) -> None:
-        """The asyncio side: beats, dials, and carries so many messages each way."""
+        """Run the asyncio side: beat, dial, and carry some messages each way."""
         with self._loop.entered():
             if self.is_going:
                 self._keep_link()
@@ -209,7 +209,7 @@ class NodeProcess:
         self._links = [*(old for old in self._links if old.joined is not None), link]
 
     def break_link(self, *, router_first: bool = False, lossy: bool = True) -> None:
-        """Break the stream; the other end notices in its turn.
+        """Break the stream; the other end notices later.
 
         Args:
             lossy: whether messages in flight to the other end are lost.
@@ -232,7 +232,7 @@ class NodeProcess:
         self.node.submit(lost)
 
     def lose_router(self, pool: NodePool, *, quietly: bool) -> None:
-        """The router's process is no more, with all that it had not read; ``pool`` is the next.
+        """Lose the router's process and all that it had not read; ``pool`` is the next router's.
 
         Args:
             quietly: its machine neither, and nobody closes its streams.
@@ -246,7 +246,7 @@ class NodeProcess:
         self._links = []
 
     def resume(self) -> None:
-        """It serves again, whatever routers had been told to tell it."""
+        """Serve again; drop drain commands that are still on their way."""
         if self.link is not None:
             kept = [m for m in self.link.down if m is None or m.WhichOneof("message") != "drain"]
             self.link.down = deque(kept)
@@ -262,7 +262,7 @@ class NodeProcess:
         return self._drain.state is not ServingState.SERVING
 
     def end(self, *, quietly: bool) -> None:
-        """The process is no more; ``quietly``: so is its machine, and nobody closes its stream."""
+        """End the process; ``quietly``: its machine, too, so that nobody closes the stream."""
         self.dead = True
         if self.link is not None and not quietly:
             self.link.up.append(None)
@@ -273,7 +273,7 @@ class NodeProcess:
             self._pool.remove(node)
 
     def _hear(self) -> bool:
-        """The router's end of the oldest link that has something takes one message."""
+        """Let the router take one message from the oldest link that has some."""
         link = next((link for link in self._links if link.up), None)
         if link is None:
             return False
@@ -287,7 +287,7 @@ class NodeProcess:
         return True
 
     def _obey(self) -> bool:
-        """The node's end takes one message."""
+        """Let the node take one message."""
         if self.link is None or not self.link.down:
             return False
         message = self.link.down.popleft()

@@ -67,7 +67,7 @@ def make_registration(
     max_model_len: int = 100,
     differs: Mapping[str, str] | None = None,
 ) -> NodeRegistration:
-    """``differs``: entries of the node's compatibility that are not as everybody's."""
+    """Make a node's registration; ``differs``: entries of its compatibility that differ."""
     return NodeRegistration(
         node_name=name,
         engine_id=f"{name}-{incarnation}",
@@ -83,7 +83,7 @@ def make_registration(
 
 
 class HandNode:
-    """One joined node: remembers its commands and says what the test tells it to say."""
+    """One joined node that records its commands and sends what the test tells it to."""
 
     def __init__(self, pool: NodePool, registration: NodeRegistration) -> None:
         self.pool = pool
@@ -103,7 +103,7 @@ class HandNode:
         return self.node.engine_id
 
     def of(self, kind: type[Command]) -> list[Command]:
-        """Commands of one kind, oldest first."""
+        """Return the commands of one kind, oldest first."""
         return [command for command in self.commands if isinstance(command, kind)]
 
     def reach(self, other: HandNode, *, connected: bool = True, problem: str = "") -> None:
@@ -111,7 +111,7 @@ class HandNode:
         self.pool.on_event(self.node, PeerReport(other.engine_id, connected, "t", problem))
 
     def say(self, *deltas: RequestDelta) -> None:
-        """Send the deltas of one step, as they come out of a link."""
+        """Send the deltas of one step to the router, as a link delivers them."""
         event = wire.node_event_from_proto(wire.node_event_to_proto(deltas))
         assert event is not None
         self.pool.on_event(self.node, event)
@@ -126,7 +126,7 @@ class HandNode:
 def join_pair(
     pool: NodePool, number: int = 0, *, max_model_len: int = 100
 ) -> tuple[HandNode, HandNode]:
-    """A prefill and a decode node that reach each other."""
+    """Join a prefill and a decode node that reach each other."""
     prefill, decode = (
         HandNode(
             pool, make_registration(f"{role.value[0]}{number}", role, max_model_len=max_model_len)
@@ -140,14 +140,14 @@ def join_pair(
 def token_1(
     request_id: str, token_id: int, *, epoch: int, finish: FinishReason | None = None
 ) -> RequestDelta:
-    """What a prefill node says when it has sampled."""
+    """Make the delta that a prefill node sends when it has sampled token 1."""
     return RequestDelta(request_id, 0, (token_id,), finish, epoch=epoch, prefill=PREFILL_RECEIPT)
 
 
 def token(
     request_id: str, index: int, token_id: int, *, epoch: int, finish: FinishReason | None = None
 ) -> RequestDelta:
-    """What a decode node says in a step; with the last token comes the receipt."""
+    """Make the delta that a decode node sends in a step; the last one carries the receipt."""
     return RequestDelta(
         request_id,
         index,

@@ -59,7 +59,7 @@ class Trace:
         return [span for span in self.named(name) if span.parent_id == parent.span_id]
 
     def check_unbroken(self, parent_id: str = "") -> None:
-        """Each span's parent is here, or ``parent_id``; none ends before it begins."""
+        """Check that each span has its parent here or ``parent_id``, and ends after its begin."""
         ids = {span.span_id for span in self.spans}
         assert len(ids) == len(self.spans), "a span came twice"
         for span in self.spans:
@@ -69,11 +69,11 @@ class Trace:
 
 
 class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Listens on loopback while it is entered.
+    """A collector that listens on loopback inside a ``with`` block.
 
     Attributes:
-        endpoint: for ``--trace-endpoint``.
-        spans: that arrived, in this order.
+        endpoint: value for ``--trace-endpoint``.
+        spans: spans in order of arrival.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def traces(self) -> dict[str, Trace]:
-        """By trace id."""
+        """Return the traces by trace id."""
         traces: dict[str, Trace] = defaultdict(Trace)
         for span in list(self.spans):
             traces[span.trace_id].spans.append(span)

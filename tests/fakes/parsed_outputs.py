@@ -37,7 +37,7 @@ def make_reasoning_parser(name: str, prompt_end: str = "") -> OutputParser:
 
 
 def parse(parser: OutputParser, pieces: Iterable[str]) -> Found:
-    """What it finds, with neighbours of one kind joined."""
+    """Return what a parser finds in these pieces, with neighbours of one kind joined."""
     parts = [part for piece in pieces for part in parser.push(piece)]
     return put_together([*parts, *parser.flush()])
 

@@ -17,7 +17,7 @@ _REPEATED_WORDS, _MOST_REPEATS = 3, 2
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, and words of which a right answer has one, in lower case."""
+    """A question, and words in lower case; a right answer has one of them."""
 
     text: str
     right: tuple[str, ...]

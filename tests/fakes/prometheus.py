@@ -24,18 +24,18 @@ NEEDS_PROMETHEUS = pytest.mark.skipif(
 
 
 class Prometheus:
-    """Answers queries."""
+    """A Prometheus server that answers queries."""
 
     def __init__(self, address: str) -> None:
         self._url = f"http://{address}/api/v1"
 
     def query(self, query: str) -> list[dict[str, Any]]:
-        """The series of an instant query."""
+        """Return the series of an instant query."""
         found: list[dict[str, Any]] = self._get("query", query=query)["result"]
         return found
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire."""
+        """Return the names of firing alerts."""
         alerts = self._get("alerts")["alerts"]
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
@@ -62,9 +62,9 @@ def scraping(
 
     Args:
         targets: ``host:port`` by job.
-        folder: for its files.
-        address: that it listens on.
-        rules: that it evaluates.
+        folder: folder for its files.
+        address: address that it listens on.
+        rules: rules that it evaluates.
         targets_file: names more, and is read again when it changes.
     """
     discovered = {"file_sd_configs": [{"files": [str(targets_file)], "refresh_interval": "2s"}]}

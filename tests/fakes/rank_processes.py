@@ -8,7 +8,7 @@ from baton.deployment.local_deployment import LocalDeployment
 
 
 def ranks_of(deployment: LocalDeployment, name: str) -> list[int]:
-    """Their ids; the node's own process, which leads, comes first."""
+    """Return the process ids of a node's ranks; the leader, the node's own process, is first."""
     node = deployment.child(name).process.pid
     others = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -29,7 +29,7 @@ def call_frames(
     headers: Sequence[tuple[str, str]] = (),
     compressed: bool = False,
 ) -> bytes:
-    """A whole gRPC call with one message."""
+    """Return the frames of a whole gRPC call with one message."""
     fields = [
         (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"),
         ("te", "trailers"), ("content-type", "application/grpc"), *headers,
@@ -42,14 +42,14 @@ def call_frames(
 
 
 def header_field(name: bytes, value: bytes) -> bytes:
-    """A header that is neither indexed nor compressed."""
+    """Encode a header that is neither indexed nor compressed."""
     assert max(len(name), len(value)) < 127
     return b"".join([b"\0", bytes([len(name)]), name, bytes([len(value)]), value])
 
 
 @dataclass
 class RawHttp2:
-    """A connection.
+    """A raw HTTP/2 connection.
 
     Attributes:
         num_data_bytes: received bytes of data, by stream.
@@ -99,7 +99,7 @@ class RawHttp2:
         self.writer.write(data)
 
     def open_window(self, stream: int, num_bytes: int) -> None:
-        """Let the server send so much more, on this stream and on the connection."""
+        """Let the server send this many more bytes on the stream and on the connection."""
         for number in (stream, 0):
             self.send(frame(WINDOW_UPDATE, 0, number, struct.pack(">I", num_bytes)))
 

@@ -23,7 +23,7 @@ Piece = list[Callable[[], object]]
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds every operator to the newest piece."""
+    """Mode that adds every operator to the newest piece."""
 
     def __init__(self, pieces: list[Piece]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ class RecordedPieces:
         monkeypatch.setattr(Launcher, "through_triton", record)
 
     def __call__(self, body: Callable[[Callable[[], None]], None]) -> Sequence[Callable[[], None]]:
-        """Record a body; it is computed once more before, as on a GPU."""
+        """Record a body; compute it once before, as on a GPU."""
         body(lambda: None)
         pieces: list[Piece] = [[]]
         self._recording = pieces

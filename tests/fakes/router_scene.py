@@ -26,7 +26,7 @@ NO_RETRIES = RetryOptions(max_attempts=1, pair_timeout_s=0, return_timeout_s=0)
 
 
 class RecordingDispatcher(Dispatcher):
-    """Remembers the calls that it was given."""
+    """Dispatcher that records the calls it was given."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -71,7 +71,7 @@ class Scene:
         self.task: asyncio.Task[None] | None = None
 
     def join(self, letter: str, number: int, *, incarnation: int = 0) -> HandNode:
-        """A node ("p" or "d") that reaches nobody yet."""
+        """Join a node ("p" or "d") that reaches no other node yet."""
         role = NodeRole.PREFILL if letter == "p" else NodeRole.DECODE
         registration = dataclasses.replace(
             make_registration(f"{letter}{number}", role, incarnation=incarnation),
@@ -141,7 +141,7 @@ class Scene:
             await asyncio.sleep(0)
 
     async def end(self) -> None:
-        """The call's end; raises what it raised."""
+        """Wait for the call's end; raise its error."""
         assert self.task is not None
         await asyncio.wait_for(self.task, 5)
 
@@ -153,7 +153,7 @@ class Scene:
 
 
 def assert_idle(hand: HandNode) -> None:
-    """Nothing is counted on a node any more."""
+    """Assert that no request is counted on a node any more."""
     load = hand.node.load
     assert (load.num_open_requests, load.num_open_tokens, load.num_arriving_tokens) == (0, 0, 0)
     assert load.prefill_queue_s == 0

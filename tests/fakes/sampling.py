@@ -22,7 +22,7 @@ from engine.sampling.sampling_input import (
 
 
 def sampling_input(requests: Sequence[Request]) -> SamplingInput:
-    """What the sampler reads of requests, each row made for itself."""
+    """Make the sampler's input for requests, each row on its own."""
     rows = [
         NewRow(
             index,
@@ -50,7 +50,7 @@ def sampling_input(requests: Sequence[Request]) -> SamplingInput:
 
 
 def snapshot(request: Request) -> RequestSnapshot:
-    """What a request's logits depend on now, but for its grammar."""
+    """Copy all that a request's logits depend on now, except its grammar."""
     return RequestSnapshot(
         request.sampling_params,
         request.token_ids.copy(),
@@ -60,26 +60,26 @@ def snapshot(request: Request) -> RequestSnapshot:
 
 
 def adjust(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Logits as requests want them now; `[num_requests, vocab_size]`, row i is request i's."""
+    """Apply penalties, biases and masks to logits `[num_requests, vocab_size]`, by request."""
     grammars = {row: r.grammar for row, r in enumerate(requests) if r.grammar is not None}
     bits = {row: grammar.allowed_bits()[0] for row, grammar in grammars.items()}
     return adjust_logits(logits, [snapshot(request) for request in requests], bits)
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """One next token per request; logits are `[num_requests, vocab_size]`."""
+    """Sample one token per request from logits `[num_requests, vocab_size]`."""
     return engine.sampling.sampler.sample(logits, sampling_input(requests))
 
 
 def random_words(seed: int, position: int) -> list[int]:
-    """The two words of one seed and output position."""
+    """Return the two random words of a seed and an output position."""
     seeds = np.array([seed % 2**64], dtype=np.uint64)
     words: list[int] = counter_words(seeds, np.array([position]))[0].tolist()
     return words
 
 
 def scores(logits: Tensor, temperature: float, seed: int, position: int = 0) -> Floats:
-    """What decides a draw, by definition; logits and scores are `[vocab_size]`."""
+    """Compute the scores whose maximum is drawn, by definition; `[vocab_size]` like the logits."""
     keys = np.array([random_words(seed, position)], dtype=np.uint32)
     noise = gumbel(noise_hashes(keys, np.arange(len(logits))))
     values: Floats = logits.double().numpy()

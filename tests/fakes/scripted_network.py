@@ -40,7 +40,7 @@ class ScriptedWrite:
         return self.done
 
     def land(self) -> None:
-        """The bytes move now, whoever owns the blocks at either end by now."""
+        """Move the bytes now, even if the blocks at an end have another owner by now."""
         part = slice(None) if self.layers is None else slice(*self.layers)
         with torch.inference_mode():
             moved = self.source.kv_cache[self.local_block_ids, part]
@@ -100,7 +100,7 @@ class ScriptedNetwork:
     seen: deque[ScriptedMessage] = field(default_factory=lambda: deque(maxlen=200))
 
     def deliver(self, index: int, *, keep: bool = False) -> None:
-        """Hand over one message; with ``keep`` its sender will say it once more."""
+        """Deliver one message; with ``keep`` its sender will send it once more."""
         message = self.messages[index]
         if keep:
             self.messages[index] = self.said_again(message)
@@ -122,7 +122,7 @@ class ScriptedNetwork:
             self.ends[message.target].inbox.append((message.source, message.payload))
 
     def send(self, message: ScriptedMessage) -> None:
-        """A node's message is under way."""
+        """Put a node's message on its way."""
         self.seen.append(message)
         kind = type(peek(message.payload))
         if kind not in self.delays:
@@ -133,7 +133,7 @@ class ScriptedNetwork:
             self.messages.append(self.said_again(message))
 
     def arrive(self, index: int) -> None:
-        """A late message is there."""
+        """Let a late message arrive."""
         self._hand_over(self.late.pop(index))
 
     def release(self) -> None:
@@ -152,7 +152,7 @@ class ScriptedNetwork:
             self.written += write.remote_block_ids
 
     def land_damaged(self, index: int, place: int, byte: int, bit: int) -> None:
-        """One bit of what arrives is wrong; ``place`` and ``byte`` count round."""
+        """Land the write with one wrong bit; ``place`` and ``byte`` wrap around."""
         write = self.writes.pop(index)
         write.land()
         block_id = write.remote_block_ids[place % len(write.remote_block_ids)]
@@ -162,14 +162,14 @@ class ScriptedNetwork:
             written[byte % len(written)] ^= 1 << bit
 
     def fail(self, index: int, *, landed: bool) -> None:
-        """A write ends in an error; its bytes may have arrived all the same."""
+        """End a write with an error; its bytes may have arrived all the same."""
         write = self.writes.pop(index)
         if landed:
             write.land()
         write.failed = True
 
     def kill(self, engine_id: str) -> None:
-        """A process ends: its posted writes stop, those to it fail, its messages are not read.
+        """End a process: its writes stop, writes to it fail, and its messages are not read.
 
         What it had sent of its writes lies in the sockets of their targets, which read it later.
         """
@@ -190,7 +190,7 @@ class ScriptedTransport:
 
     Args:
         engine_id: name of this end.
-        memory: that peers write to.
+        memory: memory that peers write to.
         network: moves what this end sends.
     """
 

@@ -43,7 +43,7 @@ TIMING = TimingModel(
 
 
 class VirtualTimers:
-    """Time that passes when it is told to."""
+    """Timers on virtual time, which passes only in `run`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -58,7 +58,7 @@ class VirtualTimers:
         return cast("asyncio.TimerHandle", None)  # no one cancels
 
     def run(self, until: float = 1000.0) -> None:
-        """Let happen all that is due up to a time, and be at that time then."""
+        """Run all timers due up to a time, and set the clock to that time."""
         while self._due and self._due[0][0] <= until:
             when, _, callback = heapq.heappop(self._due)
             self.now = max(self.now, when)
@@ -152,7 +152,7 @@ class SimPair:
             self.nodes[name].handle_command(CancelCommand(request_id, epoch))
 
     def deltas(self, request_id: str, who: str = "pd") -> list[tuple[float, RequestDelta]]:
-        """What the halves said of a request, and when, in order of the output."""
+        """Return the halves' deltas of a request with their times, in order of the output."""
         found = [
             (when, delta)
             for when, name, event in self.events
@@ -172,7 +172,7 @@ class SimPair:
         return [e for _, name, e in self.events if name == who and isinstance(e, KVCacheEvents)]
 
     def lose(self, who: str, peer: str) -> None:
-        """The router tells a node that a peer is gone."""
+        """Tell a node that a peer is gone, as the router does."""
         self.nodes[who].handle_command(PeerUpdate(peer, removed=True))
 
     def check_nothing_is_held(self) -> None:

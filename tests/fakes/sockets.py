@@ -14,7 +14,7 @@ _ACCEPTS = 0x10000  # of a unix socket's flags: somebody may connect to it
 
 @dataclass(frozen=True, slots=True, order=True)
 class Listening:
-    """A socket that others can reach.
+    """A socket that other processes can reach.
 
     Attributes:
         kind: tcp, udp or unix.
@@ -28,7 +28,7 @@ class Listening:
 
 
 def listening(pid: int) -> set[Listening]:
-    """Find what a process and all that it started can be reached by."""
+    """Find the sockets by which a process and its descendants can be reached."""
     root = psutil.Process(pid)
     found = set()
     for process in (root, *root.children(recursive=True)):

@@ -12,7 +12,7 @@ class SometimesAlone:
     """See the module.
 
     Args:
-        policy: for pairs.
+        policy: policy for pairs.
     """
 
     def __init__(self, policy: RoutingPolicy) -> None:

@@ -23,7 +23,7 @@ WORDS = ("alpha", "beta", "x", "read_config", "été", "a b", "12", "日本", "N
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request and whether a text is what it asked for."""
+    """One request, and a check whether a text is what it asked for."""
 
     prompt: str
     params: SamplingParams
@@ -31,7 +31,7 @@ class Case:
 
 
 def make_cases(num_cases: int, seed: int) -> list[Case]:
-    """Schemas, regexes, grammars in both notations and choices, at any temperature."""
+    """Make cases of schemas, regexes, grammars and choices, at any temperature."""
     rng = random.Random(seed)
     makers = (_schema_case, _schema_case, _regex_case, _grammar_case, _choice_case)
     cases = []
@@ -72,7 +72,7 @@ def _schema_case(rng: random.Random) -> Made:
 
 
 def make_schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    """Bounded; an object at the top."""
+    """Make a bounded schema with an object at the top."""
     kinds = ["integer", "string", "boolean", "null", "enum", "const", "anyOf"]
     kind = rng.choice([*kinds, "object", "array", "object", "array"] if depth < 3 else ["object"])
     if depth == 0 and kind in ("object", "array", "anyOf"):
@@ -171,7 +171,7 @@ def _as_regex(node: Node) -> str:
 
 
 def _grammar_case(rng: random.Random) -> Made:
-    """Rules that name the ones before, in Lark or in GBNF."""
+    """Make a grammar whose rules name earlier rules, in Lark or in GBNF."""
     rules: dict[str, Node] = {}
     for name in ("item", "pair", "line")[: rng.randint(1, 3)]:
         rules[name] = _make_node(rng, 1, tuple(rules))
@@ -204,7 +204,7 @@ def _as_grammar(node: Node, in_lark: bool) -> str:
 
 
 def _ends(node: Node, rules: dict[str, Node], text: str, start: int) -> set[int]:
-    """Where the node may end in the text if it begins at ``start``: a parser by definition."""
+    """Return where a node that begins at ``start`` may end in the text, by definition."""
     match node:
         case ("text", literal):
             return {start + len(literal)} if text.startswith(literal, start) else set()

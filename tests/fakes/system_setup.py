@@ -16,7 +16,7 @@ from prefill_node.options import PushMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the nodes of a system are like.
+    """The options of a system's nodes.
 
     Attributes:
         num_blocks: blocks of each node and KV cache group; few, so that memory is short.
@@ -29,7 +29,7 @@ class Setup:
         index_is_small: the router has no room for all that nodes tell of their prefix caches.
         num_drafts: most drafts of a request in a step; every third one is wrong.
         contents: known contents of blocks, by hash.
-        engine_options: of every node's engine, over those of `System`.
+        engine_options: options of every node's engine; they override those of `System`.
     """
 
     folder: Path

@@ -49,13 +49,13 @@ FAMILIES = {
         _TURNS + _TOOLS + _BEGIN + _OFF + "<think>\n\n</think>\n\n{% endif %}{# <tool_call> #}",
         plain_marks=(*_THINK, "<tool_call>", "</tool_call>"),
     ),
-    # The prompt opens the thought, and nothing switches that off.
+    # The prompt opens the thought, and no variable switches thoughts off.
     "deepseek_r1": ThinkingFamily(
         _TURNS + _TOOLS + _BEGIN + "<think>\n{# <｜tool▁call▁begin｜> #}",
         marks=(*_THINK, *_DEEPSEEK),
         opens=True,
     ),
-    # A variable called `thinking`, which is off if nobody says.
+    # The variable `thinking` is off by default.
     "deepseek_v31": ThinkingFamily(
         _TURNS + _TOOLS + _BEGIN + "{% if thinking %}<think>{% else %}</think>{% endif %}"
         "{# <｜tool▁sep｜>' + tool['function']['arguments'] #}",

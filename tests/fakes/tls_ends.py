@@ -84,7 +84,7 @@ def where_of(info: PeerInfo) -> _Where:
 
 
 def reason(p: End, d: End) -> str:
-    """Why the connection does not come about, once that is said."""
+    """Wait until the connection fails; return the reason."""
     for _ in range(2000):
         try:
             p.transport.notify(d.id, b"x")

@@ -27,7 +27,7 @@ _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def byte_level_bpe() -> Tokenizer:
-    """As of GPT-2, Llama 3, Qwen, SmolLM."""
+    """Make a byte-level BPE tokenizer, as GPT-2, Llama 3, Qwen and SmolLM have."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def byte_level_bpe() -> Tokenizer:
 
 
 def sentence_piece_bpe() -> Tokenizer:
-    """As of Llama 2 and Mistral: byte fallback, and one space taken from the beginning."""
+    """Make a tokenizer as of Llama 2 and Mistral: byte fallback, first space removed."""
     tokenizer = _bpe_with_byte_fallback()
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -59,7 +59,7 @@ def sentence_piece_bpe() -> Tokenizer:
 
 
 def sentence_piece_bpe_unstripped() -> Tokenizer:
-    """As of Gemma: byte fallback, and nothing taken away."""
+    """Make a tokenizer as of Gemma: byte fallback, nothing removed."""
     tokenizer = _bpe_with_byte_fallback()
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence(
@@ -69,12 +69,12 @@ def sentence_piece_bpe_unstripped() -> Tokenizer:
 
 
 def sentence_piece_bpe_rewritten() -> Tokenizer:
-    """Whose joined text is rewritten: a string may begin in one token and end in the next."""
+    """Make a tokenizer that rewrites joined text: a match may span two tokens."""
     return _rewritten(decoders.Replace("o\n", "*\n"), decoders.Replace("*\n.", "!"))
 
 
 def sentence_piece_bpe_rewritten_by_a_regex() -> Tokenizer:
-    """Whose joined text is rewritten by a pattern, which the whole text is needed for."""
+    """Make a tokenizer that rewrites joined text by a pattern, which needs the whole text."""
     return _rewritten(decoders.Replace(Regex("h.*?r"), "-"), decoders.Strip(" ", 1, 0))
 
 
@@ -107,7 +107,7 @@ def _with_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def unigram_metaspace() -> Tokenizer:
-    """As of T5 and of multilingual models: Unigram with byte fallback behind a metaspace."""
+    """Make a tokenizer as of T5 and multilingual models: Unigram, byte fallback, metaspace."""
     words = ["▁", "▁the", "▁hello", "re", "n", "e", "h", "i", "▁hi", "a", "t", "s", ",", "o", "l"]
     pieces = [(name, 0.0) for name in SPECIAL]
     pieces += [(byte, -9.0) for byte in _BYTES]
@@ -121,7 +121,7 @@ def unigram_metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As of BERT."""
+    """Make a WordPiece tokenizer, as BERT has."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -131,7 +131,7 @@ def word_piece() -> Tokenizer:
 
 
 def suffix_bpe() -> Tokenizer:
-    """As of GPT-1 and CLIP: a mark at the end of words, which is a space unless it is the last."""
+    """Make a tokenizer as of GPT-1 and CLIP: marks end words and decode to spaces between them."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -143,7 +143,7 @@ def suffix_bpe() -> Tokenizer:
 
 
 def word_level() -> Tokenizer:
-    """Without a decoder: blanks between words."""
+    """Make a tokenizer without a decoder: blanks separate words."""
     words = [*SPECIAL, "hello", "world", "the", "größer", "日本語"]
     vocab = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -168,7 +168,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def save_tokenizer(kind: str, folder: Path) -> Path:
-    """A folder with a `tokenizer.json` of that kind."""
+    """Write a folder with a `tokenizer.json` of this kind."""
     folder.mkdir(parents=True, exist_ok=True)
     KINDS[kind]().save(str(folder / "tokenizer.json"))
     return folder

@@ -18,7 +18,7 @@ WEATHER: Any = {
         },
     },
 }
-# The demo model has never seen a tool: a grammar has it say what a larger one says by itself.
+# The demo model has never seen a tool, so a grammar forces the call that a larger one makes.
 SAYS_A_CALL = {
     "structured_outputs": {
         "regex": r'I look\. <tool_call>\n\{"name": "get_weather", "arguments": '
@@ -43,7 +43,7 @@ TEMPLATE = """\
 
 
 def link_model_with_tools(model: Path, folder: Path) -> None:
-    """Fill a folder with the files of a model, and that template."""
+    """Fill a folder with a model's files and a template for tools."""
     for path in model.iterdir():
         (folder / path.name).symlink_to(path)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")

@@ -11,7 +11,7 @@ from kvconnector.protocol.seals import HEADER_BYTES
 
 
 def unsealed(message: Message) -> bytes:
-    """With the frame of a sealed message and no valid seal."""
+    """Put a payload into the frame of a sealed message, without a valid seal."""
     return bytes(HEADER_BYTES) + encode(message)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class VirtualClock:
-    """Called like `time.monotonic`."""
+    """A clock that is called like `time.monotonic`."""
 
     now_s: float = 1000.0
 

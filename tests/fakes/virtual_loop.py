@@ -26,7 +26,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """See `asyncio.SelectorEventLoop`; only its time is another.
 
     Attributes:
-        errors: that nobody retrieved.
+        errors: errors that no task retrieved.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
@@ -58,7 +58,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @property
     def idle_s(self) -> float:
-        """Until the next timer may be due; 0 when there is none."""
+        """Seconds until the next timer may be due; 0 if there is none."""
         while self._timers and self._timers[0] <= self.time():
             heapq.heappop(self._timers)
         return self._timers[0] - self.time() if self._timers else 0.0

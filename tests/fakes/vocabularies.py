@@ -92,13 +92,13 @@ _PIECES = (
 
 
 def random_text(rng: random.Random) -> str:
-    """Pieces that tokenizers treat in ways of their own."""
+    """Return text of pieces that tokenizers treat specially."""
     return "".join(rng.choice(_PIECES) for _ in range(rng.randrange(1, 40)))
 
 
 @lru_cache
 def original(name: str) -> Tokenizer:
-    """A tokenizer as its model's folder has it; add no special tokens to compare."""
+    """Load a tokenizer from its model's folder; encode without special tokens to compare."""
     return _sentence_piece() if name == "llama" else _byte_level(name)
 
 
@@ -126,7 +126,7 @@ def _sentence_piece() -> Tokenizer:
          decoders.Strip(" ", 1, 0)]
     )  # fmt: skip
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    # Words by themselves while it learns, as SentencePiece does; then whole texts.
+    # Trained on single words, as SentencePiece does; used on whole texts.
     tokenizer.pre_tokenizer = Split(Regex(rf"{_SPACE}?[^{_SPACE}\n]+"), "isolated")
     trainer = trainers.BpeTrainer(
         vocab_size=1200, show_progress=False, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens]
@@ -153,7 +153,7 @@ def _byte_level_vocabulary(name: str) -> Vocabulary:
 
 
 def _sentence_piece_vocabulary() -> Vocabulary:
-    """Without merges: SentencePiece has scores, the earlier it learned a token the higher."""
+    """Return the tokens with SentencePiece's scores: the earlier learned, the higher."""
     tokenizer = original("llama")
     found = vocabulary_of(tokenizer)
     special = {"<unk>": TokenType.UNKNOWN, "<s>": TokenType.CONTROL, "</s>": TokenType.CONTROL}

@@ -63,7 +63,7 @@ TERMINAL = (TransferEventKind.COMMITTED, TransferEventKind.FAILED)
 
 
 class System:
-    """All processes, in the order of `NAMES`, and what is between them.
+    """All processes, in the order of `NAMES`, and the network between them.
 
     Attributes:
         processes: the last start of each node, by name.
@@ -71,7 +71,7 @@ class System:
         dead: engine ids of processes that ended.
         cut: names of nodes whose KV messages are lost.
         loses: kinds of message of which the next one is lost.
-        max_model_len: of every node.
+        max_model_len: longest sequence of every node, in tokens.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -127,7 +127,7 @@ class System:
         )
 
     def restart_router(self, *, quietly: bool) -> None:
-        """The router ends, its clients' calls with it, and another one takes its place."""
+        """End the router and its clients' calls, and start another router in its place."""
         self._start_router()
         for process in self.by_id.values():
             process.lose_router(self.pool, quietly=quietly)
@@ -137,13 +137,13 @@ class System:
         self.loop.run_until_idle()
 
     def drain(self, name: str, *, resume: bool) -> None:
-        """As an operator does through the router; lost if there is no link."""
+        """Drain or resume a node, as an operator does through the router; lost without a link."""
         node = self.pool.node(self.processes[name].engine_id)
         if node is not None:
             node.send(DrainCommand(resume=resume))
 
     def start(self, name: str) -> None:
-        """Start a node; in the place of an earlier one it is another peer."""
+        """Start a node; if it replaces an earlier one, it is another peer."""
         setup = self.setup
         is_prefill = name.startswith("p")
         node: PrefillNode | DecodeNode
@@ -233,11 +233,11 @@ class System:
         return client
 
     def _output_of(self, request_id: str) -> tuple[int, ...]:
-        """What a call's client is to get, by its name on a node."""
+        """Return the tokens that a call's client must get, by the call's id on a node."""
         return self._outputs[split_request_id(request_id)[0]]
 
     def leave(self, client: Client) -> None:
-        """The client goes away."""
+        """Disconnect a client."""
         assert client.task is not None
         client.left = True
         client.task.cancel()
@@ -255,7 +255,7 @@ class System:
     # ------------------------------------------------------------------ time
 
     def deliver_all(self) -> None:
-        """Every message that is under way, in order, but those that are lost."""
+        """Deliver all messages under way, in order, except lost ones."""
         for _ in range(len(self.network.messages)):
             if self._is_lost(self.network.messages[0]):
                 self.network.drop(0)
@@ -271,7 +271,7 @@ class System:
         return any(self.by_id[engine_id].name in self.cut for engine_id in ends)
 
     def turn(self) -> None:
-        """A little of everything but the network between the nodes."""
+        """Run a little of everything except the network between the nodes."""
         for process in list(self.by_id.values()):
             process.talk(20, 20)
             process.round()
@@ -279,7 +279,7 @@ class System:
         self.loop.run_until_idle()
 
     def flow(self, seconds: float = ROUND_S, *, lands: bool = True) -> None:
-        """A little of everything, without faults.
+        """Run a little of everything, without faults.
 
         Args:
             lands: whether writes land at once; otherwise they take longer.
@@ -298,7 +298,7 @@ class System:
             self.network.land(0)
 
     def heal(self, *, restart: bool) -> None:
-        """From now on nothing goes wrong."""
+        """Stop all faults from now on."""
         self.cut.clear()
         self.loses.clear()
         for process in list(self.processes.values()):
@@ -310,7 +310,7 @@ class System:
             client.may_read.set()
 
     def settle(self) -> None:
-        """Let all happen, without faults, until nothing but beats happens for a while.
+        """Run everything without faults until only heartbeats happen for a while.
 
         All that live must be together by then, and no block kept from a peer that is gone.
         """
@@ -327,7 +327,7 @@ class System:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all that live reach each other, and nothing is held for what is gone."""
+        """Return whether all living processes reach each other and hold nothing for dead ones."""
         alive = [process for process in self.processes.values() if not process.dead]
         num_prefills = sum(isinstance(process.node, PrefillNode) for process in alive)
         if num_pairs(self.pool) != num_prefills * (len(alive) - num_prefills):
@@ -347,18 +347,18 @@ class System:
 
     @property
     def num_steps(self) -> int:
-        """That computed something, of all nodes."""
+        """Number of steps of all nodes that computed something."""
         return sum(process.node.engine.num_steps for process in self.by_id.values())
 
     def close(self) -> None:
-        """End the router; of calls that are over nothing may be left."""
+        """End the router, and check that calls that are over left nothing behind."""
         self._watch.cancel()
         self.loop.run_until_idle()
         assert asyncio.all_tasks(self.loop) == set()
         assert self.loop.errors == []
 
     def abandon(self) -> None:
-        """End what a test that failed left behind; harmless after `close`."""
+        """End what a failed test left behind; harmless after `close`."""
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.loop.run_until_idle()
@@ -379,7 +379,7 @@ class System:
         self.check_writes()
 
     def check_writes(self) -> None:
-        """What a peer may write is held, names no content, and is offered once."""
+        """Check that blocks a peer may write are held, name no content, and are offered once."""
         writable: dict[tuple[str, int], tuple[str, str, int]] = {}
         for process in self.by_id.values():
             if process.dead or not isinstance(process.node, PrefillNode):
@@ -412,13 +412,13 @@ class System:
         for engine_id, block_id in writable:
             if engine_id not in counts:
                 continue
-            # (What is named has been written, and nothing writes it again; see `check_cache`.)
+            # (Cached blocks have been written, and nothing writes them again; see `check_cache`.)
             block = self.by_id[engine_id].node.engine.block_pool._blocks[block_id]
             is_kept = block.block_hash is not None
             assert is_kept or block_id in counts[engine_id], "a peer may write a free block"
 
     def check_clean(self) -> None:
-        """After everything is quiet: nothing is held, open or forgotten, where anybody lives."""
+        """Check, after all is quiet, that living processes hold nothing and have nothing open."""
         assert all(client.is_done for client in self.clients), "a call hangs"
         assert self.dispatcher.num_open == 0
         for node in self.pool.nodes:
@@ -452,7 +452,7 @@ class System:
         assert verifier is None or len(verifier) == 0
 
     def _check_index(self, process: NodeProcess) -> None:
-        """The router knows what a node has in its prefix cache, if it was told."""
+        """Check that the router's index equals each node's prefix cache, if the node told it."""
         index, engine = self.pool.prefix_index, process.node.engine
         index.check()
         if process.is_misheard:
@@ -466,6 +466,6 @@ class System:
 
 
 def num_pairs(pool: NodePool) -> int:
-    """That may get requests."""
+    """Return the number of pairs of nodes that may get requests."""
     fleet = pool.fleet
     return sum(len(fleet.reached_by(prefill)) for prefill in fleet.prefills)

@@ -55,7 +55,7 @@ class Operator:
         )  # fmt: skip
 
     def run(self, *arguments: str, code: int = 0, **more: str) -> str:
-        """What a command prints; standard error if it fails, as it is to."""
+        """Run a command; return its output, or standard error if it must fail with ``code``."""
         process = self.start(*arguments, **more)
         output, errors = process.communicate(timeout=60)
         assert process.returncode == code, (arguments, output, errors)

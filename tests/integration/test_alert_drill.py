@@ -161,7 +161,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def pausing(self, stop_s: float, go_s: float, *names: str) -> Iterator[None]:
-        """These processes get the processor now and then only."""
+        """Stop and continue these processes by turns, so that they seldom get the processor."""
         over = threading.Event()
 
         def pause() -> None:

@@ -137,7 +137,7 @@ def test_a_second_ctrl_c_ends_at_once_what_would_take_its_time(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["d0", "router"])
 def test_up_starts_again_what_is_killed_and_says_so_in_words(name: str, tmp_path: Path) -> None:
-    """Before, one node's death ended everything, with `exit code -9; it printed nothing`."""
+    """Regression: one node's death ended everything, with `exit code -9; it printed nothing`."""
     address = free_address()
     with baton_up(tmp_path, address) as (process, _):
         word = {"d0": "decode", "router": "router"}[name]

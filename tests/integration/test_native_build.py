@@ -121,7 +121,7 @@ def test_clang_is_refused_where_its_threads_would_need_a_second_openmp(tmp_path:
 def test_where_there_is_no_cache_kernels_are_kept_with_temporary_files(
     tmp_path: Path, quick_cc: str, environment: Mapping[str, str], reason: str
 ) -> None:
-    """Before, a read-only home or none cost the kernels, and one line in a log said so."""
+    """Regression: a read-only home or none cost the kernels, and one line in a log said so."""
     (tmp_path / "file").write_text("")
     file = str(tmp_path / "file")
     named = {name: text.replace("FILE", file) for name, text in environment.items()}
@@ -171,7 +171,7 @@ def test_up_builds_once_before_it_starts_nodes_and_says_so(tmp_path: Path, quick
 
 @needs_compiler
 def test_compilers_of_an_up_that_is_killed_end_with_it(tmp_path: Path) -> None:
-    """Before, five orphaned compilers went on burning."""
+    """Regression: five orphaned compilers went on burning."""
     killed = start(
         "from baton.cli.app import main; main()", "up",
         "--model", str(ROOT / "examples" / "demo_model"), "--listen", free_address(),

@@ -55,7 +55,7 @@ def _has_new_beat(node: Node, before: NodeBeat) -> bool:
 
 
 class Inbox(asyncio.Queue[LegDelta]):
-    """What nodes say of a request, but for tokens alone."""
+    """Queue of a request's deltas from nodes, without those that carry only a token."""
 
     def on_leg_delta(self, item: LegDelta) -> None:
         self.put_nowait(item)
@@ -180,7 +180,7 @@ async def check_predictions(site: Site) -> None:
 
 
 async def check_snapshots(site: Site) -> None:
-    """What events made of the index over time is what the nodes' pools have in them now."""
+    """Check that the index built from events equals the present contents of the nodes' pools."""
     held = {role: site.held(role) for role in NodeRole}
     assert all(0 < len(blocks) <= NUM_BLOCKS for blocks in held.values())
     for node in site.pool.nodes:

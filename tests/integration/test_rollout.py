@@ -65,7 +65,7 @@ class Fleet:
         )  # fmt: skip
 
     def end_node(self, name: str) -> None:
-        """As an update ends it: SIGTERM, and it ends well when it is drained."""
+        """End a node as an update does: SIGTERM, then exit code 0 when it is drained."""
         process = self.processes.pop(name)
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0, (self.folder / f"{name}.log").read_text()
@@ -78,7 +78,7 @@ class Fleet:
         return json.loads(out)
 
     def rollout(self) -> dict[str, Any]:
-        """As `baton admin rollout status` has it, without a process for each look."""
+        """Return the facts of `baton admin rollout status` without starting a process."""
         with open_sync_channel(self.router) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             found = stub.GetRollout(admin_pb2.GetRolloutRequest(), timeout=20)

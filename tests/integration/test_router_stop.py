@@ -52,7 +52,7 @@ async def finish_over_grpc(address: str, begun: set[str], params: SamplingParams
 
 
 async def health_of(address: str) -> str:
-    """What gRPC's health service says."""
+    """Return the answer of gRPC's health service."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = await stub.Check(health_pb2.HealthCheckRequest())

@@ -47,7 +47,7 @@ class Fleet:
     """A split system over hosts, and commands that run beside it.
 
     Args:
-        folder: of certificates; None: ``--insecure``.
+        folder: folder of certificates; None: ``--insecure``.
     """
 
     def __init__(self, network: Hosts, folder: Path | None) -> None:

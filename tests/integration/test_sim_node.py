@@ -53,7 +53,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.fixture
 def router() -> Iterator[str]:
-    """Its address. On a busy machine one request may live through many of a test's faults."""
+    """Router's address; it retries often, as one request may meet many of a test's faults."""
     address = free_address()
     options = ["--model", str(DEMO_MODEL), "--listen", address, "--http-listen", ""]
     options += ["--max-attempts", "10", "--no-local-prefill"]

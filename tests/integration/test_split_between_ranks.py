@@ -49,7 +49,7 @@ def config_of(prefill: Shape, decode: Shape, *, num_nodes: int = 1) -> LocalDepl
 
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[int, ...]]:
-    """What one process says."""
+    """Tokens that one process generates."""
     llm = LLM(str(DEMO_MODEL), dtype="float32", num_threads=1, kv_cache_bytes=2**25)
     return [completion.token_ids for completion in llm.generate(PROMPTS, PARAMS)]
 

@@ -74,7 +74,7 @@ class System:
 
 
 def baton(*arguments: str, code: int = 0) -> str:
-    """What a command prints; both streams, as a terminal shows them."""
+    """Run a command; return both of its streams in one text, as a terminal shows them."""
     done = subprocess.run(
         [sys.executable, "-m", "baton", *arguments],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "COLUMNS": "200"},

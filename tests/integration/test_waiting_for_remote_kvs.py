@@ -41,7 +41,7 @@ def two_prefill_nodes() -> Iterator[LocalDeployment]:
 
 
 class DecodeNodeView:
-    """What the decode node says of its requests, asked through the router."""
+    """View of the decode node's requests, asked for through the router."""
 
     def __init__(self, router: str) -> None:
         self._channel = grpc.insecure_channel(router)

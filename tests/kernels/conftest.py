@@ -61,7 +61,7 @@ def interpreter() -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where the tensors of a kernel test live."""
+    """Device of a kernel test's tensors."""
     return DEVICE
 
 

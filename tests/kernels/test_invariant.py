@@ -126,7 +126,7 @@ def test_attention(
     shape: tuple[int, int],
     options: dict[str, Any],
 ) -> None:
-    """As a decode alone, as decodes together, in prompts in one chunk and in chunks of any size."""
+    """Compare decodes alone and together, and prompts in one chunk and in chunks of any size."""
     texts = Texts(LENGTHS, dtype, cache_dtype or dtype, *shape)
     numbers = range(len(LENGTHS))
     whole = texts.attend([(text, 0, LENGTHS[text]) for text in numbers], **options)

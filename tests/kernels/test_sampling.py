@@ -198,7 +198,7 @@ def test_banned_tokens_are_not_drawn(filters: dict[str, float]) -> None:
 def test_a_row_without_numbers_gives_no_token_and_harms_no_other(
     filters: dict[str, float], num_wrong: int, value: float
 ) -> None:
-    """Before, the row gave token 0."""
+    """Regression: the row gave token 0."""
     logits, keys = torch.randn(2, PART + 50), make_keys(2)
     logits[1, 20 : 20 + num_wrong] = value
     rows = parameters(2, **filters)

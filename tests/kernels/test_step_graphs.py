@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
 
 
 def run_again(body: Callable[[], None]) -> Callable[[], None]:
-    """What stands in for a capture on a CPU."""
+    """Stand in for a capture on a CPU: run the body now, and again at each replay."""
     body()
     return body
 
@@ -88,7 +88,7 @@ def draw_requests(seed: int, num: int) -> tuple[list[list[int]], list[SamplingPa
 
 @pytest.fixture(scope="module")
 def eager() -> list[Completion]:
-    """What steps give of which none is replayed."""
+    """Completions of steps without graphs."""
     llm = make_llm(DEVICE, graphs=False, asynchronous=False)
     assert worker_of(llm.engine.executor).runner.decode_graphs.graphs is None
     return llm.generate(*draw_requests(3, 7))

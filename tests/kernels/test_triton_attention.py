@@ -151,7 +151,7 @@ def test_blocks_that_slid_out_are_not_read() -> None:
 
 
 def test_one_captured_size_serves_fewer_requests() -> None:
-    """What a CUDA graph does: the same tensors with other contents, and no call but the kernels."""
+    """Replay as a CUDA graph does: the same tensors, new contents, and only the kernels run."""
     captured = Layer(([1] * 4, [150, 290, 17, 400]))
     backend = TritonAttention()
     captured.run(backend)
@@ -334,7 +334,7 @@ def shuffle_programs(monkeypatch: pytest.MonkeyPatch, num_slots: int) -> None:
 def test_the_last_part_to_arrive_merges(
     cache: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever it is, and once more with the same buffers, as a graph is replayed."""
+    """Let each part arrive last, then run again with the same buffers, as a replayed graph does."""
     if device.type == "cuda" and not (cache == torch.float32 or has_fp8(device)):
         pytest.skip("this GPU has no float8")
     layer = Layer(([1, 1, 1, 0], [500, 3, 300, 0]), num_padding=1)

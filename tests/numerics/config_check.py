@@ -42,7 +42,7 @@ _EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 
 
 class Outcome(StrEnum):
-    """What became of a config."""
+    """Result of reading a config."""
 
     EQUAL = "equal"
     REFUSED = "refused by name"

@@ -385,7 +385,7 @@ class TinyCheckpoint:
 
     Attributes:
         examples: they share their first NUM_SHARED_TOKENS tokens.
-        short_examples: of few tokens, so that they grow.
+        short_examples: examples of few tokens, which leave room to grow.
         refused: see `Family`.
     """
 

@@ -1,7 +1,7 @@
-"""Drafters guess what plain torch makes of their weights, computed anew from the whole text.
+"""Drafters draft what plain torch computes from their weights and the whole text.
 
-Whatever a request went through: prompts in chunks, cached prefixes, guesses that were right or
-wrong, steps in which nobody guessed.
+This holds for prompts in chunks, cached prefixes, drafts that were right or wrong, and steps
+without drafts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.numerics.tiny_models import make_hugging_face_model, save
 pytestmark = pytest.mark.medium
 
 NUM_DRAFTS = 4
-Guess = Callable[[list[int], int], list[int]]
+DraftByHand = Callable[[list[int], int], list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -133,22 +133,22 @@ def go_on(
     return drafts
 
 
-def eagle_by_hand(teacher: Teacher, drafter: Path) -> Guess:
+def eagle_by_hand(teacher: Teacher, drafter: Path) -> DraftByHand:
     weights = load_file(drafter / "model.safetensors")
 
     def compute(embedded: Tensor, states: Tensor) -> Tensor:
         joined = torch.cat([embedded, states], -1) @ weights["fc.weight"].T
         return layer(joined, below(weights, "layers.0."), teacher.config)
 
-    def guess(text: list[int], num_drafts: int) -> list[int]:
+    def draft(text: list[int], num_drafts: int) -> list[int]:
         states = teacher.states(text[:-1])
         return go_on(teacher, text, states, num_drafts, compute,
                      lambda found: int(teacher.logits(found).argmax()))  # fmt: skip
 
-    return guess
+    return draft
 
 
-def mtp_by_hand(teacher: Teacher, drafter: Path) -> Guess:
+def mtp_by_hand(teacher: Teacher, drafter: Path) -> DraftByHand:
     weights = below(load_file(drafter / "model.safetensors"), "mtp.")
 
     def compute(embedded: Tensor, states: Tensor) -> Tensor:
@@ -158,15 +158,15 @@ def mtp_by_hand(teacher: Teacher, drafter: Path) -> Guess:
         found = layer(joined, below(weights, "layers.0."), teacher.config)
         return norm(found, weights["norm.weight"])
 
-    def guess(text: list[int], num_drafts: int) -> list[int]:
+    def draft(text: list[int], num_drafts: int) -> list[int]:
         states = teacher.states(text[:-1])
         return go_on(teacher, text, states, num_drafts, compute,
                      lambda found: int(teacher.logits(found).argmax()))  # fmt: skip
 
-    return guess
+    return draft
 
 
-def eagle_3_by_hand(teacher: Teacher, drafter: Path) -> Guess:
+def eagle_3_by_hand(teacher: Teacher, drafter: Path) -> DraftByHand:
     weights = load_file(drafter / "model.safetensors")
     own = below(weights, "midlayer.")
 
@@ -180,17 +180,17 @@ def eagle_3_by_hand(teacher: Teacher, drafter: Path) -> Guess:
         place = int((norm(found, weights["norm.weight"]) @ weights["lm_head.weight"].T).argmax())
         return place + int(weights["d2t"][place])
 
-    def guess(text: list[int], num_drafts: int) -> list[int]:
+    def draft(text: list[int], num_drafts: int) -> list[int]:
         states = teacher.states(text[:-1], 2, 3, 4) @ weights["fc.weight"].T
         return go_on(teacher, text, states, num_drafts, compute, choose)
 
-    return guess
+    return draft
 
 
-def medusa_by_hand(teacher: Teacher, drafter: Path) -> Guess:
+def medusa_by_hand(teacher: Teacher, drafter: Path) -> DraftByHand:
     weights = load_file(drafter / "model.safetensors")
 
-    def guess(text: list[int], num_drafts: int) -> list[int]:
+    def draft(text: list[int], num_drafts: int) -> list[int]:
         state = teacher.states(text[:-1])[-1]
         drafts = []
         for head in range(num_drafts):
@@ -199,23 +199,23 @@ def medusa_by_hand(teacher: Teacher, drafter: Path) -> Guess:
             drafts.append(int(teacher.logits(moved).argmax()))
         return drafts
 
-    return guess
+    return draft
 
 
-def draft_model_by_hand(teacher: Teacher, drafter: Path) -> Guess:
+def draft_model_by_hand(teacher: Teacher, drafter: Path) -> DraftByHand:
     smaller = Teacher(drafter)
 
-    def guess(text: list[int], num_drafts: int) -> list[int]:
+    def draft(text: list[int], num_drafts: int) -> list[int]:
         known = list(text)
         for _ in range(num_drafts):
             known.append(int(smaller.logits(smaller.states(known)[-1]).argmax()))
         return known[len(text) :]
 
-    return guess
+    return draft
 
 
 def eagle_3_folder(folder: Path, to: Path) -> Path:
-    """As its authors write it, with a head of 50 tokens."""
+    """Make an EAGLE-3 checkpoint as its authors write one, with a head of 50 tokens."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     generator = torch.Generator().manual_seed(8)
 
@@ -248,7 +248,7 @@ def eagle_3_folder(folder: Path, to: Path) -> Path:
     return to
 
 
-def guesses_of(
+def drafts_of(
     llm: LLM, prompts: list[list[int]], num_tokens: int, pause: int
 ) -> list[tuple[list[int], tuple[int, ...]]]:
     """Return all drafts of some requests' steps, each with the text before it.
@@ -259,11 +259,11 @@ def guesses_of(
     engine, found = llm.engine, []
     after_step = engine._speculation.after_step  # type: ignore[union-attr]
 
-    def note(result: Any, requests: dict[str, Request], guessed: Any) -> Any:
-        for request_id, drafts in guessed.items():
+    def note(result: Any, requests: dict[str, Request], proposed: Any) -> Any:
+        for request_id, drafts in proposed.items():
             if request_id in requests:
                 found.append((list(requests[request_id].token_ids), drafts))
-        return after_step(result, requests, guessed)
+        return after_step(result, requests, proposed)
 
     engine._speculation.after_step = note  # type: ignore[union-attr, method-assign]
     engine._speculation.num_to_draft = (  # type: ignore[union-attr, method-assign]
@@ -284,7 +284,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("pause", [0, 4])
 @pytest.mark.parametrize("kind", BY_HAND)
-def test_guesses_are_those_of_plain_torch(
+def test_drafts_are_those_of_plain_torch(
     kind: str, pause: int, folder: Path, tmp_path: Path
 ) -> None:
     method = "eagle" if kind == "eagle 3" else kind
@@ -303,25 +303,25 @@ def test_guesses_are_those_of_plain_torch(
         num_speculative_tokens=NUM_DRAFTS,
         adaptive_speculation=False,
     )
-    guess = BY_HAND[kind](Teacher(folder), drafter)
+    draft = BY_HAND[kind](Teacher(folder), drafter)
     generator = torch.Generator().manual_seed(5)
     prompts = [
         torch.randint(3, 96, (length,), generator=generator).tolist() for length in (1, 9, 30)
     ]
-    found = guesses_of(llm, prompts, 40 if pause else 14, pause)
+    found = drafts_of(llm, prompts, 40 if pause else 14, pause)
     assert len(found) > 20
     num_alike = 0
     with torch.no_grad():
         for text, drafts in found:
             assert len(drafts) <= NUM_DRAFTS
-            num_alike += tuple(guess(text, len(drafts))) == drafts
+            num_alike += tuple(draft(text, len(drafts))) == drafts
     # Two logits that nearly tie may change places.
     assert num_alike >= 0.95 * len(found), (num_alike, len(found))
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle", "mtp"])
-def test_what_nobody_guessed_for_is_read_before_it_is_guessed_by(kind: str, folder: Path) -> None:
-    """Its blocks are cached, and hold nothing of a drafter's."""
+def test_a_prefix_without_drafter_kv_is_read_before_drafting(kind: str, folder: Path) -> None:
+    """Check a prompt whose cached blocks hold no KV of the drafter."""
     drafter = drafter_folder(kind, folder)
     llm = LLM(
         str(folder),
@@ -342,13 +342,13 @@ def test_what_nobody_guessed_for_is_read_before_it_is_guessed_by(kind: str, fold
     assert llm.metrics().draft_steps_total == 0
     texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     cached = llm.generate(texts, params)
-    assert llm.metrics().cached_prompt_tokens_total == 3 * 40, "without guesses all is found"
+    assert llm.metrics().cached_prompt_tokens_total == 3 * 40, "without drafts all is found"
     speculation.num_to_read = lambda: 3
-    found = guesses_of(llm, texts, 24, 0)
+    found = drafts_of(llm, texts, 24, 0)
     assert llm.metrics().cached_prompt_tokens_total == 3 * 40, "nothing that was not read"
-    guess = BY_HAND[kind](Teacher(folder), drafter)
+    draft = BY_HAND[kind](Teacher(folder), drafter)
     with torch.no_grad():
-        num_alike = sum(tuple(guess(text, len(drafts))) == drafts for text, drafts in found)
+        num_alike = sum(tuple(draft(text, len(drafts))) == drafts for text, drafts in found)
     assert len(found) > 20
     assert num_alike >= 0.95 * len(found), (num_alike, len(found))
     again = llm.generate(texts, params)
@@ -357,7 +357,7 @@ def test_what_nobody_guessed_for_is_read_before_it_is_guessed_by(kind: str, fold
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle", "mtp", "medusa"])
-def test_it_guesses_up_to_the_longest_sequence(kind: str, folder: Path) -> None:
+def test_it_drafts_up_to_the_longest_sequence(kind: str, folder: Path) -> None:
     llm = LLM(
         str(folder),
         num_threads=1,
@@ -376,7 +376,7 @@ def test_it_guesses_up_to_the_longest_sequence(kind: str, folder: Path) -> None:
     assert llm.metrics().draft_steps_total > 0
 
 
-def test_as_many_are_guessed_as_there_are_heads(folder: Path, tmp_path: Path) -> None:
+def test_as_many_are_drafted_as_there_are_heads(folder: Path, tmp_path: Path) -> None:
     heads = load_file(drafter_folder("medusa", folder) / "model.safetensors")
     few = {name: one for name, one in heads.items() if name.startswith(("0.", "1."))}
     save_file(few, tmp_path / "model.safetensors")
@@ -392,7 +392,7 @@ def test_as_many_are_guessed_as_there_are_heads(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
-def test_after_more_steps_than_are_kept_it_guesses_all_the_same(
+def test_after_more_steps_than_are_kept_it_drafts_all_the_same(
     method: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "MAX_UNREAD", 3)
@@ -407,7 +407,7 @@ def test_after_more_steps_than_are_kept_it_guesses_all_the_same(
         adaptive_speculation=False,
         **options,
     )
-    found = guesses_of(llm, [[5, 6, 7]], 40, 8)
+    found = drafts_of(llm, [[5, 6, 7]], 40, 8)
     assert len(found) > 3
     assert all(len(drafts) == NUM_DRAFTS for _, drafts in found[:-1])
     assert list(expected.token_ids)[: len(found[-1][0]) - 3] == found[-1][0][3:]

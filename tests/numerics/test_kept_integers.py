@@ -97,7 +97,7 @@ def draw_blocks(kind: str, num_rows: int, seed: int) -> GroupedIntegers:
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(KINDS, 2)))
 def test_parts_of_one_weight_may_be_of_two_kinds(first: str, second: str) -> None:
-    """As files of several kinds have queries and values, which are one weight here."""
+    """Join parts of two kinds: some files store queries and values differently, here one weight."""
     parts = [draw_blocks(kind, 8, seed) for seed, kind in enumerate((first, second))]
     alike = GroupedIntegers.alike(parts)
     assert len({part.layout for part in alike}) == 1

@@ -281,7 +281,7 @@ def test_codes_in_groups(
     group_size: int,
     types: Sequence[torch.dtype],
 ) -> None:
-    """As checkpoints have them: symmetric or not, packed and multiplied as the reference does."""
+    """Pack and multiply codes, symmetric or not, and compare with the reference."""
     check_codes(native, ops.CodeLayout(format_, group_size, *types))
 
 

@@ -31,7 +31,7 @@ SAMPLES = {path.stem: path for path in Path(__file__).with_name("samples").glob(
 
 @contextmanager
 def weights_of(path: Path) -> Iterator[tuple[dict[str, StoredTensor], dict[str, str]]]:
-    """Its weights by layer, to be read, and its metadata."""
+    """Yield a sample's stored weights by layer and its metadata."""
     with safe_open(path, "pt") as file:
         metadata: dict[str, str] = file.metadata()
     quantization = parsed(json.loads(metadata["quantization_config"]))
@@ -212,7 +212,7 @@ def test_what_is_not_read_is_refused_in_one_line(config: dict[str, Any], problem
 
 
 def test_the_last_columns_of_a_row_may_be_a_group_of_fewer() -> None:
-    """As AutoRound packs them, without a tensor that says which column is of which group."""
+    """Read a row as AutoRound packs it, without a tensor that lists each column's group."""
     quantization = QuantizationConfig("gptq", group_size=128)
     columns, rows, groups = 192, 8, 2
     scales = torch.rand(groups, rows).half()

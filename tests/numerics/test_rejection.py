@@ -86,8 +86,8 @@ def test_a_million_draws_have_the_target_distribution(case: str, record_property
     for first in range(0, NUM_DRAWS, CHUNK):
         keys = words(CHUNK, first)
         drafts = draw(scores, np.ones(CHUNK), salted(keys, DRAFT))
-        wanted, guessed = (np.broadcast_to(one, (CHUNK, VOCAB)) for one in (target, proposed))
-        found = keep_or_draw(wanted, guessed, drafts, keys)
+        wanted, offered = (np.broadcast_to(one, (CHUNK, VOCAB)) for one in (target, proposed))
+        found = keep_or_draw(wanted, offered, drafts, keys)
         counts += np.bincount(found, minlength=VOCAB)
         num_kept += int((found == drafts).sum())
     check(p_value(counts, target), NUM_DRAWS, record_property)

@@ -79,9 +79,9 @@ class Texts:
     ids=str,
 )
 def test_attention(kind: str, shape: tuple[int, int], options: dict[str, float]) -> None:
-    """As a decode alone, as decodes together, in prompts in one chunk and in chunks of any size.
+    """Compare decodes alone and together, and prompts in one chunk and in chunks of any size.
 
-    One thread computes what is alone, two compute what has company.
+    One thread computes rows alone, two threads compute rows together.
     """
     texts = Texts(LENGTHS, kind, *shape)
     numbers = range(len(LENGTHS))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native
 
 
 def resident_bytes() -> int:
-    """What the process has in memory; Linux."""
+    """Return the process's resident memory in bytes; Linux only."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
     except OSError:

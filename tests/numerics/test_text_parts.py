@@ -106,7 +106,7 @@ def test_an_early_file_of_qwens_has_no_object_of_the_text(made: Any, tmp_path: P
 
 
 def test_published_files_of_gemma_leave_out_most_of_the_text(tmp_path: Path) -> None:
-    """As the files of 4 and 12 billion parameters do."""
+    """Read a config with as few text fields as those of 4 and 12 billion parameters."""
     config = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "eos_token_id": [1, 106],

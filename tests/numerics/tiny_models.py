@@ -59,7 +59,7 @@ OF_ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def make_hugging_face_model(architecture: str, **overrides: Any) -> Any:
-    """A random two-layer model whose every weight matters (no zero bias, no unit norm)."""
+    """Make a random two-layer model in which each weight matters (no zero bias or unit norm)."""
     model_class = getattr(transformers, architecture)
     shape: dict[str, Any] = {
         "vocab_size": 61,

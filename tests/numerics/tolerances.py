@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """As in ``torch.testing.assert_close``: ``abs(a - b) <= atol + rtol * abs(b)``."""
+    """Tolerance as in ``torch.testing.assert_close``: ``abs(a - b) <= atol + rtol * abs(b)``."""
 
     rtol: float
     atol: float

@@ -53,7 +53,7 @@ def expected_output(
 
 @functools.cache
 def known_contents() -> dict[BlockHash, torch.Tensor]:
-    """Of prompts' blocks; in a model with several KV cache groups names hide more."""
+    """Return the contents of prompts' blocks by hash, for a model with one KV cache group."""
     prompts = [prompt_of(family, MAX_PROMPT_TOKENS) for family in FAMILIES]
     contents: dict[BlockHash, torch.Tensor] = {}
     for salt in SALTS:
@@ -63,7 +63,7 @@ def known_contents() -> dict[BlockHash, torch.Tensor]:
 
 
 class SystemMachine(RuleBasedStateMachine):
-    """A cluster to which nothing happens."""
+    """A cluster without faults."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class SystemMachine(RuleBasedStateMachine):
         restarts_at_end: bool,
         **choices: Any,
     ) -> None:
-        """The others are as `Setup` has them."""
+        """Make the cluster; options not given are `Setup`'s defaults."""
         self.mixed, self.kv_digests = mixed, kv_digests
         self.restarts_at_end = restarts_at_end
         self.patch = pytest.MonkeyPatch()

@@ -40,7 +40,7 @@ def commands_of(hand: HandNode) -> list[PrefillCommand | DecodeCommand]:
 
 
 class World:
-    """Says, in an order drawn by chance, what nodes of a real cluster may say."""
+    """Sends, in random order, messages that nodes of a real cluster may send."""
 
     def __init__(self, scene: Scene, chance: random.Random, max_tokens: int) -> None:
         self.scene = scene
@@ -52,7 +52,7 @@ class World:
         self.incarnations = 0
 
     def plan(self) -> None:
-        """What each node will say of commands that it has not seen yet."""
+        """Choose each node's answers to commands that it has not seen yet."""
         for hand in (*self.scene.prefills, *self.scene.decodes):
             for command in commands_of(hand):
                 if (hand.engine_id, command.epoch) in self.planned:
@@ -82,7 +82,7 @@ class World:
             self.unsaid.append((hand, failure("a", code, "x: drawn", epoch=command.epoch)))
 
     def step(self) -> None:
-        """Something happens."""
+        """Run the next random event."""
         self.plan()
         if self.chance.random() < 0.2:  # the client stops reading, or goes on
             reads = self.scene.reads

@@ -53,7 +53,7 @@ def rendered_by_them(
     tools: list[Tool],
     options: dict[str, object],
 ) -> str | None:
-    """None when the template refuses the messages."""
+    """Render with transformers; None: the template refuses the messages."""
     try:
         text = tokenizer.apply_chat_template(
             messages,

@@ -35,7 +35,7 @@ def make_ticket(tenant: str, number: int, num_tokens: int, priority: int = 0) ->
 
 
 class FairQueueMachine(RuleBasedStateMachine):
-    """Held against the same rules in the plainest words: a list, and a start for each tenant."""
+    """Compare with the same rules in their plainest form: a list, and a start for each tenant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     @rule(tenant=tenants, num_tokens=sizes, priority=st.sampled_from([0, 0, 1, 5, -1]))
     def come(self, tenant: str, num_tokens: int, priority: int) -> None:
-        """As admission does it: begin at once if nothing is before it and there is room."""
+        """Admit a request as admission does: at once if none is before it and there is room."""
         ticket = make_ticket(tenant, next(self.numbers), num_tokens, priority)
         mine = self.waiting_of(tenant)
         start = self.starts[tenant] if mine else max(self.starts[tenant], self.virtual_time)
@@ -181,7 +181,7 @@ def begin_in_turn(
 def test_tenants_that_always_wait_have_their_shares_in_every_stretch_of_time(
     sizes_of: dict[str, list[int]],
 ) -> None:
-    """And so nobody starves. The bound is that of the paper: one request of either tenant."""
+    """Check the paper's bound, one request of either tenant, so that no tenant starves."""
     loop = asyncio.new_event_loop()
     order = begin_in_turn(FairQueue(), loop, sizes_of, 60)
     loop.close()
@@ -212,7 +212,7 @@ def test_what_one_had_alone_costs_it_nothing_and_who_was_idle_saved_nothing_up(
 def test_estimates_that_are_wrong_change_no_share_in_the_long_run(
     actual: list[int], factor: int
 ) -> None:
-    """One tenant's requests cost what was thought, the other's so many times as much."""
+    """Let one tenant's requests cost as estimated, and the other's several times as much."""
     loop, queue = asyncio.new_event_loop(), FairQueue()
     used: Counter[str] = Counter()
     numbers = itertools.count()

@@ -106,10 +106,10 @@ def make_cluster(
     num_drafts: int = 0,
     engine_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Cluster:
-    """Two nodes; a mixed model has three KV cache groups.
+    """Make two nodes; a mixed model has three KV cache groups.
 
     Args:
-        engine_options: of both nodes' engines.
+        engine_options: options of both nodes' engines.
         num_drafts: most drafts of a request in a step of the decode node; every third is wrong.
     """
     cluster = Cluster(
@@ -136,7 +136,7 @@ def make_cluster(
 
 
 def num_references(engine: Engine) -> int:
-    """Of requests, pushes and quarantine; not the null block's own."""
+    """Return the references that requests, pushes and quarantine hold; not the null block's own."""
     return engine.block_pool.num_references() - engine.kv_memory.spec.num_null_blocks
 
 
@@ -145,7 +145,7 @@ def prompt_of(number: int, num_tokens: int) -> list[int]:
 
 
 def assert_clean(cluster: Cluster) -> None:
-    """After everything is quiet: nothing is held, open or forgotten, on nodes that live."""
+    """Check, after all is quiet, that living nodes hold nothing and have nothing open."""
     terminal = (TransferEventKind.COMMITTED, TransferEventKind.FAILED)
     if cluster.p_id not in cluster.dead:
         ends = Counter(
@@ -165,7 +165,7 @@ def assert_clean(cluster: Cluster) -> None:
 
 
 class HandoffMachine(RuleBasedStateMachine):
-    """What the network and the users of one prefill and one decode node may do."""
+    """All that the network and the users of one prefill and one decode node may do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cluster.attempts and not self.cluster.is_down)
     @rule(data=st.data())
     def retry(self, data: st.DataObject) -> None:
-        """What the router does about an attempt that failed."""
+        """Retry a failed attempt, as the router does."""
         attempts = self.cluster.attempts
         failed = sorted(
             key
@@ -283,7 +283,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule()
     def go_on(self) -> None:
-        """A little of everything, so that runs come far."""
+        """Run a little of everything, so that runs get far."""
         self.forge()
         for engine_id in "pd":
             self.cluster.round(engine_id)
@@ -291,13 +291,13 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 1.2]))
     def pass_time(self, seconds: float) -> None:
-        """Nothing happens for a while: beats, leases and repeated questions become due."""
+        """Let time pass, so that heartbeats, leases and repeated questions become due."""
         self.is_faulty = True
         self.cluster.clock.advance(seconds)
 
     @rule(engine_id=st.sampled_from("pd"))
     def stop(self, engine_id: str) -> None:
-        """A process stands still; what is sent to it waits, what it has posted goes on."""
+        """Stop a process: messages to it wait, and its posted writes go on."""
         self.is_faulty = True
         self.cluster.stopped.add(engine_id)
 

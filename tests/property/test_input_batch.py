@@ -40,7 +40,7 @@ params = st.builds(
 
 
 def queries(scheduled: tuple[ScheduledRequest, ...]) -> list[tuple[ScheduledRequest, int, int]]:
-    """What attends together: which tokens of whom. In a decode step each draft is on its own."""
+    """Return the spans of tokens that attend together; in a decode step each draft is alone."""
     num_tokens = sum(item.num_scheduled_tokens for item in scheduled)
     is_decode = all(
         i.samples and i.num_scheduled_tokens == 1 + len(i.draft_token_ids) for i in scheduled
@@ -57,7 +57,7 @@ def queries(scheduled: tuple[ScheduledRequest, ...]) -> list[tuple[ScheduledRequ
 def simple_fill(
     scheduled: tuple[ScheduledRequest, ...], group: int, num_groups: int
 ) -> dict[str, list[int]]:
-    """The step's tensors by definition, one request and one token at a time."""
+    """Compute the step's tensors by definition, one request and one token at a time."""
     tensors: dict[str, list[int]] = {
         name: []
         for name in (
@@ -89,7 +89,7 @@ def simple_fill(
 
 
 def assert_filled(prepared: PreparedStep, scheduled: tuple[ScheduledRequest, ...]) -> None:
-    """The prepared step is the simple one."""
+    """Check that the prepared step equals the simple one."""
     for group in range(len(attention_groups(prepared))):
         assert_group_filled(prepared, scheduled, group)
     sampling = sampling_input(
@@ -143,7 +143,7 @@ def assert_group_filled(
 
 
 class InputBatchMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts, ids that come again, chunks, and preemptions for want of blocks."""
+    """Random arrivals, aborts, reused ids, chunks, and preemptions for lack of blocks."""
 
     @initialize(
         max_num_batched_tokens=st.integers(4, 20),
@@ -216,7 +216,7 @@ class InputBatchMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("vwxyz"))
     def receive(self, name: str) -> None:
-        """A request whose prompt KV came from elsewhere."""
+        """Add a request whose prompt KV came from another node."""
         if name not in self.scheduler.requests:
             self.scheduler.park(make_request(name, 5, 4, max_model_len=MAX_MODEL_LEN))
             if self.scheduler.grant(name) is None:

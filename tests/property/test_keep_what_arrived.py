@@ -19,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
 def num_tokens_kept(cluster: Cluster, prompt: list[int]) -> int:
-    """Tokens of a prompt that the decode node would find now."""
+    """Return how many tokens of a prompt the decode node would find cached now."""
     request = Request.create(
         "probe", prompt, PARAMS, seed=0, eos_token_ids=frozenset(), max_model_len=28
     )
@@ -27,7 +27,7 @@ def num_tokens_kept(cluster: Cluster, prompt: list[int]) -> int:
 
 
 def watermarks(cluster: Cluster) -> list[int]:
-    """That the decode node has heard of."""
+    """Return the watermarks that the decode node has received."""
     kind = TransferEventKind.WATERMARK
     return [event.num_tokens for event in cluster.receiver.heard if event.kind is kind]
 

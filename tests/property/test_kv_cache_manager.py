@@ -74,7 +74,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         return request.extra_keys, tuple(request.token_ids[:num_tokens])
 
     def oldest(self, num_computed_tokens: int) -> int:
-        """The first position that the next token looks at."""
+        """Return the first position that the next token attends to."""
         return 0 if self.window is None else max(num_computed_tokens - self.window + 1, 0)
 
     def longest_hit(self, request: Request) -> int:
@@ -94,7 +94,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         return [block_id for block_id in request.block_ids if block_id not in self.null_blocks]
 
     def take_new(self, block_ids: list[int]) -> None:
-        """Blocks that were given out to be written: what they held is forgotten."""
+        """Record allocated blocks, whose earlier contents are forgotten."""
         for block_id in block_ids:
             assert block_id not in self.null_blocks
             self.names.pop(block_id, None)
@@ -227,7 +227,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests and self.pool.num_free)
     @rule(data=st.data(), num_left=st.integers(0, 3))
     def take_nearly_all(self, data: st.DataObject, num_left: int) -> None:
-        """Leave the next request with a cached prefix little but that prefix free."""
+        """Take blocks until little more than the next request's cached prefix is free."""
         request = self.draw_request(data)
         num_more = max(self.pool.num_free - num_left, 0)
         assert self.allocate(request, (len(request.block_ids) + num_more) * BLOCK_SIZE)

@@ -241,7 +241,7 @@ def test_ordered_by_heads_each_byte_is_written_once_and_right(
 
 
 def stage_part(unit: list[list[NDArray[Any]]], side: KVManifest, rank: int) -> NDArray[np.uint8]:
-    """What a rank of a stage has of a unit of the first group: its layers' places, in order."""
+    """Return a stage rank's part of a unit of the first group: its layers' places, in order."""
     one = side.groups[0]
     stage, part = divmod(rank, side.stage_size)
     whole = part_of(unit, one, part, side.stage_size)

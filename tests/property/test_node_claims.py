@@ -137,14 +137,14 @@ def begin(scene: Scene) -> None:
 
 
 def say(hand: HandNode, message: node_pb2.NodeMessage) -> None:
-    """What `NodeLinkService` does with a message."""
+    """Hand a message to the pool, as `NodeLinkService` does."""
     event = wire.node_event_from_proto(message)
     if event is not None:
         hand.pool.on_event(hand.node, event)
 
 
 def assert_sane(node: Node) -> None:
-    """All that a policy reads of a node is a number, and none is out of reach."""
+    """Check that all that a policy reads of a node is a number within its limits."""
     load = node.load
     for value in (
         load.prefill_queue_s,

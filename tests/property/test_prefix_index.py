@@ -49,7 +49,7 @@ class HandPool:
         self.pool.release(reversed(block_ids))
 
     def num_found(self, token_ids: list[int]) -> int:
-        """Blocks of a prompt that it would not compute again."""
+        """Return how many blocks of a prompt the node would not compute again."""
         names: list[BlockHash] = []
         BlockHasher(KIND.block_size, KIND.algorithm).extend(names, token_ids)
         for index, name in enumerate(names):
@@ -59,7 +59,7 @@ class HandPool:
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
-    """Some nodes that join, serve, go and are not always heard."""
+    """Nodes that join, serve and leave, and some of whose messages are lost."""
 
     @initialize(max_blocks=st.sampled_from([4, 1000]), sweep_blocks=st.integers(1, 4))
     def start(self, max_blocks: int, sweep_blocks: int) -> None:
@@ -75,7 +75,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
     def join_again(self, data: st.DataObject) -> None:
-        """Its link broke: it keeps its cache, and what was on its way is lost."""
+        """Reconnect a node whose link broke: its cache stays, its messages on the way are lost."""
         node = self._draw(data)
         node.feed.after_step(busy=False)
         node.sent.clear()
@@ -140,7 +140,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             assert found.keys() <= self.nodes.keys()
 
     def _step(self, node: HandPool, hears: bool) -> None:
-        """Its messages arrive, all or none."""
+        """Send a node's messages; all or none arrive."""
         node.feed.after_step(busy=False)
         node.is_behind = False
         for message in node.sent:

@@ -27,7 +27,7 @@ algorithms = pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
 
 
 def who_shares(principal: Principal) -> tuple[str, str]:
-    """Its group, if it is in one, else its tenant, or else everybody."""
+    """Return who shares a principal's cache: its group, else its tenant, else everybody."""
     if principal.cache_group:
         return "group", principal.cache_group
     return ("tenant", principal.tenant) if principal.tenant else ("", "")

@@ -258,7 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check()
 
     def run(self, next_token: Callable[[Request], int], step: SchedulerOutput) -> ModelRunnerOutput:
-        """What a step samples, and drafts for the next one, some of which are wrong."""
+        """Return a step's samples and drafts for the next one, some of them wrong."""
 
         def propose(request: Request) -> tuple[int, ...]:
             drafts: tuple[int, ...] = ()
@@ -333,7 +333,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(written)) == len(written)  # nobody computes into another's block
 
     def take(self, result: StepResult) -> None:
-        """Outputs come without gap or repeat and say whose end they are."""
+        """Check that outputs come without gap or repeat, and that the last one has a reason."""
         for new in result.outputs:
             assert new.request_id not in self.ended
             assert new.output_index == len(self.outputs[new.request_id])
@@ -363,7 +363,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(scheduler.requests) == set(self.requests) - set(self.ended)
 
     def blocks_held(self) -> Counter[int]:
-        """How often each block is in a request's table."""
+        """Count how often each block is in a request's table."""
         return Counter(b for r in self.scheduler.requests.values() for b in r.block_ids)
 
     def teardown(self) -> None:

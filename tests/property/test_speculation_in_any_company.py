@@ -1,6 +1,6 @@
-"""Guesses change nothing: tokens and logprobs are those of requests alone, without guesses.
+"""Drafts change nothing: tokens and logprobs are those of requests alone, without drafts.
 
-In one process, in a split system, and in one whose nodes die; every method, 1, 3 and 5 guesses.
+In one process, in a split system, and in one whose nodes die; every method, 1, 3 and 5 drafts.
 ``BATON_REQUESTS`` says how many requests; `make speculation-long` compares more than 64,000 tokens.
 """
 
@@ -101,7 +101,7 @@ def test_in_one_process(
         assert found.logprobs == expected.logprobs
         num_tokens += len(found.token_ids)
     record_property("tokens", num_tokens)
-    record_guesses([llm.metrics()], record_property)
+    record_drafts([llm.metrics()], record_property)
 
 
 @pytest.mark.parametrize(
@@ -143,16 +143,16 @@ def test_in_a_split_system(
     record_property("nodes killed", num_kills)
     record_property("requests refused", num_refused)
     assert num_refused <= num_kills // 4
-    record_guesses(metrics, record_property)
+    record_drafts(metrics, record_property)
 
 
-def record_guesses(
+def record_drafts(
     metrics: Sequence[EngineMetrics], record_property: Callable[[str, object], None]
 ) -> None:
     """Record the drafts; some were wrong, and some of many were right."""
     num_right = sum(one.accepted_drafts_total for one in metrics)
     num_drafts = sum(one.drafts_total for one in metrics)
-    record_property("guesses", num_drafts)
-    record_property("right guesses", num_right)
+    record_property("drafts", num_drafts)
+    record_property("right drafts", num_right)
     assert num_right < num_drafts
     assert num_right or num_drafts < 300, "of few, none need be right"

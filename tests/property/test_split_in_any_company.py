@@ -178,7 +178,7 @@ class Crowd:
         self.system.settle()
 
     def _disturb(self) -> None:
-        """Kill a node that works on a request, or start again what was killed."""
+        """Kill a node that works on a request, or restart a killed node."""
         what = self.draw.random()
         is_whole = not any(process.dead for process in self.system.processes.values())
         if what < 0.3 and is_whole:
@@ -210,8 +210,8 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def make_system(alone: Alone, options: Mapping[str, Any], draw: random.Random) -> System:
     chunk = draw.choice([37, 100, 250])
-    guesses = draw.choice(["drafts known before", "ngram", "none"])
-    method = "ngram" if guesses == "ngram" else "none"
+    drafting = draw.choice(["drafts known before", "ngram", "none"])
+    method = "ngram" if drafting == "ngram" else "none"
     return System(
         Setup(
             folder=folder(),
@@ -229,7 +229,7 @@ def make_system(alone: Alone, options: Mapping[str, Any], draw: random.Random) -
             rounds_per_step=4,
             chunk_s=0.0,
             index_is_small=False,
-            num_drafts=3 * (guesses == "drafts known before"),
+            num_drafts=3 * (drafting == "drafts known before"),
             contents={},
             engine_options={
                 "max_num_batched_tokens": 2 * chunk,

@@ -122,7 +122,7 @@ class InFlightMachine(SchedulerMachine):
             assert self.scheduler.kv_cache_manager.num_tokens_held(request) >= end
 
     def blocks_held(self) -> Counter[int]:
-        """What a step in flight writes is held, even where its request has ended."""
+        """Count held blocks, with those that steps in flight write for ended requests."""
         held = super().blocks_held()
         for flight in self.in_flight:
             for item in flight.scheduled.scheduled:

@@ -41,7 +41,7 @@ def make_pattern(rng: random.Random) -> str:
 
 
 def make_open_schema(rng: random.Random) -> dict[str, Any]:
-    """What leaves names open, and strings of patterns: where most goes wrong."""
+    """Make a schema with open property names and string patterns, where most faults were."""
     schema: dict[str, Any] = {"type": "object", "additionalProperties": False}
     value = rng.choice(({"type": "boolean"}, {"type": "string", "pattern": make_pattern(rng)}))
     names = rng.sample(("a", "b", "id"), rng.randint(0, 2))

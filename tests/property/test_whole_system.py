@@ -54,7 +54,7 @@ names = st.sampled_from(NAMES)
 
 
 class WholeSystemMachine(SystemMachine):
-    """What may happen to a cluster."""
+    """All that may happen to a cluster."""
 
     @property
     def is_busy(self) -> bool:
@@ -163,7 +163,7 @@ class WholeSystemMachine(SystemMachine):
         kind=st.sampled_from(KINDS),
     )
     def call_and_lose_a_message(self, family: int, num_tokens: int, kind: type[Message]) -> None:
-        """And nothing else goes wrong: it ends soon all the same."""
+        """Lose a message of a call without other faults: the call still ends soon."""
         self.is_faulty = True
         system = self.system
         system.heal(restart=True)
@@ -261,12 +261,12 @@ class WholeSystemMachine(SystemMachine):
 
     @rule()
     def route(self) -> None:
-        """The router does what it can do now."""
+        """Let the router do all that it can do now."""
         self.system.loop.run_until_idle()
 
     @rule(times=st.integers(1, 3))
     def go_on(self, times: int) -> None:
-        """A little of everything, so that runs come far."""
+        """Run a little of everything, so that runs get far."""
         for _ in range(times):
             self.system.turn()
 
@@ -276,7 +276,7 @@ class WholeSystemMachine(SystemMachine):
         lands=st.booleans(),
     )
     def flow(self, times: int, seconds: float, lands: bool) -> None:
-        """All goes on for a while, but what is cut off or stands still."""
+        """Run everything for a while, except what is cut off or stopped."""
         for _ in range(times):
             num_steps = self.system.num_steps
             self.system.flow(seconds, lands=lands)
@@ -293,7 +293,7 @@ class WholeSystemMachine(SystemMachine):
     @precondition(lambda self: self.is_busy)
     @rule(seconds=st.sampled_from([0.1, 0.3, 1.2]))
     def pass_time(self, seconds: float) -> None:
-        """Nothing happens for a while: beats, leases and repeated questions become due."""
+        """Let time pass, so that heartbeats, leases and repeated questions become due."""
         self.is_faulty = True
         self.system.clock.advance(seconds)
 
@@ -324,14 +324,14 @@ class WholeSystemMachine(SystemMachine):
     @precondition(lambda self: self.is_busy)
     @rule(kind=st.sampled_from(KINDS), keep=st.booleans())
     def delay(self, kind: type[Message], keep: bool) -> None:
-        """The next message of a kind, or its double, comes when nobody thinks of it any more."""
+        """Delay the next message of a kind, or its copy, until long after it is expected."""
         self.is_faulty = True
         self.system.network.delays[kind] = keep
 
     @precondition(lambda self: self.is_busy)
     @rule(kind=st.sampled_from(KINDS))
     def lose(self, kind: type[Message]) -> None:
-        """The next message of a kind."""
+        """Lose the next message of a kind."""
         self.is_faulty = True
         self.system.loses.add(kind)
 
@@ -365,7 +365,7 @@ class WholeSystemMachine(SystemMachine):
     @precondition(lambda self: self.is_busy)
     @rule(name=names)
     def cut_or_join(self, name: str) -> None:
-        """A node's KV messages, beats too, are lost from now on; or no longer."""
+        """Lose all of a node's KV messages and heartbeats from now on, or stop losing them."""
         self.is_faulty = True
         self.system.cut ^= {name}
 
@@ -382,26 +382,26 @@ class WholeSystemMachine(SystemMachine):
     @precondition(lambda self: self.is_busy)
     @rule(name=names)
     def mute_or_unmute(self, name: str) -> None:
-        """Nothing passes between a node and the router, and nobody is told; or it does again."""
+        """Block all messages between a node and the router silently, or let them pass again."""
         self.is_faulty = True
         self.system.processes[name].muted ^= True
 
     @precondition(lambda self: self.is_busy)
     @rule(name=names, num_copies=st.sampled_from([0, 2]))
     def lose_or_repeat_kv_events(self, name: str, num_copies: int) -> None:
-        """The node's next message about its prefix cache; no call may fail for that."""
+        """Lose or repeat a node's next prefix cache message; no call may fail because of that."""
         self.system.processes[name].num_copies = num_copies
 
     @precondition(lambda self: self.is_busy)
     @rule(name=names)
     def stop(self, name: str) -> None:
-        """A process stands still; what is sent to it waits, what it has posted goes on."""
+        """Stop a process: messages to it wait, and its posted writes go on."""
         self.is_faulty = True
         self.system.processes[name].stopped = True
 
     @rule()
     def resume(self) -> None:
-        """Whatever was stopped, muted, cut off or drained is as before."""
+        """Undo all stops, mutes, cuts and drains."""
         self.system.heal(restart=False)
 
     @precondition(lambda self: self.is_busy)
@@ -432,7 +432,7 @@ class WholeSystemMachine(SystemMachine):
 
 
 def test_drafts_are_taken_and_those_of_a_node_that_dies_are_made_good() -> None:
-    """What the machine does at random, once for certain: tokens were delivered, others follow."""
+    """Do surely what the machine does at random: end a node after it delivered some tokens."""
     machine = WholeSystemMachine()
     machine.make(
         num_blocks=20,

@@ -122,7 +122,7 @@ def test_a_process_whose_first_thread_alone_has_ended_is_not_dead() -> None:
 
 
 def test_what_proc_does_not_show_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with hidepid, or the /proc of other containers: it lives, and is not to be seen."""
+    """Treat a live process that /proc hides as alive, as with hidepid or other containers."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         info = info_of(process.pid)
 

@@ -66,8 +66,9 @@ def test_a_short_rest_is_computed_here_and_the_prefill_nodes_leg_ends(
 def test_a_prompt_that_is_known_to_its_end_is_received_where_less_of_it_is_not_known(
     mixed: bool, num_computed: int
 ) -> None:
-    """Its last token must be computed, and a window keeps nothing for a prefix of one block less:
-    all of the prompt would be computed here.
+    """Compute the last block of a fully cached prompt here, but receive a prompt with windows.
+
+    Windows keep nothing for a prefix that is one block shorter: all would be computed here.
     """
     cluster = make_cluster(20, mixed=mixed, options=DecodeOptions(local_prefill_threshold=4))
     for name in "ab":

@@ -405,7 +405,7 @@ def test_of_a_mixed_model_travels_what_the_decode_node_needs_and_no_more() -> No
 def test_a_grammar_that_cannot_be_compiled_is_refused_by_both_nodes_and_nothing_is_left(
     num_steps: int,
 ) -> None:
-    """This checkpoint has no tokenizer, so no grammar at all; a plain request goes on meanwhile."""
+    """Refuse a grammar on a checkpoint without tokenizer while a plain request goes on."""
     cluster = make_cluster(40)
     structured = SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex="a"))
     place(cluster, "other", 12)
@@ -449,13 +449,13 @@ def test_drafts_on_a_decode_node_change_no_token(temperature: float, asynchronou
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_prefill_node_guesses_first_and_the_decode_node_s_first_step_looks(
+def test_the_prefill_node_drafts_first_and_the_decode_node_s_first_step_verifies(
     asynchronous: bool,
 ) -> None:
     cluster = make_cluster(20, async_scheduling=asynchronous, engine_options=NGRAM)
     prompt = prompt_of(12, 13)
     expected = reference_tokens(tuple(prompt), TWELVE)
-    assert expected[0] == prompt[7]  # so that there is something to guess behind it
+    assert expected[0] == prompt[7]  # so that there is something to draft after it
     computed: list[tuple[int, ...]] = []
     schedule = cluster.d_engine.schedule
 
@@ -475,7 +475,7 @@ def test_the_prefill_node_guesses_first_and_the_decode_node_s_first_step_looks(
     assert_clean(cluster)
 
 
-def test_a_decode_node_that_does_not_guess_does_without_the_drafts_that_come() -> None:
+def test_a_decode_node_that_does_not_draft_does_without_the_drafts_that_come() -> None:
     cluster = make_cluster(20, engine_options=NGRAM)
     cluster.d_engine._speculation = None
     cluster.place("a", 1, prompt_of(12, 13), TWELVE)

@@ -137,7 +137,7 @@ def test_our_own_loose_folder_is_tightened(folder: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_for_temporary_files(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, a read-only home cost the compiled kernels, and tokens came five times slower."""
+    """Regression: a read-only home cost the compiled kernels, and tokens came five times slower."""
     folder.parent.write_bytes(b"a file, which not even root makes a folder in")
     opened = open_library(None)
     os.close(opened.descriptor)
@@ -184,7 +184,7 @@ def test_where_no_folder_can_be_written_one_line_names_them(
 def test_one_process_builds_and_the_others_wait_for_its_library(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the prefill and the decode node compiled the same library side by side."""
+    """Regression: the prefill and the decode node compiled the same library side by side."""
     started, go_on = threading.Event(), threading.Event()
     built: list[bytes] = []
 
@@ -216,7 +216,7 @@ def test_a_library_that_is_there_is_found_and_nothing_is_built(folder: Path) -> 
 
 
 def test_compilers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """Before, compilers of a killed node went on: a driver's own children hear of no signal."""
+    """Regression: compilers of a killed node went on: a driver's own children hear of no signal."""
     pid_file = tmp_path / "pid"
     compiler = tmp_path / "cc"
     compiler.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {pid_file}\nwait\n")

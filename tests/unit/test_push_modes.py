@@ -19,7 +19,7 @@ WHOLE = None
 
 
 def record_pushes(cluster: Cluster, during: Callable[[], None] = lambda: None) -> list[BlockPush]:
-    """What the sender is given from now on; ``during`` is called after each."""
+    """Record the sender's pushes from now on; call ``during`` after each."""
     pushes: list[BlockPush] = []
     send = cluster.sender.push
 

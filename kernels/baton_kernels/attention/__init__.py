@@ -31,9 +31,9 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
 )
 
 _WITHOUT_SINKS = ("flash_attn", "flash_triton")
-# Those that take a cache of one vector per token instead of keys and values.
+# Backends for a cache of one vector per token instead of keys and values.
 _LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
-# What a backend of keys and values is in their case, and the only one that takes nothing else.
+# Backend of keys and values -> its counterpart for latents, which takes latents only.
 _OVER_LATENTS = {"triton": "triton_latents"}
 _TRITON = ("triton", "triton_invariant", "triton_latents", "flash_triton")
 
@@ -52,14 +52,14 @@ def choose_attention_backend(
     """Pick the attention backend for a device.
 
     Args:
-        device: where the KV cache lives, for example ``"cpu"`` or ``"cuda:0"``.
+        device: device of the KV cache, for example ``"cpu"`` or ``"cuda:0"``.
         override: a name from ``ATTENTION_BACKENDS`` that the user insists on.
         block_size: tokens per block of the KV cache.
         fp8: the KV cache is of float8.
-        latent: it holds one vector per token instead of keys and values (MLA).
+        latent: whether the cache holds one vector per token instead of keys and values (MLA).
         sinks: each head has one.
         half: queries and cache have 16 bits.
-        invariant: what a query gets may not depend on its company.
+        invariant: whether a query's result must not depend on the rest of the batch.
 
     Returns:
         ``(name, reason)``; the reason is one phrase for the log.

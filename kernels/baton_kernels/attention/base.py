@@ -34,7 +34,7 @@ class AttentionMetadata:
 
 
 def as_keys_and_values(latents: Tensor) -> Tensor:
-    """View a cache of one vector per token (MLA) as one whose values are its keys, of one KV head.
+    """View a cache of one vector per token (MLA) as one KV head whose values are its keys.
 
     Args:
         latents: ``[num_blocks, block_size, width]``.
@@ -57,7 +57,7 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Say why it takes no float8 cache on that device, as a phrase; None: it does."""
+        """Return why the backend takes no float8 cache on a device, as a phrase; None: it does."""
         ...
 
     def plan(self, metadata: AttentionMetadata) -> None:

@@ -190,7 +190,7 @@ def _attend(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Call SDPA, or with a soft cap or sinks, which SDPA does not know, its definition in float32.
+    """Call SDPA; with a soft cap or sinks, which SDPA lacks, compute its definition in float32.
 
     Args:
         query: ``[n, num_heads, query_len, head_dim]``.

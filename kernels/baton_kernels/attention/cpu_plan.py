@@ -35,7 +35,7 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Requests with equally many blocks that compute one token each, gathered together.
+    """Requests with equal numbers of blocks that compute one token each, gathered together.
 
     ::
 
@@ -65,7 +65,7 @@ class StepPlan:
 
 
 def plan_step(metadata: AttentionMetadata, block_size: int) -> StepPlan:
-    """Cut one step into SDPA calls; every index tensor that the layers share is made here."""
+    """Cut one step into SDPA calls; make the index tensors that all layers share."""
     query_lens, seq_lens = np.array(metadata.query_lens), np.array(metadata.seq_lens_host)
     ends = query_lens.cumsum()  # [num_requests], in rows of the query
     prompts: list[PromptChunk] = []
@@ -88,7 +88,7 @@ def plan_step(metadata: AttentionMetadata, block_size: int) -> StepPlan:
 
 
 def _group_by_blocks(decodes: Ints, num_blocks: Ints, block_size: int) -> Iterator[Ints]:
-    """Group requests with as many blocks, in batch order, in groups of limited size."""
+    """Group requests by number of blocks, in batch order, in groups of limited size."""
     if not len(decodes):
         return
     order = num_blocks.argsort(kind="stable")

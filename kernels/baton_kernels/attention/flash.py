@@ -20,7 +20,7 @@ from baton_kernels.attention.base import AttentionMetadata
 
 
 def installed_version() -> int | None:
-    """Say which FlashAttention can be imported: 3 before 2, None without any."""
+    """Return the FlashAttention version that can be imported, 3 before 2; None: there is none."""
     if find_spec("flash_attn_interface") is not None:
         return 3
     return 2 if find_spec("flash_attn") is not None else None

@@ -21,7 +21,7 @@ _VERSION, _HOPPER = 3, 9
 
 
 def reason_against(device: torch.device | str) -> str | None:
-    """Say why the two cannot be beside each other on a GPU, as a phrase; None: they can."""
+    """Return why a GPU cannot run both libraries, as a phrase; None: it can."""
     if installed_version() != _VERSION:
         return "FlashAttention-3 is not installed"
     if torch.cuda.get_device_capability(device)[0] != _HOPPER:
@@ -30,7 +30,7 @@ def reason_against(device: torch.device | str) -> str | None:
 
 
 class FlashTritonAttention:
-    """``AttentionBackend`` over both; a step with a prompt is the library's in whole.
+    """``AttentionBackend`` over both; FlashAttention computes all of a step with a prompt.
 
     float16 and bfloat16, without sinks, as the library has nothing else.
     """

@@ -52,8 +52,8 @@ class TritonAttention:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[tuple[int, int | None], DecodeBuffers] = {}
         self._planned: set[int | None] = set()  # windows whose work is shared out for this step
-        self._tiles: dict[int | None, Tiles] = {}  # this step's tiles, by window
-        # What the step launches, by what is alike in layers that share it.
+        self._tiles: dict[int | None, Tiles] = {}  # of this step, by window
+        # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundTiles | BoundDecodes, ...]] = {}
         # By number of tokens and window.
         self._captured_tiles: dict[tuple[int, int | None], CapturedTiles] = {}
@@ -62,7 +62,7 @@ class TritonAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Triton converts float8 by the GPU's own instructions, which came with 8.9."""
+        """Refuse GPUs before 8.9, which lack the instructions to convert float8."""
         if has_fp8(device):
             return None
         return "float8 needs a GPU of compute capability 8.9 or newer"
@@ -77,10 +77,10 @@ class TritonAttention:
         self._num_rows = sum(metadata.query_lens)
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
-        """Plan a step that is captured, whose requests' lengths are not known.
+        """Plan a step to be captured, whose requests' lengths are not known yet.
 
         Args:
-            metadata: what all steps that are replayed read; of as many requests as any has.
+            metadata: metadata that all replayed steps read, with room for the most requests.
         """
         self.plan(metadata)
         self._captures = True
@@ -88,11 +88,11 @@ class TritonAttention:
     def fill_captured(
         self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> None:
-        """Tell the captured step of so many tokens its requests; launches copies.
+        """Copy the requests of the captured step of ``num_tokens`` tokens to the device.
 
         Args:
             num_tokens: tokens of the captured step.
-            query_lens: new tokens of each request; together at most as many.
+            query_lens: new tokens of each request; together at most ``num_tokens``.
             seq_lens: all tokens of each request, the new ones included.
         """
         for (size, _), tiles in self._captured_tiles.items():
@@ -114,7 +114,7 @@ class TritonAttention:
         """See ``AttentionBackend.run``; there is none over latents."""
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
-        # The layers of a group have caches of one shape; what is bound checks the first one's.
+        # The layers of a group have caches of one shape; bound launches check the first layer's.
         alike = (
             query.shape, query.stride(), query.dtype, kv_cache.stride(), kv_cache.dtype, scale,
             sliding_window, soft_cap, sinks is None,
@@ -141,7 +141,7 @@ class TritonAttention:
         sliding_window: int | None,
         soft_cap: float | None,
     ) -> tuple[BoundTiles | BoundDecodes, ...]:
-        """Plan what the step shares, and bind what it launches; see ``run``."""
+        """Plan the step's shared work, and bind its launches; see ``run``."""
         metadata = self._metadata
         assert metadata is not None
         bound: list[BoundTiles | BoundDecodes] = []

@@ -32,8 +32,8 @@ class InvariantTritonAttention:
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # the largest last
-        self._tiles: dict[PagedShape, Tensor] = {}  # this step's tiles
-        # The step's bound launches, by the properties of layers that share them.
+        self._tiles: dict[PagedShape, Tensor] = {}  # of this step
+        # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:

@@ -35,7 +35,7 @@ class TritonLatentAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return the reason: latents are not stored in 8 bits."""
+        """Return the reason for refusing a float8 cache: no kernel stores latents in eight bits."""
         return "latents are not kept in float8"
 
     def plan(self, metadata: AttentionMetadata) -> None:

@@ -15,7 +15,7 @@ from baton.kernel_library.compilers import BuildError
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _STRUCT = re.compile(r"typedef struct\s*\{([^{}]*)\}\s*(\w+);")
-# A declaration: its type without stars, then names that each may have some.
+# A declaration: its type without stars, then its names, each perhaps with stars.
 _DECLARATION = re.compile(r"(?:const )?(\w+) ?((?:\W*\w+,?)+)$")
 _POINTER, _WORD, _NUMBER = "pointer", "int64_t", "double"
 _KINDS = {
@@ -31,7 +31,7 @@ def check_layouts(sources: Sequence[Path], structs: Mapping[str, type[ctypes.Str
 
     Args:
         sources: C files and headers.
-        structs: by the struct's name in C.
+        structs: structs by name in C.
     """
     bodies: dict[str, str] = {}
     for path in sources:

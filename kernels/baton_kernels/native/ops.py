@@ -464,7 +464,7 @@ class NativeOps:
         gated: int,
     ) -> LinearCall:
         groups = _tensors_of(weight.groups)
-        # Numbers of rows that are to be unpacked have no code: nothing asks for one.
+        # Indices of rows to unpack have no code, and no caller asks for one.
         code = 0 if rows.dtype == torch.int64 else _CODES[rows.dtype]
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
         out_code = code if out is None else _CODES[out.dtype]
@@ -735,8 +735,8 @@ class NativeOps:
         """Add the tensors of all ranks, in place; return whether the library could do so.
 
         Args:
-            group: in memory that its ranks share.
-            gathered: ``[size, *tensor.shape]``; if given, parts are gathered there and not added.
+            group: the group, in memory that its ranks share.
+            gathered: ``[size, *tensor.shape]``; then the parts are put there, and not added.
         """
         if not _plain(tensor) or (gathered is not None and not _plain(gathered)):
             return False
@@ -788,7 +788,7 @@ def _tensors_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Return whether all tensors are contiguous and of one supported type."""
+    """Return whether all tensors are contiguous and of one type that the library computes with."""
     dtype = tensors[0].dtype
     return dtype in _FLOATS and all(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors
@@ -796,12 +796,12 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _has_rows(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Return whether all tensors have ``dtype`` and no gaps beyond the first dimension."""
+    """Return whether all tensors are of ``dtype`` and have gaps in the first dimension only."""
     return all(tensor.dtype == dtype and _is_gapless(tensor) for tensor in tensors)
 
 
 def _is_gapless(tensor: Tensor) -> bool:
-    """Return whether a tensor has no gaps within each index of the first dimension."""
+    """Return whether each index of the first dimension has its numbers without gaps."""
     return tensor[:1].is_contiguous()
 
 
@@ -823,7 +823,7 @@ def _step(metadata: StateMetadata, num_tokens: int) -> tuple[int, ...]:
 
 
 def _is_weight(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor fits as a norm's weight for ``x``: same type, or float32."""
+    """Return whether a tensor is a norm's weight for ``x``: of its type or of float32."""
     known = (x.dtype, torch.float32)
     return weight.shape == shape and weight.dtype in known and weight.is_contiguous()
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton_kernels.native.library import TapeEntry
 
-# What torch may do while a tape is recorded: nothing that computes or copies.
+# Torch's functions that are allowed while a tape is recorded: none computes or copies.
 _HARMLESS = {
     "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
     "aten::new_empty_strided", "aten::view", "aten::_unsafe_view", "aten::slice", "aten::select",
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class TapeError(Exception):
-    """An op was computed that a tape cannot run again; the message names it."""
+    """A function ran that no tape can replay; the message is its name."""
 
 
 def check(code: int) -> None:
@@ -96,11 +96,11 @@ class Recorder(threading.local):
 
 
 class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Allow torch to allocate and view only."""
+    """A mode in which torch may only allocate and view."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return True: otherwise torch imports its compiler, for a second, at the first op."""
+        """Return False, or the first op would import torch's compiler, which takes a second."""
         return False
 
     def __torch_dispatch__(

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase
 
-# What a kernel without sinks is compiled with ahead of time.
+# Constants of a kernel without sinks that is compiled ahead of time.
 NO_SINKS: dict[str, int | float | bool | None] = {"sinks": None}
 _LOG2_E = math.log2(math.e)
 
@@ -31,7 +31,7 @@ def padded_side(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PagedShape:
-    """Shapes of the model and its KV cache, for which a kernel is specialized."""
+    """Shapes of a model and of its KV cache that a kernel is compiled for."""
 
     num_kv_heads: int
     group: int  # query heads that share a KV head
@@ -78,7 +78,7 @@ def _paged_shape(
     inside = (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
     assert strides[1:] == inside, f"a block is not contiguous: {strides}"
     assert token_strides == (head_dim, 1), f"a token is not: {token_strides}"
-    # Rows of 16 bytes are what a thread loads at once.
+    # A thread loads rows of 16 bytes at once.
     assert strides[0] % 8 == 0, f"stride of blocks is odd: {strides[0]}"
     assert num_heads % num_kv_heads == 0
     return PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, is_fp8)
@@ -86,7 +86,7 @@ def _paged_shape(
 
 @dataclass(frozen=True, slots=True)
 class TileSize:
-    """How one kernel is cut for one head size, see ``tile_sizes``."""
+    """Sizes of a kernel's tiles for one head size, see ``tile_sizes``."""
 
     tokens: int  # keys per tile
     num_warps: int
@@ -95,14 +95,14 @@ class TileSize:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; in the interpreter some small number."""
+    """Return a GPU's number of streaming multiprocessors; in the interpreter a small number."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """``(score_scale, cap)`` for :func:`scaled_scores`."""
+    """Return ``(score_scale, cap)`` for :func:`scaled_scores`."""
     if soft_cap is None:
         return scale * _LOG2_E, 0.0
     return scale / soft_cap * 2 * _LOG2_E, soft_cap * _LOG2_E
@@ -110,7 +110,7 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
 
 @triton.jit
 def scaled_scores(products, score_scale, cap, HAS_SOFT_CAP: tl.constexpr):
-    """Products of queries and keys -> scores whose ``exp2`` is the softmax weight."""
+    """Scale products of queries and keys to scores whose ``exp2`` is the softmax weight."""
     scores = products * score_scale
     if HAS_SOFT_CAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), with the factor 2 log2(e) in score_scale.
@@ -127,14 +127,14 @@ def key_offsets(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Return the offsets of tokens' keys in the cache, for head 0; 0 from token ``end`` on."""
+    """Return the offset of each token's key for head 0 in the cache; 0 for tokens from ``end``."""
     block_ids = tl.load(block_table_row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
     return block_ids.to(tl.int64) * tl.multiple_of(block_stride, 8) + tokens % BLOCK_SIZE * HEAD_DIM
 
 
 @triton.jit
 def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
-    """``[len(rows), D]``; zeros for tokens from ``end`` and dimensions from ``HEAD_DIM``.
+    """Load ``[len(rows), D]``; zeros for tokens from ``end`` and dimensions from ``HEAD_DIM``.
 
     Zeros, because memory behind the last token may contain NaN.
     """
@@ -161,7 +161,7 @@ def sink_weights(sinks, heads, present, highest):
 
 @triton.jit
 def divisor_of(total, sinks, heads, present, highest, is_whole):
-    """Return the divisor of sums; a sink counts if the part is whole. A row may see no key."""
+    """Return each row's softmax divisor, 1 if it sees no key; add the sink if the part is whole."""
     divisor = tl.where(total == 0, 1.0, total)
     if sinks is not None:
         divisor += tl.where(is_whole, sink_weights(sinks, heads, present, highest), 0.0)
@@ -170,7 +170,7 @@ def divisor_of(total, sinks, heads, present, highest, is_whole):
 
 @triton.jit
 def fold(scores, values, highest, total, acc, IEEE: tl.constexpr):
-    """Online softmax (Milakov and Gimelshein, arXiv:1805.02867): add one tile.
+    """Add one more tile to the online softmax (Milakov and Gimelshein, arXiv:1805.02867).
 
     Args:
         scores: ``[M, TILE]``, -inf where hidden.
@@ -207,7 +207,7 @@ def aot_case(
     *,
     fuses_floats: bool = True,
 ) -> AotCase:
-    """A case of one of the attention kernels, whose other arguments have the same types in all."""
+    """Build a compilation case; arguments not given have one type in all attention kernels."""
     types = {"score_scale": "fp32", "cap": "fp32"}
     types |= dict.fromkeys(("query_stride", "block_stride"), "i32:16")
     types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}

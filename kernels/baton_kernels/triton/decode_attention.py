@@ -112,7 +112,7 @@ def merge_parts(
     HEADS: tl.constexpr,  # GROUP rounded up
     PARTS: tl.constexpr,  # at once
 ):
-    """Merge all parts of one request and KV head; returns ``[HEADS, D]``."""
+    """Combine all parts of one request and KV head by their weights: ``[HEADS, D]``."""
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, D)
     highest = tl.full([HEADS], -float("inf"), tl.float32)
@@ -124,7 +124,7 @@ def merge_parts(
         rows = (first_slot + part)[:, None] * NUM_HEADS + (kv_head * GROUP + heads)[None, :]
         in_tile = present[:, :, None] & (dims < HEAD_DIM)[None, None, :]
         pointers = part_out + rows[:, :, None] * HEAD_DIM + dims[None, None, :]
-        # Other processors wrote them: not from the cache of this one.
+        # Other processors wrote them, so this processor's cache may be stale.
         lse = tl.load(part_lse + rows, mask=present, other=-float("inf"), cache_modifier=".cg")
         values = tl.load(pointers, mask=in_tile, other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, tl.max(lse, 0))
@@ -237,7 +237,7 @@ def decode_attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """Memory that a step's programs share; kept from step to step."""
+    """Buffers through which a step's programs exchange results; reused by later steps."""
 
     work: Tensor  # [num_slots, 4] int32
     first_slot: Tensor  # [num_requests + 1] int32
@@ -260,7 +260,7 @@ class DecodeBuffers:
 
 
 def spare_slots(shape: PagedShape, device: torch.device) -> int:
-    """Slots that fill the GPU, whatever the number of requests."""
+    """Slots that fill the GPU for any number of requests."""
     return -(-num_multiprocessors(device) * _PROGRAMS_PER_SM // shape.num_kv_heads)
 
 
@@ -293,7 +293,7 @@ def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
 
 @dataclass(frozen=True, slots=True)
 class BoundDecodes:
-    """A step's launch, for all layers with the same options; uses the buffers of its plan."""
+    """The launch of one step in all layers of the same options, with its plan's buffers."""
 
     attend: Launch
     metadata: AttentionMetadata

@@ -99,7 +99,7 @@ class Tiles:
 
     Attributes:
         experts: ``[count]`` int64, ``num_experts`` where a tile has none.
-        first_places: ``[count]`` int64, of each tile's first row, in the order.
+        first_places: ``[count]`` int64, place of each tile's first row in ``order``.
         ends: ``[num_experts]`` int64, the places behind each expert's rows.
         order: ``[num_rows]`` int64, rows by expert.
     """
@@ -111,17 +111,17 @@ class Tiles:
 
     @property
     def count(self) -> int:
-        """Tiles, some of them without rows."""
+        """Number of tiles; some have no rows."""
         return len(self.experts)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors, in the order that kernels take."""
+        """All tensors, in the order of the kernels' arguments."""
         return self.experts, self.first_places, self.ends, self.order
 
     @classmethod
     def of(cls, ids: Tensor, num_experts: int, tile_rows: int) -> Tiles:
-        """Sort the rows of ``ids``, ``[num_tokens, top_k]``, without the host reading them."""
+        """Sort the rows of ``ids``, ``[num_tokens, top_k]``, without a copy to the host."""
         flat = ids.flatten().long()  # [num_rows]
         num_rows = len(flat)
         order = flat.sort(stable=True).indices
@@ -130,7 +130,7 @@ class Tiles:
         ends = sizes.cumsum(0)
         tiles = (sizes + (tile_rows - 1)) // tile_rows
         tile_ends = tiles.cumsum(0)
-        # Every expert but the last of its tiles fills them: so many there are at the most.
+        # Each expert fills all of its tiles but the last, which bounds the number of tiles.
         most = min(num_rows, num_rows // tile_rows + min(num_experts, num_rows))
         ids_of_tiles = torch.arange(most, device=ids.device)
         experts = torch.searchsorted(tile_ends, ids_of_tiles, right=True)
@@ -184,7 +184,7 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Compute some columns of a tile's gated hidden rows, rounding each step like the reference."""
+    """Compute BLOCK_N columns of a tile's gated middle; round each step as the reference does."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -196,7 +196,7 @@ def gate_up_kernel(
     is_column = column < inner
     depth = tl.arange(0, BLOCK_K)
     x_at = x_ptr + (row // top_k)[:, None] * hidden + depth[None, :]
-    # Without gates there are ups alone, in their place.
+    # Without gates, only the up projections are there.
     HALVES: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
     gate_at = weight_ptr + (expert * HALVES * inner + column)[None, :] * hidden + depth[:, None]
     up_at = gate_at + inner.to(tl.int64) * hidden
@@ -246,7 +246,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute some columns of a tile's results."""
+    """Compute BLOCK_N columns of a tile's results."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -278,7 +278,7 @@ def down_kernel(
 def sum_kernel(
     result_ptr, weight_ptr, base_ptr, base_gate_ptr, out_ptr, hidden, top_k, BLOCK: tl.constexpr
 ):
-    """Sum some columns of one token's results, in the order of its chosen experts."""
+    """Sum some columns of one token's results, in the order in which it chose the experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < hidden

@@ -20,7 +20,7 @@ def has_fp8(device: torch.device) -> bool:
 
 @triton.jit
 def to_stored(x, factor, dtype: tl.constexpr):
-    """Convert like ``reference.quantize_fp8`` for a float8 cache; otherwise cast."""
+    """Convert to the cache's type: as ``reference.quantize_fp8`` for float8, else by a cast."""
     if dtype == tl.float8e4nv:
         wide = x.to(tl.float32) * factor
         x = tl.clamp(wide, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)

@@ -29,15 +29,15 @@ from triton.runtime.jit import JITFunction
 _ALIGNMENT = 16  # bytes; what Triton takes for aligned
 _MAX_INT32 = 2**31 - 1
 _runtime = knobs.runtime
-# What to call, the grid, what comes before and behind the addresses, whether those are one tuple.
+# Function, grid, arguments before and after the addresses, whether addresses are one tuple.
 _Ready = tuple[Callable[..., None], tuple[int, ...], tuple[object, ...], tuple[object, ...], bool]
 
-# Launches that an op keeps: one for each shape of steps, and those change with every prompt.
+# Launches that an op keeps, one per shape of a step; shapes change with every prompt.
 NUM_KEPT = 512
 
 
 class Launcher:
-    """One kernel with its constants, to be made once and kept.
+    """One kernel with its constants; make it once and keep it.
 
     Args:
         kernel: the ``@triton.jit`` function, whose arguments are pointers first, then numbers,
@@ -100,7 +100,7 @@ class Launcher:
 
 
 class Launch:
-    """A kernel with its constants, numbers and grid: only the tensors' addresses are to come.
+    """A kernel with its constants, numbers and grid; a call adds only the tensors' addresses.
 
     Args:
         launcher: the kernel's launcher.
@@ -114,7 +114,7 @@ class Launch:
         self, launcher: Launcher, grid: tuple[int, ...], numbers: Sequence[int | float] = ()
     ) -> None:
         self._launcher, self._grid, self._numbers = launcher, _three(grid), tuple(numbers)
-        # By device and alignment: what to call, with what before the addresses and behind them.
+        # By device and alignment: the function, and the arguments before and after the addresses.
         self._ready: dict[tuple[int, object], _Ready] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -150,7 +150,7 @@ class Launch:
     def _find(
         self, device: int, alignment: object, tensors: Sequence[Tensor | None]
     ) -> _Ready | None:
-        """Find the variant; None: Triton had to, and has launched it."""
+        """Return the variant; None: Triton had to find it, and has launched it."""
         launcher, numbers = self._launcher, self._numbers
         key = launcher.key(device, alignment, tensors, numbers)
         variant = launcher.known(key)
@@ -172,7 +172,7 @@ def bind(
 
 
 def _launch_nothing(*tensors: Tensor | None) -> None:
-    """Launch nothing: the grid is empty."""
+    """Do nothing: the grid is empty."""
 
 
 def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
@@ -193,7 +193,7 @@ def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A compiled variant of a kernel, found by its key."""
+    """A compiled kernel and its constants, stored under a key."""
 
     run: Any
     function: int
@@ -224,7 +224,7 @@ class _Variant:
 
 
 class _Numbers:
-    """The numbers of a kernel that Triton specializes on, and the others."""
+    """The numbers of a kernel that Triton specializes on."""
 
     def __init__(self, kernel: JITFunction[Any], first: int, count: int) -> None:
         params = kernel.params[first : first + count]
@@ -232,9 +232,9 @@ class _Numbers:
         self._fixed = [place for place, param in enumerate(params) if not param.do_not_specialize]
 
     def key(self, numbers: Sequence[int | float]) -> list[int | float | bool]:
-        """Key the arguments it looks at, and of the others whether they need more than 32 bits.
+        """Return a key of the specialized numbers, and of which others exceed 32 bits.
 
-        It looks at less than the value; but these are a model's, so there are few of them.
+        Triton looks at less than the values, but these are a model's, so there are few of them.
         """
         fixed = [numbers[place] for place in self._fixed]
         return fixed + [numbers[place] > _MAX_INT32 for place in self._free]

@@ -39,7 +39,7 @@ def add_rms_norm(
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Norm the sum of ``x`` and residual; return both, without a residual of ``x`` alone."""
+    """Norm the sum of ``x`` and the residual, or ``x`` alone; return norm and sum."""
     added = x if residual is None else residual
     launch = _bind(
         x.shape, x.stride(), added.stride(), x.dtype, weight.shape, weight.dtype,
@@ -102,7 +102,7 @@ def rms_norm_kernel(
     eps, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows per program; like the reference, each intermediate result is rounded."""
+    """Normalize ROWS rows per program; round each intermediate result as the reference does."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weight_dtype: tl.constexpr = weight_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]

@@ -173,7 +173,7 @@ def _blocks(head_dim: int, rotary_dim: int) -> dict[str, int]:
 
 @triton.jit
 def turn(x1, x2, cos_ptr, sin_ptr, pair, HALF: tl.constexpr):
-    """The two halves of a token's heads ``[HEADS, HALF_BLOCK]``, turned; in float32."""
+    """Rotate the two halves of a token's heads, ``[HEADS, HALF_BLOCK]`` each, in float32."""
     exists = pair < HALF
     cos1 = tl.load(cos_ptr + pair, mask=exists, other=0.0).to(tl.float32)[None, :]
     cos2 = tl.load(cos_ptr + HALF + pair, mask=exists, other=0.0).to(tl.float32)[None, :]
@@ -187,7 +187,7 @@ def normalize(
     x, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, dim, exists,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Some dims ``[HEADS, n]`` of heads times their norm's weight, rounded as the reference is."""
+    """Normalize some dims ``[HEADS, n]`` of heads; round as the reference does."""
     wide = x * inverse_rms[:, None]
     normed = wide.to(dtype).to(tl.float32)
     if query_weight_ptr is not None:
@@ -212,7 +212,7 @@ def norm_rotary_store_kernel(
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
     TAIL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, of which every dim is in a register.
+    """Norm, rotate and store HEADS heads of one token; each dim is in a register.
 
     | x1 (HALF) | x2 (HALF) | tail (HEAD_DIM - 2 * HALF) |
     """
@@ -279,7 +279,7 @@ def rotary_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token."""
+    """Rotate HEADS heads of one token."""
     dtype = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -306,7 +306,7 @@ def store_kv_kernel(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """The keys or the values of one token."""
+    """Store the keys or the values of one token."""
     token, plane = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, DIMS)[None, :]
     slot = tl.load(slots_ptr + token)

@@ -35,8 +35,8 @@ from baton_kernels.triton.aot import FP8, AotCase
 from baton_kernels.triton.attention_tile import padded_side
 from baton_kernels.triton.launch import Launcher
 
-FEW_TOKENS = 64  # tokens of a tile; up to so many, a row's inputs are summed in parts
-# By what the kernels take from there on, and what the numbers of a weight cost in memory.
+FEW_TOKENS = 64  # of a tile, and for which a row's inputs are summed in parts
+# Numbers of tokens from which unpacking pays, by the kernels' times and the memory it takes.
 GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
 WANTED_PROGRAMS = {4: 512, 8: 384}  # programs that fill a GPU, by bits of a code
@@ -51,7 +51,7 @@ WORDS = tl.constexpr(SIDE)
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """How a matrix product is cut into programs.
+    """Tile sizes of a product.
 
     Attributes:
         rows: rows of the weight in a tile.
@@ -364,7 +364,7 @@ _BF16_8_FROM_0 = tl.constexpr(_bytes_bf16(0xCB000000))
 _BF16_8 = tl.constexpr(_bytes_bf16(0xCB000080))
 _FP16_8_FROM_0 = tl.constexpr(_bytes_fp16(0xE400E400))
 _FP16_8 = tl.constexpr(_bytes_fp16(0xE480E480))
-# Results are written while there is still a word to be read: they have registers of their own.
+# Results are written before the last word is read, so they need registers of their own.
 _EIGHT_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
 _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
@@ -373,7 +373,7 @@ _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 def plane_of(
     words, place: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr, FROM_0: tl.constexpr
 ):
-    """One plane's numbers, without the instructions of a GPU."""
+    """Unpack one plane's numbers without GPU instructions."""
     number = ((words >> (place * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
     if not FROM_0:
         number -= 1 << (BITS - 1)
@@ -382,7 +382,7 @@ def plane_of(
 
 @triton.jit
 def planes_of_4_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
-    """Unpack words of 4-bit codes into the numbers of eight planes."""
+    """Unpack the numbers of eight planes."""
     if HAS_ASM and dtype == tl.bfloat16:
         planes = tl.inline_asm_elementwise(
             _BF16_4_FROM_0 if FROM_0 else _BF16_4, _EIGHT_OF_TWO, [words],
@@ -409,7 +409,7 @@ def planes_of_4_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: 
 
 @triton.jit
 def planes_of_8_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
-    """Unpack words of 8-bit codes into the numbers of four planes."""
+    """Unpack the numbers of four planes."""
     if HAS_ASM and dtype == tl.bfloat16:
         planes = tl.inline_asm_elementwise(
             _BF16_8_FROM_0 if FROM_0 else _BF16_8, _FOUR_OF_TWO, [words],
@@ -430,7 +430,7 @@ def planes_of_8_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: 
 
 @triton.jit
 def group_numbers(ptr, factor_ptr, group, row, out_features, GROUP: tl.constexpr):
-    """Scales, or minima, of one group of some rows, in float32."""
+    """Load the scales or the minima of one group of some rows, in float32."""
     numbers = tl.load(ptr + group * out_features + row).to(tl.float32)
     if factor_ptr is not None:
         factor_at = factor_ptr + group * GROUP // SUPER_GROUP * out_features + row
@@ -457,7 +457,7 @@ def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.con
 
 @triton.jit
 def scaled(codes, of_group, HAS_MINIMA: tl.constexpr):
-    """One plane's codes as weights, computed in float32 and rounded to the codes' type."""
+    """Scale one plane's codes in float32, then round to their type."""
     numbers = codes.to(tl.float32) * of_group[0][:, None]
     if HAS_MINIMA:
         numbers += of_group[1][:, None]
@@ -469,16 +469,16 @@ def numbers_of(
     words, at, dtype: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     IS_SCALED: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_ASM: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's codes as numbers, ``[rows, inputs]``; scaled, if they are to be.
+    """Unpack a chunk's codes to numbers, ``[rows, inputs]``, scaled if ``IS_SCALED``.
 
-    ``at``: the chunk, pointers to the groups' numbers, rows, and how many inputs and rows there
-    are. Planes are joined by turns, so that an input's place is its plane's, and then its word's:
-    where its number is already, in the registers of a product's operand.
+    ``at``: the chunk, pointers to the groups' numbers, the rows, and the numbers of all inputs and
+    rows. Planes are interleaved: an input's index is its plane first, then its word. In a product's
+    operand each number then stays in the register where it is unpacked.
     """
     if BITS == 4:
         p = planes_of_4_bits(words, dtype, HAS_MINIMA, HAS_ASM)
         if IS_SCALED:
-            # Planes in the same group share its scale and minimum.
+            # Planes of one group share its scale and minimum.
             g0 = scale_and_minimum(0, at, 4, GROUP)
             g4 = scale_and_minimum(4, at, 4, GROUP) if GROUP <= 64 else g0
             g2 = scale_and_minimum(2, at, 4, GROUP) if GROUP <= 32 else g0
@@ -554,7 +554,7 @@ def grouped_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, IS_EVEN: tl.constexpr, HAS_ASM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the weight times some tokens, over some chunks of the inputs."""
+    """Multiply BLOCK_N rows of the weight by BLOCK_M tokens, over some chunks of the inputs."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Places beyond the last row or token load the last one again; their results are not stored.
@@ -597,7 +597,7 @@ def unpack_kernel(
     out_features, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ASM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of some rows as numbers."""
+    """Unpack one chunk of BLOCK_N rows to numbers."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     chunk = tl.program_id(1)
     known = tl.minimum(row, out_features - 1)
@@ -619,7 +619,7 @@ def unpack_float8_kernel(
     number_ptr, scale_ptr, out_ptr, in_features, out_features,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Some inputs, of one group, of some rows as numbers."""
+    """Scale BLOCK_K inputs of one group, for BLOCK_N rows."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     is_row = row < out_features
@@ -637,9 +637,9 @@ def rounded_kernel(
     num_tokens, in_features, out_features, num_chunks,
     GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the weight times some tokens; ``GROUP`` 0: one scale for all of a row.
+    """Multiply some rows of the weight by some tokens; ``GROUP`` 0: one scale per row.
 
-    Integers are summed as integers: whatever their order, the sum is the same.
+    Integers are summed as integers, so their order does not change the sum.
     """
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -686,7 +686,7 @@ def round_kernel(
     x_ptr, number_ptr, scale_ptr, x_stride, num_tokens, size, group_size,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One group of one token: its largest number becomes ``LARGEST``."""
+    """Round one group of one token; scale its largest number to ``LARGEST``."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = group * group_size
     end = tl.minimum(first + group_size, size)
@@ -696,7 +696,7 @@ def round_kernel(
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
         largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
     limit = tl.max(largest, axis=0)
-    # As torch divides: to the nearest.
+    # Rounds to the nearest, as torch's division does.
     factor = tl.div_rn(tl.full((1,), LARGEST, tl.float32), tl.maximum(limit, 1e-30))
     factor = tl.where(limit > 1e-30, factor, 0.0)
     for start in range(first, end, BLOCK):
@@ -704,7 +704,7 @@ def round_kernel(
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
         x = x.to(tl.float32)
         if number_ptr.dtype.element_ty == tl.int8:
-            # To the nearest, of two the even one: added to 1.5 * 2^23, a number has no fraction.
+            # Rounds to the nearest, ties to even: a float32 near 1.5 * 2^23 has no fraction.
             shift = tl.full((BLOCK,), 12582912.0, tl.float32)
             numbers = tl.fma(x, factor + tl.zeros_like(x), shift) - shift
         else:

@@ -56,7 +56,7 @@ def _bind(
     """Return the result's shape and the bound launch; None: rows are not contiguous.
 
     Args:
-        dtype: part of the cache's key only, because a launch is bound for one dtype.
+        dtype: type of the numbers; each type has a launch of its own.
     """
     *rows, both = shape
     size, row = both // 2, row_stride(shape, stride)
@@ -79,7 +79,7 @@ def _gate_launcher(activation: str) -> Launcher:
 
 @triton.jit
 def gate_of(x, ACTIVATION: tl.constexpr):
-    """Return the activation of ``x``, in float32."""
+    """Apply the activation to ``x`` in float32."""
     if ACTIVATION == "clamped_swiglu":
         x = tl.where(x > SWIGLU_LIMIT, SWIGLU_LIMIT, x)
     if ACTIVATION == "gelu":
@@ -104,7 +104,7 @@ def gate_of(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_half(x, ACTIVATION: tl.constexpr):
-    """What a gate is multiplied with, in float32, of a gated unit's second half."""
+    """Return a gated unit's second half as the gate's factor, in float32."""
     if ACTIVATION == "clamped_swiglu":
         x = tl.where(x > SWIGLU_LIMIT, SWIGLU_LIMIT, x)
         x = tl.where(x < -SWIGLU_LIMIT, -SWIGLU_LIMIT, x) + 1
@@ -115,7 +115,7 @@ def gated_half(x, ACTIVATION: tl.constexpr):
 def silu_mul_kernel(
     gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """Some columns of one row; like the reference, the gate is rounded before the product."""
+    """Multiply some columns of one row; round the gate first, as the reference does."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < size
@@ -132,7 +132,7 @@ def gate_mul_kernel(
     gate_ptr, x_ptr, out_ptr, gate_stride, x_stride, size, BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row, the gate rounded before the product."""
+    """Multiply some columns of one row by their gate, which is rounded first."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < size
@@ -177,7 +177,7 @@ def _gate_case(activation: str) -> AotCase:
     )
 
 
-# What stands alone in front of a tensor of its own, and what comes in halves.
+# Activations of a gate with a tensor of its own; the others come as halves of one tensor.
 _ALONE = ("sigmoid", "relu")
 AOT_CASES = tuple(
     _gate_case(activation) if activation in _ALONE else _case(activation)

@@ -26,7 +26,7 @@ MIN_PART_KEYS = 512  # splitting finer costs more in merging than it gains
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """All programs of one step and one KV head, and what has to be merged after them."""
+    """All programs of one step and one KV head, and the merges after them."""
 
     parts: npt.NDArray[np.int32]  # [n, 5]: request, first new token, first key, end key, slot
     # (-1: the only part of its tile, which needs no merging); those with the most keys first
@@ -45,7 +45,7 @@ def plan_tiles(
     sliding_window: int | None,
     least_new: int = 2,
 ) -> TilePlan:
-    """Cut all requests but those that compute fewer tokens than some.
+    """Cut into tiles all requests except those with fewer new tokens than a limit.
 
     Once per step, and most steps have few tiles: plain loops are faster than arrays.
 
@@ -55,7 +55,7 @@ def plan_tiles(
         tokens_per_tile: new tokens that a program takes at once.
         keys_per_step: keys that a program takes at once; parts but the last are multiples of it.
         block_size: tokens per block of the KV cache; parts begin with one.
-        num_programs: what fills the GPU, per KV head.
+        num_programs: programs per KV head that fill the GPU.
         sliding_window: see ``AttentionBackend.run``.
         least_new: new tokens of a request that is cut; others have a kernel of their own.
     """

@@ -74,7 +74,7 @@ def attend_tile(
     MASKED: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Fold in the keys ``[first, first + TILE)``; unless MASKED, every row sees all of them."""
+    """Add the keys ``[first, first + TILE)`` to the sums; unless MASKED, each row sees them all."""
     tokens = first + tl.arange(0, TILE)
     offsets = key_offsets(table_row, tokens, end, block_stride, BLOCK_SIZE, HEAD_DIM)
     k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, MASKED).to(q.dtype)
@@ -152,7 +152,7 @@ def varlen_attention(
     table_row = block_table + request.to(tl.int64) * table_stride
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    # Positions count from start from here on, the first of a block: that saves registers.
+    # From here on positions count from start, the first of a block, which saves registers.
     table_row += start // BLOCK_SIZE
     positions -= start
     diagonal -= start
@@ -196,7 +196,7 @@ def merge_tiles(
     D: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a program
 ):
-    """Grid (NUM_KV_HEADS, num_merges, M / ROWS): merge the parts of some rows of a tile."""
+    """Grid (NUM_KV_HEADS, num_merges, M / ROWS): combine the parts of some rows of a tile."""
     kv_head = tl.program_id(0)
     merge = merges + tl.program_id(1) * 4
     request = tl.load(merge)
@@ -251,7 +251,7 @@ def plan_step(
     sliding_window: int | None,
     device: torch.device,
 ) -> Tiles:
-    """Plan what :class:`BoundTiles` launches in this step, for all layers of one window."""
+    """Plan the launches of :class:`BoundTiles` in this step, for all layers of one window."""
     cut = _cut(shape, element_size, device)
     plan = plan_tiles(
         metadata.query_lens, metadata.seq_lens_host, sliding_window=sliding_window, **cut
@@ -275,7 +275,7 @@ def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str
 
 
 class CapturedTiles:
-    """Tiles at addresses that stay, for all steps of up to so many tokens and requests.
+    """Tiles at fixed addresses, for all steps of up to a number of tokens and requests.
 
     Every request is in tiles, those with one new token, too. What a step needs no part for is
     some tokens that no request has.
@@ -307,7 +307,7 @@ class CapturedTiles:
         capacity = most_parts(num_tokens, num_requests, *parts_of_work)
         capacity = -(-capacity // 4) * 4  # so that the merges begin at a multiple of 16 bytes
         parts = np.tile(np.array([0, _NO_TOKEN, 0, 0, -1], dtype=np.int32), (capacity, 1))
-        # A tile that is cut has two parts at least. These have one: nothing is divided by 0.
+        # Cut tiles have two parts or more. Unused entries have one, so nothing divides by 0.
         merges = np.tile(np.array([0, _NO_TOKEN, 0, 1], dtype=np.int32), (capacity // 2, 1))
         self._num_in_parts = parts.size
         self._idle = np.concatenate((parts.reshape(-1), merges.reshape(-1)))
@@ -335,7 +335,7 @@ class CapturedTiles:
 
 @dataclass(frozen=True, slots=True)
 class BoundTiles:
-    """What one step launches in every layer of the same options.
+    """The launches of one step in all layers of the same options.
 
     Attributes:
         attend, merge: take the tensors that differ between layers; ``merge`` None: no tile is cut.
@@ -381,7 +381,7 @@ def bind_tiles(
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: one layer's, see ``PagedShape.of``.
         metadata: the step.
-        tiles: of :func:`plan_step` for this step and window.
+        tiles: tiles of :func:`plan_step` for this step and window.
         scale: see ``AttentionBackend.run``.
         sliding_window: see ``AttentionBackend.run``.
         soft_cap: see ``AttentionBackend.run``.

@@ -6,7 +6,7 @@ from models.fields import MAX_PARTS, Fields
 from models.model_fields import ModelFields
 from models.recipe import ExpertsSpec, LayerSpec, MixerSpec, MlpSpec
 
-# What checkpoints with the fields of `routed_experts` have in place of our names.
+# Our names -> names in checkpoints with the fields of `routed_experts`.
 ROUTED_NAMES = {
     ".mlp.shared_expert.": ".mlp.shared_experts.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",

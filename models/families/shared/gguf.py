@@ -12,7 +12,7 @@ from models.model_fields import FULL, SLIDING
 # head's first half, then of its second.
 PAIRS = {"attn_q": (Change.QUERY_HALVES,), "attn_k": (Change.KEY_HALVES,)}
 EXPERTS = ("ffn_up_exps.weight", "ffn_gate_up_exps.weight")
-# Names of shared experts, and of what is added to scores, in the checkpoints of `routed_experts`.
+# Names of shared experts and of score biases in the checkpoints of `routed_experts`.
 ROUTED_EXPERTS: Names = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",

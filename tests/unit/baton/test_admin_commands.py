@@ -35,7 +35,7 @@ ON_PAGE = re.findall(r"^\$ baton admin (.*)$", PAGE, re.MULTILINE)
 
 
 def _find(words: list[str]) -> tuple[Any, str, list[str]]:
-    """The command that words begin with, its name, and its arguments."""
+    """Find the command that a line's words begin with; return its name and arguments too."""
     found: Any = typer.main.get_command(app)
     name: list[str] = []
     while hasattr(found, "list_commands"):
@@ -219,7 +219,7 @@ def shown_by(monkeypatch: pytest.MonkeyPatch, module: Any, width: int) -> io.Str
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_ids_of_requests_stay_in_one_piece(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, an id was broken over three lines at 80 columns, and could not be copied."""
+    """Regression: an id was broken over three lines at 80 columns, and could not be copied."""
     of_router = admin_pb2.RequestTrace(
         request_id=ROUTERS_ID, state="finished", received_at=1.0, num_prompt_tokens=1219,
         num_output_tokens=128, first_token_s=6.1, ended_s=12.3,
@@ -260,7 +260,7 @@ def test_engines_that_died_stand_below_each_other(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_prompt_of_which_no_block_travelled_has_no_transport() -> None:
-    """Before: "got 0 B (0 blocks) by , 0 us of it exposed"."""
+    """Regression: "got 0 B (0 blocks) by , 0 us of it exposed"."""
     decode = types_pb2.DecodeReceipt(num_prompt_tokens_computed=3)
     receipt = types_pb2.Receipt(decode_node="d0", decode=decode)
     account = _decode_account(admin_pb2.RequestTrace(num_output_tokens=1, receipt=receipt))
@@ -273,7 +273,7 @@ def test_a_prompt_of_which_no_block_travelled_has_no_transport() -> None:
 
 
 def test_the_page_shows_the_counts_that_stats_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, the page's example had lost lines that had come since."""
+    """Regression: the page's example had lost lines that had come since."""
     found = admin_pb2.GetStatsResponse(policy="cost")
     found.admission.SetInParent()
     page = io.StringIO()

@@ -48,7 +48,7 @@ def refused(read: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("text", [f"a = {DEEP}", f"a = {LONG}", "a = \x00", "a = [", "\ufeff"])
 def test_a_file_of_options_or_keys_is_refused_by_one_line(tmp_path: Path, text: str) -> None:
-    """Before, five thousand brackets or digits gave tracebacks."""
+    """Regression: five thousand brackets or digits gave tracebacks."""
     path = tmp_path / "x.toml"
     path.write_text(text, encoding="utf-8")
     assert str(path) in refused(lambda: read_config_file(path, "router", {}))
@@ -128,7 +128,7 @@ def test_a_routers_limits_are_numbers_within_theirs(tmp_path: Path, value: objec
 
 @pytest.mark.parametrize("weight_map", [[], 3, {"a": 3}, {"a": ["x"]}])
 def test_an_index_maps_names_to_names(tmp_path: Path, weight_map: object) -> None:
-    """Before, a list in place of a file's name gave a traceback."""
+    """Regression: a list in place of a file's name gave a traceback."""
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
@@ -163,7 +163,7 @@ def safetensors(path: Path, header: object, num_bytes: int = 64, length: int | N
 def test_a_header_is_held_against_the_file(
     tmp_path: Path, changes: dict[str, object], problem: str
 ) -> None:
-    """Before, an offset of 2**62 made the router read for ever."""
+    """Regression: an offset of 2**62 made the router read for ever."""
     tensor = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
     other = {**tensor, "data_offsets": [16, 32], **changes}
     line = refused(
@@ -195,7 +195,7 @@ def test_a_tensors_name_is_printable(tmp_path: Path) -> None:
 
 
 def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
-    """Before, a hundred thousand tensors of the same bytes were all read."""
+    """Regression: a hundred thousand tensors of the same bytes were all read."""
     tensor = {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}
     header = {str(number): tensor for number in range(100_000)}
     path = safetensors(tmp_path / "x.safetensors", header)

@@ -131,7 +131,7 @@ def test_no_text_is_taken_for_a_role_by_accident(path: str) -> None:
 
 
 class Context:
-    """A servicer context as far as certificates go."""
+    """A servicer context that has only certificates."""
 
     def __init__(self, pem: bytes) -> None:
         self._pem = pem

@@ -25,7 +25,7 @@ TAKEN = (
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder full of files with names of ours; who imports one leaves `executed` there."""
+    """Make a folder of files with our modules' names; importing one leaves `executed` there."""
     folder = tmp_path / "project"
     folder.mkdir()
     marker = tmp_path / "executed"
@@ -77,7 +77,7 @@ def test_a_fleet_inherits_settings_and_not_what_one_process_has_for_itself(
 
 @pytest.mark.parametrize("option", ["listen", "http_listen"])
 def test_where_another_fleet_listens_nothing_is_started(option: str) -> None:
-    """Or our nodes would join that one, and be `ready` there."""
+    """Refuse to start, as our nodes would join the other fleet and be `ready` there."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -25,7 +25,7 @@ ROOT: Any = typer.main.get_command(app)
 
 
 def leaves(command: Any = ROOT, name: str = "baton") -> Iterator[tuple[str, Any]]:
-    """All commands that do something, with the words that call them."""
+    """Yield all commands that do something, with the words that call them."""
     if not hasattr(command, "list_commands"):
         yield name, command
         return
@@ -159,7 +159,7 @@ def test_an_error_of_a_command_is_one_line_with_its_option() -> None:
 
 @pytest.mark.medium
 def test_help_waits_for_no_library_that_it_does_not_need() -> None:
-    """What takes longest to import, and what brings it in."""
+    """Check the slowest imports, and the modules that bring them in."""
     code = (
         "import sys\nfrom baton.cli.app import app\n"
         "try: app(['--help'], prog_name='baton')\n"
@@ -175,7 +175,7 @@ def test_help_waits_for_no_library_that_it_does_not_need() -> None:
 
 @pytest.mark.medium
 def test_an_error_of_an_operators_command_names_its_option_too() -> None:
-    """It said ``router: ...``."""
+    """Regression: the error began ``router: ...``."""
     code, _, errors = baton("admin", "nodes", "--router", "127.0.0.1:1")
     assert code == 1
     assert errors == "error: --router: 127.0.0.1:1 cannot be reached (is it up?)\n"
@@ -220,7 +220,7 @@ print(*sys.modules)
 
 @pytest.mark.medium
 def test_who_asks_for_help_does_not_wait_for_what_the_commands_need() -> None:
-    """Half a second of CPU went into gRPC, TLS, tokenizers and tables that help does not show."""
+    """Regression: help spent half a second of CPU on imports of gRPC, TLS and tokenizers."""
     done = subprocess.run(
         [sys.executable, "-c", SHOW_HELP, *EVERY], capture_output=True, text=True, check=True
     )
@@ -243,6 +243,6 @@ def test_who_asks_for_help_does_not_wait_for_what_the_commands_need() -> None:
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_with_a_remedy(words: str, line: str) -> None:
-    """Before, usage errors took four lines, and named neither the version nor a remedy."""
+    """Regression: usage errors took four lines, and named neither the version nor a remedy."""
     done = CliRunner().invoke(app, words.split(), prog_name="baton")
     assert (done.exit_code, done.output) == (2, f"error: {line}\n")

@@ -134,7 +134,7 @@ def test_what_is_wrong_in_a_variable_is_said_with_its_name(
 
 
 def test_the_page_of_settings_shows_an_error_that_the_program_says() -> None:
-    """Before, the page showed a limit that the option no longer had."""
+    """Regression: the page showed a limit that the option no longer had."""
     text = (PAGE.parent / "settings.md").read_text(encoding="utf-8")
     shown = re.findall(r"^error: (BATON_\w+): (.* got (.+))$", text, re.MULTILINE)
     assert shown

@@ -87,7 +87,7 @@ def test_commands_are_found() -> None:
 
 
 def test_an_option_that_nobody_has_is_refused() -> None:
-    for wrong in (["--guesses"], ["--node-args", "--guesses"]):
+    for wrong in (["--unknown"], ["--node-args", "--unknown"]):
         with pytest.raises(Exception, match="has no such option"):
             parse(["up", "--model", "M", *wrong])
 

@@ -78,7 +78,7 @@ def test_a_new_process_replaces_a_template_that_was_killed() -> None:
 
 
 def test_a_template_holds_nothing_of_its_program_open() -> None:
-    """Peers of the program would else wait for the end of connections that it has closed."""
+    """Keep no file of the program open, or peers would wait for connections that it has closed."""
     printed = run("""
         reader, writer = os.pipe()
         early = fork_template(lambda: make_work({}))

@@ -28,7 +28,7 @@ def tree(kind: type[BatonError]) -> Iterator[type[BatonError]]:
             yield from tree(child)
 
 
-# Those that end a program before it serves anything have no status.
+# Errors that end a program before it serves have no status.
 START_UP_ONLY = {BatonError, ConfigError, ModelLoadError}
 
 
@@ -71,7 +71,7 @@ def test_an_invalid_request_keeps_field_and_problem_apart_and_joins_them_in_its_
 
 
 def test_what_a_client_sent_is_quoted_up_to_a_limit() -> None:
-    """Eight megabytes of a wrong name came back, through the escapes of JSON."""
+    """Regression: an error quoted a wrong name of eight megabytes as a whole."""
     error = InvalidRequestError("k" * 8_000_000, "is " + "x" * 8_000_000 + ", not known")
     assert len(str(error)) < 5_000
     assert str(error).endswith(", not known")

@@ -40,7 +40,7 @@ def problem_of_exporter(endpoint: str) -> str:
 def test_no_variable_ends_a_program_without_its_name(
     name: str, scheme: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before, `OTEL_EXPORTER_OTLP_TIMEOUT=` and others ended a program in a traceback."""
+    """Regression: `OTEL_EXPORTER_OTLP_TIMEOUT=` and others ended a program in a traceback."""
     for value in ODD:
         with monkeypatch.context() as context:
             context.setenv(name, value)
@@ -93,7 +93,7 @@ def test_headers_are_not_shown() -> None:
 
 
 def test_a_file_without_a_certificate_is_refused(tmp_path: Path) -> None:
-    """Before, an exporter without its CA's file took those of the machine."""
+    """Regression: an exporter without its CA's file took those of the machine."""
     (tmp_path / "ca.pem").write_text("nothing")
     with pytest.raises(ConfigError, match=r"^OTEL_EXPORTER_OTLP_CERTIFICATE: must be a PEM file"):
         check_environment({"OTEL_EXPORTER_OTLP_CERTIFICATE": str(tmp_path / "ca.pem")})

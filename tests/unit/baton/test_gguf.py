@@ -64,7 +64,7 @@ def write(
     tensors: dict[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A file without layers."""
+    """Write a file without layers."""
     vocabulary = vocabulary or plain_vocabulary(40)
     rows = numpy.ones((len(vocabulary.tokens), 32), dtype=numpy.float32)
     found = {"token_embd.weight": (rows, F32)} | (tensors or {})
@@ -327,7 +327,7 @@ HOSTILE: dict[str, tuple[dict[str, bytes], str]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_file_of_untrusted_hands_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    """These were errors that nobody expects, much memory, or minutes."""
+    """Regression: these files caused unexpected errors, or took much memory or minutes."""
     changes, message = HOSTILE[name]
     integers = {field: value for field, value in FIELDS.items() if isinstance(value, int)}
     metadata = {

@@ -21,7 +21,7 @@ from baton.text.grammars import _LARK, make_grammar
 pytestmark = pytest.mark.medium
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
-# Quadratic ones took a minute.
+# Readers of quadratic time took a minute.
 LINEAR_S = 5.0
 
 

@@ -168,7 +168,7 @@ def test_frames_that_cost_more_come_less_often(one_frame: bytes, num_at_once: in
 
 
 def test_a_node_may_tell_of_any_number_of_steps() -> None:
-    """A thousand a second passed; tokens and beats of a faster node came ever later."""
+    """Regression: only a thousand steps a second passed, so a faster node's tokens came late."""
     step = (RequestDelta("a", 0, (1,), epoch=1),)
     message = node_event_to_proto(step).SerializeToString()
     data = b"\0" + len(message).to_bytes(4, "big") + message
@@ -203,7 +203,7 @@ def test_a_call_waits_for_its_turn_and_messages_and_settings_behind_it() -> None
 
 
 def test_pings_and_windows_of_what_is_open_overtake_calls_that_wait() -> None:
-    """Before, the answer to a server's keepalive waited, and gRPC ended the connection."""
+    """Regression: the answer to a server's keepalive waited, and gRPC ended the connection."""
     one, turns = waiting_guard()
     turns.append(True)
     begun = headers(1, block())

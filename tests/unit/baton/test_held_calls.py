@@ -32,7 +32,7 @@ class Message:
 
 @asynchronous
 async def test_few_messages_of_one_caller_come_at_once_and_the_others_stay_where_they_are() -> None:
-    """A hundred calls that never sent their last byte took 760 MiB for ever."""
+    """Regression: a hundred calls that never sent their last byte took 760 MiB for ever."""
     held, messages = HeldCalls(), [Message() for _ in range(held_calls.MAX_COMING + 2)]
     tasks = [asyncio.create_task(held.only_message("a", one.come())) for one in messages]
     other = Message()

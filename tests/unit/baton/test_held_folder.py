@@ -46,7 +46,7 @@ def another_process(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]
 
 
 def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
-    """Before, each `kill -9` left a folder behind for ever."""
+    """Regression: each `kill -9` left a folder behind for ever."""
     with another_process(tmp_path) as (owner, left):
         with HeldFolder("held-", str(tmp_path)) as own:
             assert (left / "file").exists()  # its owner lives

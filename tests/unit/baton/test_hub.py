@@ -38,7 +38,7 @@ def test_names_of_the_hub(model: str, expected: HubName | None) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """A repository with these files, and what is fetched of them."""
+    """Files that were looked up in a stand-in for a repository with `FILES`."""
     found: list[str] = []
 
     def cached(repository: str, file: str) -> str:

@@ -43,7 +43,7 @@ TRACEBACK = """Traceback (most recent call last):
 def test_an_end_is_told_in_words_and_no_other_line_is_quoted(
     tmp_path: Path, code: int, lines: list[str], ran_out: bool, said: str
 ) -> None:
-    """Before: "exit code -9; it printed nothing", or whatever line the log had last."""
+    """Regression: "exit code -9; it printed nothing", or whatever line the log had last."""
     log = tmp_path / "d0.log"
     log.write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert why_ended(code, log, ran_out=ran_out) == f"{said}; log: {log}"

@@ -34,7 +34,7 @@ def test_there_are_options() -> None:
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_a_least_one(name: str) -> None:
-    """Before, a timeout of -1 s was accepted, and every request failed."""
+    """Regression: a timeout of -1 s was accepted, and every request failed."""
     declaration = NUMBERS[name].declaration
     has_least = declaration.least is not None or declaration.above is not None
     assert has_least or declaration.choices, "declare least= or above="

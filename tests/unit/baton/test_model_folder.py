@@ -222,7 +222,7 @@ def write_at(path: Path, position: int, content: bytes) -> None:
 def test_a_model_that_is_nowhere_is_told_with_all_that_was_tried(
     model: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Before, a package or a file was told to be a folder that does not exist."""
+    """Regression: a package or a file was told to be a folder that does not exist."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelLoadError) as caught:
         find_model_folder(model)

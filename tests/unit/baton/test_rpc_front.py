@@ -31,7 +31,7 @@ MAX_PIECES = 2000
 
 @asynchronous
 async def test_a_client_that_takes_nothing_is_cut_off_when_grpc_has_closed_its_side() -> None:
-    """Its connection stayed open for ever, and took the place of another one."""
+    """Regression: the client's connection stayed open for ever and used up a place."""
     front = RpcFront(RpcLimits(idle_timeout_s=0.5))
     upstream: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
     grpc = await asyncio.start_unix_server(
@@ -60,7 +60,7 @@ async def test_a_client_that_takes_nothing_is_cut_off_when_grpc_has_closed_its_s
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 @asynchronous
 async def test_all_addresses_are_those_of_both_families() -> None:
-    """A port at `[::]`, which gRPC serves to both families, was closed to IPv4."""
+    """Regression: a port at `[::]`, which gRPC serves to both families, was closed to IPv4."""
     front = RpcFront(RpcLimits())
     port = int((await front.start("[::]:0")).rpartition(":")[2])
     for address in ("127.0.0.1", "::1"):
@@ -75,7 +75,7 @@ async def test_all_addresses_are_those_of_both_families() -> None:
 
 @asynchronous
 async def test_calls_of_a_client_that_is_gone_are_cancelled_a_few_at_a_time() -> None:
-    """gRPC cancelled thousands of calls at once, which stopped the event loop for seconds."""
+    """Regression: gRPC cancelled thousands of calls at once, which blocked the loop for seconds."""
     front = RpcFront(RpcLimits())
     passed, has_ended = bytearray(), asyncio.Event()
 

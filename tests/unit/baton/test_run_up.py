@@ -20,7 +20,7 @@ from baton.kernel_library.state import KernelState
 
 @dataclass
 class ScriptedDeployment:
-    """Has processes that die, leave and become ready when a test says so."""
+    """A deployment whose processes die, leave and become ready when a test says so."""
 
     config: LocalDeploymentConfig
     children: list[Child] = field(default_factory=list)
@@ -68,7 +68,7 @@ def scripted(**options: Any) -> tuple[ScriptedDeployment, Console, io.StringIO]:
 
 @pytest.mark.parametrize("name", ["router", "p0", "d0"])
 def test_what_dies_is_told_started_again_and_told_when_it_is_ready(name: str) -> None:
-    """Before, one node's death ended the router and all other nodes."""
+    """Regression: one node's death ended the router and all other nodes."""
     deployment, console, page = scripted()
     keeper = _Keeper(cast("LocalDeployment", deployment), console)
     keeper.check()

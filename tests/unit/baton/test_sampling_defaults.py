@@ -63,7 +63,7 @@ def test_what_cannot_be_is_refused_at_the_start(tmp_path: Path, text: str, probl
 def test_values_that_other_libraries_take_for_off_are_off(
     tmp_path: Path, written: str, top_k: int
 ) -> None:
-    """The router did not start with a top-k of -1 or a top-p of 0."""
+    """Regression: the router did not start with a top-k of -1 or a top-p of 0."""
     folder = folder_with(tmp_path, f'{{"top_k": {written}, "top_p": 0}}')
     defaults = read_sampling_defaults(folder)
     params = sampling_params(ChatRequest(model="m", messages=[]), max_tokens=1, defaults=defaults)

@@ -93,7 +93,7 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
 def test_conditions_and_lists_are_enforced(
     schema: Any, good: list[Any], bad: list[Any], is_within: bool
 ) -> None:
-    """Schemas of these keywords were refused, and `dependencies` was passed over."""
+    """Regression: schemas with these keywords were refused, and `dependencies` was ignored."""
     if is_within:
         schema = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
         good, bad = ([{"v": value} for value in values] for values in (good, bad))

@@ -78,7 +78,7 @@ def test_nobody_waits_for_a_collector_that_is_not_there(monkeypatch: pytest.Monk
 
 
 class _Nonsense(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no class at run time has any
-    """A collector that answers what no collector answers."""
+    """A collector with nonsense for answers."""
 
     def __init__(self) -> None:
         self.num_calls = 0

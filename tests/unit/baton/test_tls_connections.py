@@ -187,7 +187,7 @@ async def test_a_server_without_tls_is_told_apart_and_one_that_is_not_there_is_n
 def test_a_server_that_hangs_up_before_a_word_refuses_nothing(
     authority: Authority, resets: bool
 ) -> None:
-    """As a router that stops does; gRPC's says something before it refuses a certificate."""
+    """Hang up as a stopping router does; a gRPC server sends an alert before it refuses."""
     listening = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listening.getsockname()[1]}"
     tries = [authority.issue("bob"), TlsOptions(ca=str(authority.ca_file)), NO_TLS] * 20
@@ -208,7 +208,7 @@ def test_a_server_that_hangs_up_before_a_word_refuses_nothing(
 
 
 def serve_raw(context: ssl.SSLContext) -> tuple[str, threading.Thread]:
-    """One handshake with a server that checks nothing of its own files."""
+    """Make one handshake with a server that does not check its own files."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(10)
 
@@ -331,7 +331,7 @@ async def test_a_new_ca_takes_over_without_a_failed_call(tmp_path: Path) -> None
         while num_calls <= before + 2:  # noqa: ASYNC110  # each of the two goes on calling
             await asyncio.sleep(0.05)
         stopping.set()
-        # What the old CA signed is nothing any more.
+        # Certificates of the old CA are refused now.
         why = "it hangs up on our certificate"
         for server in (address, https):
             assert why in await asyncio.to_thread(why_refused, server, kept)

@@ -25,7 +25,7 @@ SPECIAL = [4093, 4094, 4095]
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """As of Llama 2: a decoded text has no space before its first word, wherever it begins."""
+    """Make a tokenizer as of Llama 2: no decoded text begins with a space."""
     model = tokenizers.models.WordLevel({"▁ab": 0, "▁c": 1, "d": 2}, unk_token="d")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.decoder = tokenizers.decoders.Metaspace()
@@ -139,7 +139,7 @@ def test_an_output_of_special_tokens_alone_is_no_text() -> None:
 
 
 class CountingTokenizer:
-    """One whose tokens cannot be looked at one by one; counts the tokens that are decoded."""
+    """A tokenizer without look-ups of single tokens, which counts decoded tokens."""
 
     special_token_ids = TOKENIZER.special_token_ids
     num_decoded = 0
@@ -155,7 +155,7 @@ class CountingTokenizer:
 @pytest.mark.parametrize("kind", ["bytes", "special", "text", "mixed", "bytes and text"])
 @pytest.mark.parametrize("step", [1, 3, 500])
 def test_what_is_decoded_grows_with_the_output_only(kind: str, step: int) -> None:
-    """Bytes that are no characters were decoded from the first one on with each one more."""
+    """Regression: each new byte without a character decoded all bytes before it again."""
     a_byte, text = TOKENIZER.encode("👩")[1], TOKENIZER.encode("some text, größer ")
     ids = {
         "bytes": [a_byte] * 4000,
@@ -409,7 +409,7 @@ def test_a_tokenizer_without_a_config_file_is_fine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call_id", ["", "call_4f1c", "toolu_01ABC", "nine_char", "a1B2c3D4e"])
 def test_ids_of_any_server_fit_a_template_that_takes_nine_characters(call_id: str) -> None:
-    """Mistral's template refused the ids of others, and of forced calls."""
+    """Regression: Mistral's template refused other servers' ids, and those of forced calls."""
     template = DEMO.parents[1] / "tests" / "fakes" / "chat_templates" / "mistral.jinja"
     tokenizer = Tokenizer(DEMO, chat_template=template)
     function = {"name": "f", "arguments": {}}
@@ -429,7 +429,7 @@ def test_ids_of_any_server_fit_a_template_that_takes_nine_characters(call_id: st
 
 
 def test_a_template_that_takes_one_system_message_gets_one(tmp_path: Path) -> None:
-    """A second system message, as agents send them, was refused."""
+    """Regression: a second system message, which agents send, was refused."""
     source = (
         "{%- for m in messages %}{%- if m.role == 'system' and not loop.first %}"
         "{{ raise_exception('System message must be at the beginning.') }}{%- endif %}"

@@ -34,7 +34,7 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 def over_the_wire(message: AnyMessage) -> AnyMessage:
-    """Really through bytes: what a field cannot hold does not survive."""
+    """Send through real bytes, so that values that a field cannot hold get lost."""
     return type(message).FromString(message.SerializeToString())
 
 

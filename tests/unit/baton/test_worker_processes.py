@@ -31,7 +31,7 @@ def run(
     *,
     max_waiting: int = 8,
 ) -> None:
-    """A test with processes that are gone after it."""
+    """Run a test, and end its processes afterwards."""
     workers = WorkerProcesses(
         WORK, {"color": "red"}, limits, num_workers=3, max_waiting=max_waiting
     )
@@ -110,7 +110,7 @@ def test_work_that_gets_no_processor_ends_and_is_not_to_blame() -> None:
 
 
 def test_the_start_of_a_template_does_not_count_as_work() -> None:
-    """Before, a tokenizer that took 20 s to load made the first request an invalid one."""
+    """Regression: a tokenizer that took 20 s to load made the first request an invalid one."""
 
     async def test() -> None:
         async with asyncio.timeout(60):
@@ -204,7 +204,7 @@ def test_a_worker_that_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def busy_worker() -> psutil.Process:
-    """The one that has been asked: the last of the idle ones."""
+    """Return the worker that was asked: the last idle one."""
     while True:
         await asyncio.sleep(0.05)
         if (found := templates()) and len(workers := found[0].children()) == 3:
@@ -353,7 +353,7 @@ def test_work_whose_template_is_killed_again_is_told_so() -> None:
 
 
 def test_nothing_outlives_a_program_that_is_killed() -> None:
-    """Not even a worker in the middle of something."""
+    """Check that all processes end, even a worker that is computing."""
     program = (
         "import asyncio, sys\n"
         "from baton.processes.worker_processes import *\n"

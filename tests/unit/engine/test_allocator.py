@@ -16,7 +16,7 @@ MEBIBYTE = 2**20
 
 
 def faults_of(call: Callable[[], object]) -> int:
-    """New pages that a call got."""
+    """Return the number of new pages that a call got."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     call()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

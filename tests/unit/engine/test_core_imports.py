@@ -39,7 +39,7 @@ print(*[name for name in {_UNWANTED!r} if name in sys.modules])
 
 @pytest.mark.medium
 def test_an_engine_on_a_cpu_does_not_load_the_compiler() -> None:
-    """Which takes torch longer than all else at the start of a node."""
+    """Check that torch's compiler is not imported, the slowest part of a node's start."""
     model = Path(__file__).parents[3] / "examples" / "demo_model"
     code = f"""
 import sys

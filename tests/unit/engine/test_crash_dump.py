@@ -80,7 +80,7 @@ def test_a_dump_of_an_engine_that_changes_meanwhile_raises_nothing(
 
 
 def raised(secret: str) -> RuntimeError:
-    """As an engine raises: with a cause, and messages that quote what they were given."""
+    """Return an error as an engine raises it: with a cause, and messages that quote the input."""
     try:
         try:
             raise ValueError(f"bad prompt {secret}")

@@ -60,7 +60,7 @@ def make_batch(inputs: GraphInputs, num_groups: int = 1) -> InputBatch:
 def decoding(
     name: str, num_tokens: int, first_block: int, num_groups: int = 1, **params: float
 ) -> Request:
-    """A request that is to compute the last of its tokens, `[10, 11, ..]`."""
+    """Make a request that must compute the last of its tokens, `[10, 11, ..]`."""
     request = make_request(
         name,
         prompt=[10 + index for index in range(num_tokens)],

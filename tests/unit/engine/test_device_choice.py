@@ -276,6 +276,6 @@ def test_an_engine_without_native_kernels_keeps_none_from_the_next(
         )
 
 
-def test_guesses_that_change_tokens_are_refused_where_company_may_not_matter() -> None:
+def test_drafts_that_change_tokens_are_refused_where_company_may_not_matter() -> None:
     with pytest.raises(ConfigError, match=r"^draft_acceptance: batch_invariant wants equality"):
         EngineConfig(batch_invariant=True, draft_acceptance="rejection")

@@ -63,7 +63,7 @@ def test_a_size_counts_when_it_was_tried_often_enough_whatever_the_first_steps_t
     assert costs.seconds(np.array([4])).tolist() == [1.5]
 
 
-def test_what_guesses_are_held_against_is_measured_again_and_again() -> None:
+def test_steps_without_drafts_are_measured_again_and_again() -> None:
     costs = costs_of({4: 1.0})
     assert not costs.is_fresh(1, gain=2.0)
     for _ in range(TRIED):
@@ -95,14 +95,14 @@ def test_no_step_seems_to_take_longer_than_a_larger_one() -> None:
     assert choice.gain == (32 + 8 * 0.5) / 32  # and not twice as many tokens per second
 
 
-def test_guesses_that_give_little_more_are_not_computed() -> None:
-    """What they seem to give is within what times vary by."""
+def test_drafts_that_give_little_more_are_not_computed() -> None:
+    """Drop drafts whose expected gain is below the variation of step times."""
     costs = costs_of({32: 40.0, 72: 84.0})
     assert choose_lengths(costs, 32, [5] * 8, [0.99] * 8)[1].num_drafts == 0
     assert choose_lengths(costs_of({32: 40.0, 72: 60.0}), 32, [5] * 8, [0.99] * 8)[1].num_drafts
 
 
-def test_guesses_that_do_not_pay_are_tried_ever_more_rarely() -> None:
+def test_drafts_that_do_not_pay_are_tried_ever_more_rarely() -> None:
     trials = Trials()
     due = [step for step in range(8 * TRY_AFTER) if trials.is_due()]
     assert due[::TRIED] == [TRY_AFTER, 3 * TRY_AFTER + TRIED, 7 * TRY_AFTER + 2 * TRIED]
@@ -110,7 +110,7 @@ def test_guesses_that_do_not_pay_are_tried_ever_more_rarely() -> None:
     assert [trials.is_due() for _ in range(TRY_AFTER + 1)].index(True) == TRY_AFTER
 
 
-def test_a_trial_waits_for_somebody_to_guess_for() -> None:
+def test_a_trial_waits_for_somebody_to_draft_for() -> None:
     trials = Trials()
     assert not any(trials.is_due(lambda: False) for _ in range(2 * TRY_AFTER))
     assert trials.is_overdue
@@ -131,7 +131,7 @@ def test_a_trial_that_takes_long_is_not_made_again_soon() -> None:
     assert silent >= 40 / TRIAL_SHARE
 
 
-def test_what_many_guesses_took_before_there_was_a_tape_is_measured_again() -> None:
+def test_what_many_drafts_took_before_there_was_a_tape_is_measured_again() -> None:
     drafting = DraftingCosts()
     for _ in range(4):
         assert not drafting.seconds(1, 5).any()  # tapes are made
@@ -140,7 +140,7 @@ def test_what_many_guesses_took_before_there_was_a_tape_is_measured_again() -> N
     assert drafting.seconds(1, 5).tolist() == pytest.approx([0.0, 0.4, 0.4, 0.6, 0.8, 1.0])
 
 
-def test_so_many_are_guessed_as_pay_with_what_guessing_takes() -> None:
+def test_as_many_are_drafted_as_pay_with_the_cost_of_drafting() -> None:
     drafting = DraftingCosts()
     for _ in range(8):
         drafting.note(1, 3, 0.3)
@@ -207,7 +207,7 @@ def play(speculation: Speculation, request: Request, sampled: int, seconds: floa
     return len(drafts.get(request.request_id, ()))
 
 
-def test_who_begins_is_read_unless_no_guesses_have_paid_for_long() -> None:
+def test_who_begins_is_read_unless_no_drafts_have_paid_for_long() -> None:
     speculation = Speculation(
         InStepsProposer(EngineConfig()), 3, 10, adaptive=True, in_steps=True, drafter_reads=True
     )
@@ -230,7 +230,7 @@ def test_who_begins_is_read_unless_no_guesses_have_paid_for_long() -> None:
     assert speculation.num_to_read() == ALL
 
 
-def test_now_and_then_one_guess_more_is_computed_than_seems_to_pay() -> None:
+def test_now_and_then_one_draft_more_is_computed_than_seems_to_pay() -> None:
     speculation = Speculation(InStepsProposer(EngineConfig()), 5, 10, adaptive=True, in_steps=True)
     speculation._costs = costs_of({1: 1.0, 4: 1.0, 5: 9.0})  # a slow moment
     for _ in range(8):
@@ -247,7 +247,7 @@ def test_drafts_that_are_not_computed_are_looked_at_and_come_back_when_they_are_
     speculation._costs = costs_of({1: 1.0, 4: 1.6})
     request = make_request("a", 4, max_tokens=10_000)
     assert play(speculation, request, 7, 1.0) > 0
-    lengths = [play(speculation, request, 2, 1.0) for _ in range(40)]  # never what was guessed
+    lengths = [play(speculation, request, 2, 1.0) for _ in range(40)]  # never what was drafted
     assert lengths[-1] == 0
     lengths = [play(speculation, request, 7, 1.0) for _ in range(40)]
     assert lengths[0] == 0

@@ -36,7 +36,7 @@ class NoEnd:
 
 
 class Noted:
-    """Notes which threads compute steps."""
+    """An engine that records which threads compute steps."""
 
     def __init__(self, loaded: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads: set[str] = set()

@@ -299,7 +299,7 @@ def test_a_stop_token_may_cut_an_output_short(llm: LLM) -> None:
 def test_a_grammar_that_costs_too_much_ends_its_request_and_not_the_process(
     compiler: GrammarCompiler,
 ) -> None:
-    """It took gigabytes, and a thread of two, until the process was gone."""
+    """Regression: such a grammar took gigabytes and one of two threads until the process died."""
     schemas = [f'{{"type":"integer","multipleOf":{99999989 + i}}}' for i in range(3)]
     hostile = [
         request_of(SamplingParams(structured_output=StructuredOutput(json_schema=schema)), None)
@@ -318,7 +318,7 @@ def test_a_grammar_that_costs_too_much_ends_its_request_and_not_the_process(
 
 
 def test_a_grammar_whose_steps_grow_ends_its_request(compiler: GrammarCompiler) -> None:
-    """Each token took longer than the one before: all requests of the node wait for it."""
+    """End a request whose tokens take ever longer, as all requests of the node wait for them."""
     structured_output = StructuredOutput(grammar='start: start start | "a" | start start start')
     state = compiler.compile_now(SamplingParams(structured_output=structured_output))
     began_at = time.thread_time()
@@ -390,7 +390,7 @@ def test_a_model_may_begin_a_thought_or_the_answer(compiler: GrammarCompiler) ->
 def test_a_thought_that_must_begin_has_a_token(
     compiler: GrammarCompiler, texts: tuple[str, ...]
 ) -> None:
-    """A model could close the thought, or end the output, before the first token."""
+    """Regression: a model could close the thought or end the output before the first token."""
 
     def begun(budget_tokens: int | None = None) -> GrammarState:
         marks = Thinking(

@@ -46,7 +46,7 @@ def hash_by_definition(token_id: int, first: int, second: int) -> int:
 def scores(
     logits: torch.Tensor, temperatures: npt.NDArray[np.float64], keys: Words
 ) -> torch.Tensor:
-    """Of every token, by definition, in float64."""
+    """Compute every token's score by definition, in float64."""
     token_ids = np.arange(logits.shape[1])
     noise = gumbel(noise_hashes(keys[:, None], token_ids))
     return logits.double() + torch.from_numpy(temperatures[:, None] * noise)

@@ -31,7 +31,7 @@ def theirs() -> Any:
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory, theirs: Any) -> LLM:
-    """Random weights, but a real tokenizer."""
+    """Engine with random weights and a real tokenizer."""
     folder = save(theirs, tmp_path_factory.mktemp("tiny"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder)

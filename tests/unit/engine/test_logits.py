@@ -61,7 +61,7 @@ def adjusted_by_definition(logits: torch.Tensor, request: Request) -> npt.NDArra
 
 
 def token_by_definition(logits: torch.Tensor, request: Request) -> int:
-    """Greedy, or the best score of what top-k, top-p and min-p leave."""
+    """Return the greedy token, or the best score among what top-k, top-p and min-p keep."""
     params = request.sampling_params
     values = adjusted_by_definition(logits, request)
     if params.temperature == 0:
@@ -201,7 +201,7 @@ def test_an_extreme_penalty_makes_no_nan(penalty: float, temperature: float) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_with_everything_banned_does_not_take_its_batch_down(temperature: float) -> None:
-    """The edge refuses it; a node that meets it all the same must live."""
+    """Survive a row with all tokens banned, which the router refuses already."""
     nothing = make([1], [], temperature=temperature, banned_token_ids=tuple(range(VOCAB_SIZE)))
     logits = random_logits(1, 2)
     found = sample(logits, [nothing, make([1], [], temperature=0)])

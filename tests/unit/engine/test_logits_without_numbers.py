@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_request_without_numbers_ends_and_no_other(
     folder: Path, way: str, speculation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before, token 0 was the answer, as if nothing were wrong."""
+    """Regression: token 0 was the answer, as if nothing were wrong."""
     params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True, **WAYS[way])
     good, bad = [5, 6, 5, 6, 5, 6], [5, 6, 5, 6, BROKEN]
     llm = LLM(str(folder), **SPECULATION[speculation])

@@ -88,7 +88,7 @@ RUNNER = FakeRunner(next_token)
 
 
 def test_a_mask_that_takes_long_holds_up_no_other_request_and_changes_no_token() -> None:
-    """Before, ninety-six slow masks held up a stream of another client for 4.4 s."""
+    """Regression: ninety-six slow masks held up a stream of another client for 4.4 s."""
     scheduler = make_scheduler()
     plain, alone = make_request("plain", max_tokens=30), structured("alone")
     requests = [structured(f"dear-{index}") for index in range(8)]
@@ -119,7 +119,7 @@ def test_a_mask_that_takes_long_holds_up_no_other_request_and_changes_no_token()
 
 
 def test_a_prompts_middle_needs_no_mask_in_a_step_that_was_scheduled_ahead() -> None:
-    """Before, the prompt's chunk was left out of the step until its first mask was ready."""
+    """Regression: the prompt's chunk was left out of the step until its first mask was ready."""
     scheduler, dear = make_scheduler(), structured("dear", num_prompt_tokens=160)
     assert dear.grammar is not None
     held, dear.grammar.has_mask = hold(dear), False
@@ -205,7 +205,7 @@ def next_of(state: GrammarState) -> int:
 def test_a_tokenizer_is_loaded_once_and_before_the_first_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before, a node loaded the tokenizer twice, under the GIL, while it served requests."""
+    """Regression: a node loaded the tokenizer twice, under the GIL, while it served requests."""
     made: list[object] = []
     real = LLTokenizer
 
@@ -249,10 +249,10 @@ def test_a_state_comes_with_its_mask_and_with_what_the_output_had_before() -> No
 
 
 def test_what_nobody_foresaw_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client would else wait until its deadline."""
+    """End a request on an unforeseen error; its client would wait until its deadline otherwise."""
 
     class PanicError(BaseException):
-        """As pyo3's, whose base is no `Exception`."""
+        """An error like pyo3's, which is no `Exception`."""
 
     def fail(_: GrammarState) -> None:
         raise PanicError("index out of bounds")
@@ -275,7 +275,7 @@ def test_what_nobody_foresaw_ends_the_request(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_ours_to_do_is_no_fault_of_the_request_and_passes(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, clients were told that their schemas were wrong."""
+    """Regression: clients were told that their schemas were wrong."""
     compiler = GrammarCompiler(DEMO, 4096, ENDS)
     params = SamplingParams(structured_output=StructuredOutput(regex="[ab]"))
     with monkeypatch.context() as want:

@@ -29,7 +29,7 @@ def make_manager(spec: KVCacheSpec, num_tokens: int) -> KVCacheManager:
 
 
 def needed_bytes(spec: KVCacheSpec, num_tokens: int) -> float:
-    """What layers must keep of so many tokens: those in windows, all others, and states."""
+    """Return the bytes that layers must keep of this many tokens: windows, full layers, states."""
     needed = 0.0
     for group in spec.manifest.groups:
         layers = len(group.layers) * group.layer_bytes()

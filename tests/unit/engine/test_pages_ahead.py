@@ -26,7 +26,7 @@ def cache() -> Tensor:
 
 
 def resident_bytes(tensor: Tensor) -> int:
-    """Memory that a tensor's pages have, as the kernel counts it."""
+    """Return the resident bytes of a tensor's pages, as the kernel counts them."""
     found = 0
     with Path("/proc/self/pagemap").open("rb") as file:
         file.seek(tensor.data_ptr() // 4096 * 8)
@@ -36,7 +36,7 @@ def resident_bytes(tensor: Tensor) -> int:
 
 
 def find_all(pages: PagesAhead, num_used: int) -> int:
-    """Find until there is no more to do; how often."""
+    """Find pages until none is left; return the number of rounds."""
     count = 0
     while pages.find(num_used):
         count += 1

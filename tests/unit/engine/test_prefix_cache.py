@@ -36,14 +36,14 @@ def hashes_of(token_ids: Sequence[int], extra_keys: tuple[bytes, ...] = ()) -> l
 
 
 def compute(manager: KVCacheManager, request: Request) -> None:
-    """What a scheduler does for a request until all its known tokens are computed."""
+    """Compute all known tokens of a request, as a scheduler does."""
     assert manager.allocate_with_prefix(request) is not None
     request.num_computed_tokens = request.num_tokens
     manager.cache_blocks(request)
 
 
 def replay(events: list[KVCacheEvent], known: set[BlockHash]) -> None:
-    """What a router does with events; each must make sense to it."""
+    """Apply events as a router does; each must fit the ones before."""
     for event in events:
         if isinstance(event, BlocksStored):
             assert known.isdisjoint(event.hashes)

@@ -46,7 +46,7 @@ def make_logits(scale: float, *, rounded: bool = False) -> torch.Tensor:
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> npt.NDArray[np.float64]:
-    """What top-k, then top-p, then min-p leave of one row; equal tokens stay or go together."""
+    """Return a row's distribution after top-k, top-p and min-p; ties stay or go together."""
     values = logits.double().numpy() / params.temperature
     weights: npt.NDArray[np.float64] = np.exp(values - values.max())
     kept = np.sort(weights)[::-1][: params.top_k or None]

@@ -12,7 +12,7 @@ from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_schedul
 
 
 def run_to_end(scheduler: Scheduler, max_steps: int = 200) -> list[RequestDelta]:
-    """Step until nothing can run; all outputs in order."""
+    """Step until nothing can run; return all outputs in order."""
     outputs: list[RequestDelta] = []
     for _ in range(max_steps):
         if not scheduler.has_work:

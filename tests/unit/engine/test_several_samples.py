@@ -321,7 +321,7 @@ REQUESTS = draw_requests(2 * len(KINDS))
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[Completion], int]:
-    """What comes without drafts, and the number of steps that it took."""
+    """Completions without drafts, and the number of steps that they took."""
     llm = LLM(str(DEMO), **SMALL)
     return llm.generate(*REQUESTS), llm.engine.num_steps
 

@@ -1,4 +1,4 @@
-"""Unit tests of guessing: what a text goes on with, for whom, and who is forgotten."""
+"""Unit tests of drafting: the drafts, the requests that get some, and those that are forgotten."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_text_goes_on_as_it_did_before(in_c: bool, monkeypatch: pytest.MonkeyP
 
 
 def output(request: Request, *token_ids: int, ends: bool = False) -> RequestDelta:
-    """What a step gave a request, which has it by now."""
+    """Append a step's tokens to a request, and return its delta."""
     index = request.num_output_tokens
     request.token_ids += token_ids
     reason = FinishReason.LENGTH if ends else None
@@ -99,7 +99,7 @@ def test_who_goes_on_is_asked_for_and_who_has_ended_is_forgotten() -> None:
     proposer = NotingProposer(EngineConfig())
     speculation = Speculation(proposer, 3, vocab_size=10)
     stays = make_request("stays", 4, max_tokens=40)
-    last = make_request("last", 4, max_tokens=2)  # one more token: nothing to guess
+    last = make_request("last", 4, max_tokens=2)  # one more token: nothing to draft
     result = StepResult((output(stays, 2), output(last, 2)))
     assert speculation.after_step(result, by_id(stays, last)) == {"stays": (7, 7, 7)}
     assert proposer.asked == [stays]
@@ -122,7 +122,7 @@ def test_another_attempt_of_a_request_is_another_request() -> None:
     assert list(proposer._texts) == [second]
 
 
-def test_a_node_guesses_for_another_one_and_keeps_nothing() -> None:
+def test_a_node_drafts_for_another_one_and_keeps_nothing() -> None:
     proposer = NgramProposer(EngineConfig(ngram_min=1))
     speculation = Speculation(proposer, 2, vocab_size=100)
     request = make_request("a", prompt=[1, 2, 3, 1, 2], max_tokens=1)
@@ -131,7 +131,7 @@ def test_a_node_guesses_for_another_one_and_keeps_nothing() -> None:
     assert not speculation._known
 
 
-def test_of_drafts_that_another_node_guessed_those_are_taken_that_can_be_computed() -> None:
+def test_drafts_of_another_node_are_taken_if_they_can_be_computed() -> None:
     speculation = Speculation(NotingProposer(EngineConfig()), 3, vocab_size=10)
     assert speculation.received("a", (1, 2, 3, 4)) == (1, 2, 3)
     assert speculation.received("a", (9,)) == (9,)
@@ -149,7 +149,7 @@ def test_drafts_are_counted_by_place() -> None:
     assert counters.accepted_drafts_by_place == [2, 1, 1]
 
 
-def test_options_say_who_guesses_and_how_much() -> None:
+def test_options_say_who_drafts_and_how_much() -> None:
     assert make_speculation(EngineConfig(), 10) is None
     config = EngineConfig(speculative_method="ngram", num_speculative_tokens=3).for_device("cpu")
     assert make_speculation(config, 10) is not None
@@ -166,7 +166,7 @@ def test_options_say_who_guesses_and_how_much() -> None:
     [EngineConfig(tensor_parallel_size=2), EngineConfig(pipeline_parallel_size=2)],
     ids=["TP", "PP"],
 )
-def test_of_several_ranks_no_model_guesses_and_ngram_does(ranks: EngineConfig) -> None:
+def test_of_several_ranks_no_model_drafts_and_ngram_does(ranks: EngineConfig) -> None:
     for method in ("draft_model", "medusa", "eagle", "mtp"):
         with pytest.raises(ConfigError, match=f"speculative_method: {method} .* there are 2"):
             replace(ranks, speculative_method=method, speculative_model="a folder")

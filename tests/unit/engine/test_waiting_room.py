@@ -26,7 +26,7 @@ def holding(name: str) -> Request:
 
 
 def end(room: WaitingRoom, request: Request) -> None:
-    """As the scheduler does it."""
+    """End a request as the scheduler does."""
     room.leave(request)
     request.status = RequestStatus.FINISHED_ABORTED
     request.block_ids = []

@@ -146,7 +146,7 @@ def test_so_much_is_in_flight_as_the_memory_is_quick(on_device: bool, most_mib: 
 
 
 class Waits(threading.Event):
-    """Counts who has slept."""
+    """Counter of sleeps."""
 
     def __init__(self) -> None:
         super().__init__()

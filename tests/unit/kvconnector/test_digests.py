@@ -110,7 +110,7 @@ class Pair:
         return found()[0]
 
     def hand_over(self, name: str, layers: Sequence[LayerRange | None]) -> None:
-        """Two blocks, of which the second one by layers."""
+        """Hand two blocks over, the second one layer by layer."""
         self.sender.start(name, 0, "d-digests", num_tokens=8, num_blocks=2)
         self.wait(self.received, Kind.STARTED, name)
         first, second = random.Random(name).sample(range(NUM_BLOCKS), 2)
@@ -351,7 +351,7 @@ class WritesOnly:
 
 
 def test_digests_of_a_write_that_was_not_posted_are_not_told_for_the_one_before() -> None:
-    """The decode node found blocks wrong that nobody had written, and blamed the memory."""
+    """Regression: the decode node found unwritten blocks wrong, and blamed the memory."""
     key = ("a", 1)
     writes = [Write("d", key, Piece((place,), (place,)), [place]) for place in range(3)]
     channels, theirs = Channels("p"), Channels("d")

@@ -50,7 +50,7 @@ class Ends:
         self.faulty.notify("x", unsealed(mark(num_tokens)))
 
     def heard(self) -> list[int]:
-        """What "x" has heard since the last call."""
+        """Return the watermarks that "x" has received since the last call."""
         self.faulty.take_notifications()  # as the I/O thread does in each round
         messages = [peek(payload) for _, payload in self.plain.take_notifications()]
         assert all(isinstance(message, Watermark) for message in messages)

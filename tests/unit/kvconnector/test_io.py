@@ -68,7 +68,7 @@ class Machine:
 
 
 class _Says(Turn):
-    """Wants these things, once."""
+    """A machine that asks for these actions once."""
 
     def __init__(self, actions: list[Action]) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Scene:
         self.loop.start()
 
     def meet(self, peer: InMemoryTransport) -> Channel:
-        """Learn a peer; returns what it speaks with."""
+        """Introduce a peer; return its channel to this end."""
         name = peer.peer_info.engine_id
         channels = Channels(name)
         info = msgspec.structs.replace(peer.peer_info, public_key=channels.public_key)

@@ -14,7 +14,7 @@ from kvconnector.transports.nixl.agent import _words
 def test_a_failure_of_the_backend_names_the_log_that_has_the_reason(
     code: str, has_advice: bool
 ) -> None:
-    """Before, `baton admin nodes` said "not paired: ... NIXL_ERR_BACKEND", and no more."""
+    """Regression: `baton admin nodes` said "not paired: ... NIXL_ERR_BACKEND", and no more."""
     words = _words(RuntimeError(code))
     assert words.startswith(code)
     assert ("UCX's lines in this node's log say why" in words) is has_advice

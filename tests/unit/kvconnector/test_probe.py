@@ -35,7 +35,7 @@ class Scene:
     """Decode node "d" and any number of prefill nodes, whose I/O threads are turned by hand.
 
     Args:
-        p_faults, d_faults: of the ends, as `FaultSpec` reads them.
+        p_faults, d_faults: faults of each end, in the text form of `FaultSpec`.
     """
 
     def __init__(self, p_faults: str = "", d_faults: str = "") -> None:

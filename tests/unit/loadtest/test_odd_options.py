@@ -100,7 +100,7 @@ def test_the_usual_values_are_played(command: str, plays: list[Any]) -> None:
 def test_an_odd_value_is_refused_by_name(
     command: str, name: str, value: str, plays: list[Any]
 ) -> None:
-    """Before, an infinite rate or timeout was played, and huge core numbers took all memory."""
+    """Regression: an infinite rate or timeout was played, and huge core numbers took all memory."""
     code, output = call(command, name, value)
     if name in FREE and code == 0:
         return

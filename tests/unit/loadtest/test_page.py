@@ -68,7 +68,7 @@ SILENT = ("script", "style", "pre", "title")
 
 
 class Numbers(HTMLParser):
-    """What the page shows.
+    """Parser of the numbers and texts that the page shows.
 
     Attributes:
         found: path, exact value and text of every number.

@@ -100,7 +100,7 @@ def test_frames_of_many_tokens_are_not_fast_tokens() -> None:
 
 
 def test_what_a_stalled_server_keeps_waiting_is_not_forgotten() -> None:
-    """Coordinated omission: a closed loop meets one slow answer, an open loop sees all of them."""
+    """Avoid coordinated omission: an open loop sees all slow answers, a closed loop only one."""
 
     def p95_ms(load: Any) -> float:
         target = ScriptedTarget(even(0.01, 0.001), stalls=[(4.0, 5.0)], one_at_a_time=True)

@@ -200,7 +200,7 @@ def test_nobody_there_is_said_before_the_run(url: str) -> None:
         {"url": "ftp://127.0.0.1:1"},
         {"url": "grpc://127.0.0.1"},
         {"url": "grpc://127.0.0.1:1", "connections": 0},
-        {"url": "http://127.0.0.1:1/v1", "count_tokens_by": "guess"},
+        {"url": "http://127.0.0.1:1/v1", "count_tokens_by": "eye"},
     ],
 )
 def test_targets_that_cannot_be_are_refused(options: dict[str, Any]) -> None:

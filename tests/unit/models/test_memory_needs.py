@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
 
 
 def test_blocks_of_some_layers_are_not_taken_for_blocks_of_all(tmp_path: Path) -> None:
-    """As those of a model are, half of whose layers have windows."""
+    """Check a model in which half of the layers have windows."""
     config = json.loads(Path(DEMO, "config.json").read_text(encoding="utf-8"))
     windows = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
     memory = HostMemory(GIB, GIB)

@@ -68,8 +68,9 @@ def part_keys(num_keys: int) -> int:
 
 @triton.jit
 def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """What queries from a position on see of ``end`` keys: ``(first key, keys of a part, first
-    part, parts)``; the first key begins a tile.
+    """Split the keys before ``end`` that queries from ``position`` see into parts.
+
+    Returns ``(first key, keys of a part, first part, parts)``; the first key begins a tile.
     """
     first_seen = tl.maximum(position - window + 1, 0) // TILE * TILE
     size = tl.full((), LEAST, tl.int32)
@@ -81,7 +82,7 @@ def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOS
 
 @triton.jit
 def weigh(highest, total, acc, lse, values):
-    """Merge one more part.
+    """Add one more part to the sums.
 
     Args:
         highest: ``[M]``, the highest log2 of a sum of weights so far; -inf before the first.
@@ -101,7 +102,7 @@ def weigh(highest, total, acc, lse, values):
 
 @triton.jit
 def finished(highest, total, acc, sinks, heads, present):
-    """Return the result of all merged parts, ``[M, D]``."""
+    """Divide the sums of all parts by their weights: ``[M, D]``."""
     if sinks is not None:
         total += sink_weights(sinks, heads, present, highest)
     return acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -129,7 +130,7 @@ def attend_part(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """The keys ``[start, end)``: ``(lse, values)`` as `weigh` takes them."""
+    """Attend to the keys ``[start, end)``; return ``(lse, values)`` for `weigh`."""
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     highest = tl.full([q.shape[0]], -float("inf"), tl.float32)
@@ -160,7 +161,7 @@ def merge_parts(
     D: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Merge the parts of one decode and KV head."""
+    """Combine the parts of one decode and KV head by their weights."""
     group, dims = tl.arange(0, HEADS), tl.arange(0, D)
     present, heads = group < GROUP, kv_head * GROUP + group
     in_group = present[:, None] & (dims < HEAD_DIM)[None, :]
@@ -170,7 +171,7 @@ def merge_parts(
     acc = tl.zeros([HEADS, D], tl.float32)
     for slot in range(first_slot, first_slot + num_parts):
         first_head = tl.cast(slot, tl.int64) * (NUM_KV_HEADS * GROUP)
-        # Other processors wrote them: not from the cache of this one.
+        # Other processors wrote them, so this processor's cache may be stale.
         lse = tl.load(part_lse + first_head + heads, mask=present, other=0.0, cache_modifier=".cg")
         part_at = part_out + first_head * HEAD_DIM + places
         values = tl.load(part_at, mask=in_group, other=0.0, cache_modifier=".cg")
@@ -215,7 +216,7 @@ def invariant_decodes(
 ):
     """Grid (NUM_KV_HEADS, num_requests, MOST): one part of a request with one new token.
 
-    The program that finishes last of a request's parts merges all of them.
+    The last part of a request to arrive combines all of them.
     """
     kv_head, request, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, M), tl.arange(0, D)
@@ -323,7 +324,7 @@ def invariant_prompts(
 
 @dataclass(frozen=True, slots=True)
 class PartBuffers:
-    """Memory that the parts of decodes share; kept from step to step."""
+    """Buffers through which the parts of decodes exchange results; reused by later steps."""
 
     part_out: Tensor  # [num_requests, MOST_PARTS, num_heads, head_dim] float32
     part_lse: Tensor  # [num_requests, MOST_PARTS, num_heads] float32
@@ -378,12 +379,12 @@ def tiles_of_step(metadata: AttentionMetadata, shape: PagedShape, element_size: 
 
 @dataclass(frozen=True, slots=True)
 class BoundInvariant:
-    """A step's launch, for all layers with the same options.
+    """The launch of one step in all layers of the same options.
 
     Attributes:
-        attend: for its decodes, or for its tiles.
+        attend: launch for the step's decodes or for its tiles.
         metadata: the step.
-        work: what else that kernel takes.
+        work: further tensors that the kernel takes.
     """
 
     attend: Launch

@@ -28,7 +28,7 @@ _LEAST_STEPS = 4  # fewest steps over the inputs that one part sums
 
 @dataclass(frozen=True, slots=True)
 class LinearTile:
-    """How a matrix product is cut into programs.
+    """Tile sizes of a product.
 
     Attributes:
         tokens: tokens of a tile.
@@ -104,7 +104,7 @@ def linear_kernel(
     weight_stride, in_features, out_features, part_steps,
     IS_EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens times some rows of the weight: one part of the inputs, or all, part by part."""
+    """Multiply some tokens by some rows of the weight, over one part of the inputs or all parts."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
@@ -148,7 +148,7 @@ def linear_kernel(
             tl.store(arrived_ptr + tl.program_id(1), 0)  # for the next launch
             total = tl.zeros_like(total)
             for part in range(tl.num_programs(2)):
-                # Other processors wrote them: not from the cache of this one.
+                # Other processors wrote them, so this processor's cache may be stale.
                 part_at = sum_ptr + part * size + place
                 total += tl.load(part_at, mask=exists, other=0.0, cache_modifier=".cg")
     if is_last:

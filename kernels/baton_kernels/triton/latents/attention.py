@@ -44,7 +44,7 @@ _PROMPT_ROWS = 32  # rows of a prompt's tile; half for float32, which takes more
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Shapes for which a kernel is specialized."""
+    """Shapes that a kernel is compiled for."""
 
     num_heads: int
     rank: int
@@ -54,12 +54,12 @@ class LatentShape:
 
     @property
     def group(self) -> int:
-        """Heads of a tile: they divide all."""
+        """Heads of a tile; divides the number of heads."""
         return next(n for n in range(_MOST_HEADS, 0, -1) if self.num_heads % n == 0)
 
     @property
     def num_groups(self) -> int:
-        """Tiles that have all heads."""
+        """Number of tiles that cover all heads."""
         return self.num_heads // self.group
 
     @property
@@ -75,7 +75,7 @@ class LatentShape:
 
     @property
     def tile_keys(self) -> int:
-        """Latents that are loaded at once; of DeepSeek's size 36 KiB."""
+        """Latents that are loaded at once: 36 KiB with DeepSeek's sizes."""
         return 32 if self.element_size < 4 else 16
 
     @property
@@ -90,7 +90,7 @@ class LatentShape:
 
     @property
     def as_paged(self) -> PagedShape:
-        """The shape by which decodes are shared out, of a group of heads for a KV head."""
+        """The shape for sharing out decodes: a group of heads counts as a KV head."""
         return PagedShape(self.num_groups, self.group, self.rank, self.block_size)
 
 
@@ -115,7 +115,7 @@ def attend(
     TILE: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """Fold the latents [start, end) in: ``(highest, total, acc)``, see `fold`."""
+    """Add the latents [start, end) to ``(highest, total, acc)``, see `fold`."""
     ranks, turns = tl.arange(0, R), tl.arange(0, P)
     highest = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -211,7 +211,7 @@ def latent_decodes(
     else:
         tl.store(part_out + slot.to(tl.int64) * NUM_HEADS * RANK + places, result, mask=in_tile)
         tl.store(part_lse + slot * NUM_HEADS + heads, highest + tl.log2(total), mask=in_group)
-        # As in decode_attention: what all parts stored is there for the last one.
+        # As in decode_attention: the last part sees what all parts stored.
         tl.debug_barrier()
         counter = arrived + request * (NUM_HEADS // GROUP) + group
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
@@ -403,7 +403,7 @@ def _prompt_constants(shape: LatentShape) -> dict[str, int]:
 
 
 def _aot_cases(num_heads: int, dtype: str) -> list[AotCase]:
-    """Compile for DeepSeek V2 and V3, of which a rank has this many heads."""
+    """Return cases of DeepSeek V2 and V3 for ranks with this many heads."""
     shape = LatentShape(num_heads, 512, 64, 16, 4 if dtype == "fp32" else 2)
     pointers = {
         **dict.fromkeys(("out", "query", "cache"), f"*{dtype}"),

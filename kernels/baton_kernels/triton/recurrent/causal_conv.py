@@ -97,7 +97,7 @@ def causal_conv_kernel(
     KERNEL: tl.constexpr, KEPT: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of every so-many-th tile of a request's tokens."""
+    """Convolve some channels of one request; programs share its tiles of tokens in turn."""
     dtype = out_ptr.dtype.element_ty
     first_segment = tl.load(request_start_ptr + tl.program_id(0))
     end_segment = tl.load(request_start_ptr + tl.program_id(0) + 1)
@@ -106,7 +106,7 @@ def causal_conv_kernel(
     slot = tl.load(read_ptr + first_segment, mask=first_segment < end_segment, other=-1)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     in_row = channel < num_channels
-    # [1, CHANNELS]: where the state begins that the request has come with
+    # [1, CHANNELS]: start of the request's state before this step
     before_ptr = (states_ptr + slot.to(tl.int64) * slot_stride + channel * channel_stride)[None, :]
     kept = tl.arange(0, KEPT)
     is_kept = (kept < KERNEL - 1)[:, None] & in_row[None, :]
@@ -141,7 +141,7 @@ def causal_conv_kernel(
             newest = load_inputs(
                 x_ptr, in_gate_ptr, x_stride, in_gate_stride, at, channel, is_new, dtype
             )
-            # A request of few tokens keeps some of what it has come with.
+            # A request of few tokens keeps a part of its earlier state.
             same = (at - begin + KERNEL - 1)[:, None] == kept[None, :]  # [KEPT, KEPT]
             newest += tl.sum(tl.where(same[:, :, None], initial[None, :, :], 0.0), axis=1)
             write = tl.load(write_ptr + segment)

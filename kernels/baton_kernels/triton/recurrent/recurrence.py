@@ -114,7 +114,7 @@ def recurrence_kernel(
     num_heads, heads_per_key, key_dim, value_dim, query_scale,
     DELTA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head of a request, through all of its tokens."""
+    """Compute some columns of one head for all tokens of a request."""
     dtype = out_ptr.dtype.element_ty
     head = tl.program_id(1)
     first_segment = tl.load(request_start_ptr + tl.program_id(2))
@@ -124,7 +124,7 @@ def recurrence_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_key, in_value = row < key_dim, column < value_dim
     within = in_key[:, None] & in_value[None, :]
-    # [ROWS, COLUMNS]: of the state of a head, within a slot
+    # [ROWS, COLUMNS]: offsets of a head's state within a slot
     place = head * key_dim * value_dim + row[:, None] * value_dim + column[None, :]
     state = tl.load(
         states_ptr + slot.to(tl.int64) * slot_stride + place, mask=within & (slot >= 0), other=0.0
@@ -142,7 +142,7 @@ def recurrence_kernel(
             value = tl.load(value_ptr + token * value_stride + value_at, mask=in_value, other=0.0)
             query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
             rate = tl.load(rate_ptr + token * rate_stride + head).to(tl.float32) + rate_bias
-            # softplus; a sum with 1 that is 1 loses what log(1 + x) would be: x itself.
+            # softplus; for small x, 1 + x rounds to 1 and its log to 0, where log(1 + x) is x.
             grown = tl.exp(tl.minimum(rate, 20.0))
             more = 1 + grown
             log = tl.where(more == 1, grown, tl.log(more) * grown / (more - 1 + (more == 1)))

@@ -19,7 +19,7 @@ ALL_BITS = tl.constexpr(0xFFFFFFFF)
 SHARE = tl.constexpr(2.0**-32)
 EXPONENT_BIAS = tl.constexpr(127)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# Enough of the bits of a key for a lower bound that is at most 2**-11 too low.
+# Bits of a key that give a lower bound at most 2**-11 too low.
 BITS_OF_BOUND = tl.constexpr(20)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 NO_NUMBERS = tl.constexpr(-1)  # in place of a token: the row has NaN, or plus infinity
@@ -27,14 +27,14 @@ NO_NUMBERS = tl.constexpr(-1)  # in place of a token: the row has NaN, or plus i
 
 @triton.jit
 def ordered(x):
-    """uint32 keys of float32 that order as the floats do; both zeros have the same."""
+    """Convert float32 to uint32 keys of the same order; both zeros have one key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -(2**31))).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def mixed(key0, key1, token_ids):
-    """The hash of token ids under a key."""
+    """Hash token ids under a key."""
     hashes = token_ids.to(tl.uint32) * SPREAD + key0
     hashes = (hashes ^ (hashes >> 16)) * FIRST_MULTIPLIER ^ key1
     hashes = (hashes ^ (hashes >> 15)) * SECOND_MULTIPLIER
@@ -43,9 +43,9 @@ def mixed(key0, key1, token_ids):
 
 @triton.jit
 def gumbel(hashes):
-    """Noise: ``-log(-log(1 - share))`` with a share of (0, 1) from a token's hash."""
+    """Return the noise ``-log(-log(1 - share))``; share is in (0, 1), from a token's hash."""
     share = (hashes.to(tl.float32) + 0.5) * SHARE
-    # 1 - share is exact from the other end; near 1 its logarithm is not, but the series is.
+    # 1 - share is exact from the complement; near 1 its logarithm is not, so a series is used.
     rest = ((hashes ^ ALL_BITS).to(tl.float32) + 0.5) * SHARE
     series = 1 / 3 + share * (1 / 4 + share * (1 / 5 + share * (1 / 6)))
     series = share * (1 + share * (1 / 2 + share * series))
@@ -54,7 +54,7 @@ def gumbel(hashes):
 
 @triton.jit
 def gumbel_bound(hashes):
-    """No less than `gumbel` but for rounding, and at most 0.09 more for hashes of 100 to 2**27.
+    """Return an upper bound of `gumbel`, up to rounding; at most 0.09 above for 100 to 2**27.
 
     It is at most ``-log(share)``, and a float's bits, read as an integer, are its binary logarithm
     or up to 0.09 below (Mitchell, "Computer Multiplication and Division Using Binary Logarithms").
@@ -65,28 +65,28 @@ def gumbel_bound(hashes):
 
 @triton.jit
 def weigh(x, best, temperature):
-    """How probable logits are against the best one, which may be infinite."""
+    """Return how probable each logit is relative to the best one, which may be infinite."""
     inverse = 1 / temperature
     return tl.where(x == best, 1.0, tl.exp((x - best) * inverse))
 
 
 @triton.jit
 def key_of_min_p(min_p, best, temperature):
-    """Key of the least logit that min-p keeps; 0 where it is off."""
+    """Return the key of the least logit that min-p keeps; 0 if min-p is off."""
     least = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
     return tl.where(min_p > 0, ordered(least), 0)
 
 
 @triton.jit
 def first_best(scores, token_ids):
-    """The best score and, of equal ones, its first token."""
+    """Return the best score and the first token that has it."""
     best = tl.max(scores, axis=0)
     return best, tl.min(tl.where(scores == best, token_ids, NO_TOKEN), axis=0)
 
 
 @triton.jit
 def largest_key(keys, weights, target, NUM_BITS: tl.constexpr):
-    """The largest key at and above which the weights reach ``target``; 0 where they never do."""
+    """Return the largest key at and above which weights sum to ``target``; 0 if none does."""
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2**31, tl.uint32)
     for _ in range(NUM_BITS):
@@ -135,7 +135,7 @@ def partials_kernel(
 
 @triton.jit
 def best_score(x, token_ids, temperature, key0, key1):
-    """Find the best score and its token; compute logarithms only where a bound cannot decide."""
+    """Return the best score and its token; compute logarithms only if a bound does not decide."""
     hashes = mixed(key0, key1, token_ids)
     bounds = x + temperature * gumbel_bound(hashes)
     _, token = first_best(bounds, token_ids)
@@ -159,7 +159,7 @@ def choose_kernel(
     PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     MOST: tl.constexpr, DEFAULT_K: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row that no filter touches, or whose kept tokens are among its MOST best.
+    """Choose a row's token if no filter applies or all kept tokens are among its MOST best.
 
     The k-th largest best logit of a group is a lower bound of the k-th largest logit: only groups
     that reach it are read. Without top-k, k is DEFAULT_K, and the tokens found have to be enough.
@@ -213,9 +213,9 @@ def gather_candidates(
     logits_ptr, maxima_ptr, groups_ptr, candidates_ptr, wanted, vocab_size, num_groups,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of a row that reach a bound which ``wanted`` of them reach, by rising id.
+    """Collect a row's tokens at or above a bound that ``wanted`` groups reach, by rising id.
 
-    Returns the bound's key and the number of tokens: more than MOST means that they are too many.
+    Returns the bound's key and the number of tokens; more than MOST are too many.
     """
     group = tl.arange(0, GROUPS)
     exists = group < num_groups
@@ -248,10 +248,10 @@ def draw_candidate(
     logits_ptr, candidates_ptr, count, keys_ptr, best, total, temperature, top_k, top_p,
     least_by_min_p, bound, MOST: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn of the candidates, and whether all tokens that are kept are among them.
+    """Draw a candidate; return it, and whether all kept tokens are among the candidates.
 
-    A token is kept where those above it weigh less than top-p of what top-k keeps: equally
-    probable ones stay or go together, but weigh as much as top-k counts of them.
+    A token is kept if those above it weigh less than top-p of the weight that top-k keeps. Equally
+    probable tokens stay or go together, but only those that top-k counts add weight.
     """
     slot = tl.arange(0, MOST)
     exists = slot < count
@@ -284,10 +284,10 @@ def search_kernel(
     logits_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, rows_ptr,
     undecided_ptr, out_ptr, logits_stride, vocab_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row that `choose_kernel` left open: some passes over all its logits.
+    """Choose the token of a row that `choose_kernel` left open, in some passes over its logits.
 
-    What top-p keeps is never searched for: the best score wins if the tokens above it weigh
-    little enough; if not, neither it nor what is less probable is kept. It is right at once with
+    Top-p's set is never searched for. The best score wins if the tokens above it weigh little
+    enough; if not, that token and all less probable ones are dropped. The first try succeeds with
     a probability of top-p.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -327,7 +327,7 @@ def search_kernel(
 
 @triton.jit
 def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexpr):
-    """Number and weight of the tokens whose key is at least ``least``."""
+    """Return number and weight of the tokens whose key is at least ``least``."""
     counts = tl.zeros((BLOCK,), tl.int32)
     weights = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab_size, BLOCK):
@@ -344,7 +344,7 @@ def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexp
 def draw_above(
     logits_ptr, vocab_size, least, temperature, key0, key1, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The token of the best score of those whose key is at least ``least``; there is one."""
+    """Draw the token of the best score among keys of at least ``least``; one must exist."""
     best_scores = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_tokens = tl.full((BLOCK,), NO_TOKEN, tl.int32)
     for start in range(0, vocab_size, BLOCK):

@@ -23,7 +23,7 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.sampling.kernels import choose_kernel, partials_kernel, search_kernel
 
-# Tokens of a part (one program) and of a group (the unit in which logits are passed over).
+# Tokens of a part (one program) and of a group (the unit in which logits are skipped).
 PART, GROUP = 2048, 64
 # Candidates that `choose` can hold, and its k for top-p without top-k.
 MOST, DEFAULT_K = 1024, 256

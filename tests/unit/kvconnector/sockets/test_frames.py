@@ -52,7 +52,7 @@ class Taker:
         return self.memory.sink(head.block_ids, head.layers, lambda: True)
 
     def feed(self, data: bytes, most: int = 2**20) -> None:
-        """As a socket would: never more than there is room for, and never more than ``most``."""
+        """Feed bytes as a socket does, in parts of at most ``most`` bytes that fit the buffer."""
         left = memoryview(data)
         while left:
             room = self.reader.buffer()

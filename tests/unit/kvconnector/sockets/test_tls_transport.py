@@ -50,7 +50,7 @@ def test_a_write_lands_where_it_is_granted(ends: tuple[End, End]) -> None:
 def test_memory_that_is_staged_is_written_and_kept_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a GPU's is, on both ends; here with host memory in its place."""
+    """Stage memory at both ends, as for a GPU; host memory stands in for the GPU's."""
     monkeypatch.setattr("kvconnector.transports.sockets.transport.memory_of", StagedMemory)
     p, d = End("p"), End("d")
     p.transport.connect(d.info)
@@ -206,7 +206,7 @@ def test_a_peer_that_shows_another_certificate_is_not_spoken_to(ends: tuple[End,
 def test_a_peer_cannot_speak_for_another(
     ends: tuple[End, End], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its certificate is good, but it is not that engine's."""
+    """Refuse a valid certificate of another engine."""
     p, d = ends
     thief = End("p")
     d.transport.connect(thief.info)

@@ -73,7 +73,7 @@ async def test_a_reader_sleeps_until_something_comes() -> None:
 
 @asynchronous
 async def test_a_long_piece_comes_in_parts_and_others_have_their_turn_between_them() -> None:
-    """Before, a client that had read nothing for long held up the loop for its whole text."""
+    """Regression: a client that had read nothing for long held up the loop for its whole text."""
     buffer, num_tokens = OutputBuffer("a", WakeUps()), 2 * MAX_TAKEN + 5
     one = TokenLogprobs(-1.0)
     for index in range(num_tokens):

@@ -370,7 +370,7 @@ async def test_without_a_pair_in_time_the_call_fails_and_says_why_twice() -> Non
 
 @asynchronous
 async def test_the_only_decode_node_is_waited_for_longer_when_it_went_away_by_itself() -> None:
-    """Its link is cut for a while: requests that were there or came meanwhile all succeed."""
+    """Cut the node's link for a while: requests before and during the cut all succeed."""
     scene = scene_of(1, 1)
     scene.dispatcher.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
     await scene.call()

@@ -146,7 +146,7 @@ def test_a_request_that_ends_its_nodes_is_ended_and_the_others_go_on(
 
 @asynchronous
 async def test_a_request_whose_nodes_die_at_once_with_others_is_not_ended() -> None:
-    """Both nodes that it was on die, of something else."""
+    """Keep a request whose two nodes die of something else."""
     scene = Scene(options=RetryOptions(trial_pause_s=0.1), num_prefill=1, num_decode=3)
     await scene.call(params=SamplingParams(max_tokens=4, seed=1))
     for number in range(2):

@@ -151,7 +151,7 @@ def test_no_room_is_kept_for_long(
 def test_a_node_that_was_kept_for_long_rests_before_it_is_kept_again(
     make_rooms: Callable[[int], Rooms],
 ) -> None:
-    """Before, the next suspect kept the only node at once, and ordinary requests waited on."""
+    """Regression: the next suspect kept the only node at once, and ordinary requests waited on."""
     site = make_rooms(1)
     assert site.acquire("a")
     site.pass_time(trial_rooms.MAX_KEPT_S + 0.1)

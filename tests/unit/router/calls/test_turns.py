@@ -156,7 +156,7 @@ def count_commands(hand: HandNode, rounds: Rounds) -> None:
 
 @asynchronous
 async def test_calls_of_a_lost_node_are_placed_anew_a_few_at_a_time() -> None:
-    """Before, the loop stood still until all of them had been placed: for 1.5 s with 2,048."""
+    """Regression: the loop stood still until all of them had been placed: for 1.5 s with 2,048."""
     options = RetryOptions(first_pause_s=0.0, longest_pause_s=0.0)
     scene = RoomyScene(options=options, num_decode=2)
     params = SamplingParams(max_tokens=20, seed=1)

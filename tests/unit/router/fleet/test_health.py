@@ -162,7 +162,7 @@ async def test_nodes_that_break_are_blamed_by_what_they_say() -> None:
 
 
 class Silent:
-    """Nobody listens."""
+    """A listener that ignores everything."""
 
     def on_leg_delta(self, item: object) -> None: ...
 

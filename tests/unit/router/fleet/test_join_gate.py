@@ -174,7 +174,7 @@ def test_a_node_that_reads_nothing_of_its_link_is_hung_up_on(
 
 
 def test_registrations_of_all_nodes_have_only_so_many_bytes() -> None:
-    """4,096 nodes of 1.5 MiB each were 6 GiB."""
+    """Regression: 4,096 registrations of 1.5 MiB each took 6 GiB."""
     gate = JoinGate(VirtualClock())
     nodes: list[Node] = []
 

@@ -47,13 +47,13 @@ class Scene:
         self.nodes.pop(name).leave()
 
     def shares(self) -> dict[str, float]:
-        """As of now."""
+        """Return each revision's share one second from now."""
         _ = self.pool.fleet
         self.clock.advance(1.0)
         return {name: round(share, 3) for name, share in self.pool.rollout.shares().items()}
 
     def turns(self, count: int) -> Counter[str]:
-        """Which revisions so many requests without a session are placed on."""
+        """Return how many of ``count`` requests without a session each revision gets."""
         _ = self.pool.fleet
         placed: Counter[str] = Counter()
         for _ in range(count):

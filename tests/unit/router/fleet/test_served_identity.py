@@ -158,7 +158,7 @@ def test_others_serve_when_the_last_one_was_removed_and_not_when_it_was_lost(wei
 def test_two_routers_of_one_folder_serve_the_same_in_whatever_order_they_hear_of_nodes(
     order: list[str], is_settled: bool
 ) -> None:
-    """Of both, in each step: whoever one of them serves has the weights that the other serves."""
+    """Check in each step that the nodes of both routers have the same weights."""
     first, second = Fleet("a"), Fleet("a")
 
     def served() -> set[str]:

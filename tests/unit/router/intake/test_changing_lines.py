@@ -33,7 +33,7 @@ def test_a_line_at_the_beginning_of_a_system_message_is_cut(content: str, kept: 
 
 @pytest.mark.medium
 def test_two_requests_of_claude_code_have_one_prompt() -> None:
-    """Its prompt cache never hit: a hash that changes led each prompt."""
+    """Regression: each prompt began with a changing hash, so the prefix cache never hit."""
 
     @on_http(max_model_len=2000)
     async def run(scene: HttpScene) -> None:

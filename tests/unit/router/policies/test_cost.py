@@ -155,7 +155,7 @@ def test_a_conversation_stays_on_the_idle_decode_node_that_has_more_of_it(num_to
 
 
 def test_it_agrees_with_looking_at_every_place() -> None:
-    """Within what it holds for equal."""
+    """Compare the policy's choice with the best of all places, within its tolerance."""
     draw = random.Random(3)
     for _ in range(60):
         book = FleetBook(draw.randint(1, 30), draw.randint(1, 30))

@@ -37,7 +37,7 @@ def test_decode_steps_take_what_was_expected_within_a_quarter(
     if not tells_steps:
         monkeypatch.setattr(SimExecutor, "decode_times", lambda self: ())
     ratios = play_steps(load, MACHINES[machine])
-    if not tells_steps:  # it begins with a guess, and has to learn
+    if not tells_steps:  # the line begins with an estimate, and must learn
         ratios = ratios[len(ratios) // 4 :]
     assert statistics.fmean(0.8 <= ratio <= 1.25 for ratio in ratios) >= (
         1.0 if tells_steps else 0.9

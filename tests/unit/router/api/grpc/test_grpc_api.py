@@ -389,7 +389,7 @@ UNPACKED_IDS = b"\x1a\x04\x08\x01\x08\x01" * 400_000
 def test_bytes_that_are_no_message_are_the_clients_error(
     method: str, message: bytes, problem: str
 ) -> None:
-    """They were answered UNKNOWN, with a traceback in the log."""
+    """Regression: the answer was UNKNOWN, with a traceback in the log."""
 
     @asynchronous
     async def run() -> None:

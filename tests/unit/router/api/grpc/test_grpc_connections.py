@@ -231,7 +231,7 @@ async def test_a_compressed_message_is_refused_and_not_inflated() -> None:
 def test_a_caller_holds_only_so_many_calls_that_are_no_requests(
     path: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16,000 took 400 MiB, as long as the client liked."""
+    """Regression: 16,000 such calls took 400 MiB for as long as the client liked."""
     for name in ("MAX_STREAMS", "MAX_MESSAGE_STREAMS", "MAX_WAITING"):
         monkeypatch.setattr(held_calls, name, 3)
 

@@ -53,7 +53,7 @@ def odd_calls() -> list[bytes]:
 
 
 def test_odd_bytes_end_their_own_call_only(caplog: pytest.LogCaptureFixture) -> None:
-    """Before, one call of a method whose name is not UTF-8 stopped the whole server."""
+    """Regression: one call of a method whose name is not UTF-8 stopped the whole server."""
 
     @asynchronous
     async def run() -> None:

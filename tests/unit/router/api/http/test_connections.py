@@ -207,7 +207,7 @@ async def test_of_a_content_type_only_its_beginning_is_read(
 
 @on_http()
 async def test_few_long_bodies_of_one_caller_come_at_once(scene: HttpScene) -> None:
-    """Five hundred connections could have four gigabytes of half-sent bodies."""
+    """Regression: five hundred connections could hold four gigabytes of half-sent bodies."""
     body = json.dumps({"model": "demo", "prompt": "x", "stop": ["s" * 1001]}).encode()
     long = body + b" " * 2**16
     with pytest.MonkeyPatch.context() as patch:
@@ -372,7 +372,7 @@ async def test_a_client_that_asks_whether_to_send_its_body_is_told(scene: HttpSc
 
 @asynchronous
 async def test_little_is_read_of_a_connection_in_one_turn() -> None:
-    """A quarter of a megabyte of chunks of a byte each held up everybody for half a second."""
+    """Regression: 256 KiB in chunks of one byte blocked the event loop for half a second."""
     sizes: list[int] = []
 
     class Taking(asyncio.Protocol):

@@ -82,7 +82,7 @@ def test_the_references_of_a_functions_schema_are_its_own(choice: object) -> Non
     ],
 )
 def test_the_arguments_of_a_forced_call_are_an_object(parameters: dict[str, Any]) -> None:
-    """A schema without a type took 5, which no parser takes for arguments."""
+    """Regression: a schema without a type allowed 5, which no parser accepts as arguments."""
     tools = [tool("f", parameters)]
     assert fits(tools, "required", {"name": "f", "arguments": {}})
     for arguments in (5, None, [1], "x"):
@@ -106,7 +106,7 @@ def test_a_schema_that_refers_to_itself_is_not_the_call() -> None:
 
 
 def test_several_calls_may_be_required_but_not_of_a_named_function() -> None:
-    """A required call was the only one, in a form that the model has never seen."""
+    """Regression: only one call could be required, in a form unknown to the model."""
     calls = [{"name": "numbers", "arguments": {"items": [n]}} for n in (1, 2)]
     assert fits([NUMBERS], "required", *calls, parallel_tool_calls=True)
     assert not fits([NUMBERS], "required", *calls, parallel_tool_calls=False)

@@ -95,7 +95,7 @@ async def test_a_chat_over_a_limit_is_refused_before_it_is_tokenized(
 async def test_texts_of_many_logprobs_are_made_in_a_thread(
     scene: HttpScene, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of 2,000 tokens held up everybody for half a second."""
+    """Regression: the logprobs of 2,000 tokens blocked the event loop for half a second."""
     threads: list[threading.Thread] = []
     make = TokenTexts.completion
 

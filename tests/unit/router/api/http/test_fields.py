@@ -53,7 +53,7 @@ def say_ids(
 async def test_fields_without_an_effect_are_told_in_a_header_and_once_in_the_log(
     scene: HttpScene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They were errors: clients of OpenAI's API send them with every request."""
+    """Regression: such fields were errors, but OpenAI's clients send them with every request."""
     caplog.set_level(logging.WARNING)
     for number in range(2):
         reply = scene.post(verbosity="low", prediction={"type": "content"}, stream=number == 1)
@@ -276,7 +276,7 @@ async def test_logprobs_of_a_prompt_come_as_vllm_has_them(scene: HttpScene) -> N
 
 @on_http()
 async def test_logprobs_of_a_chats_prompt_come_with_its_answer(scene: HttpScene) -> None:
-    """They were passed over, with a line in the log."""
+    """Regression: prompt logprobs were left out, with only a line in the log."""
     reply = scene.post(CHAT, messages=MESSAGES, prompt_logprobs=0, max_tokens=1)
     command = await scene.command()
     assert command.sampling_params.prompt_logprobs == 0

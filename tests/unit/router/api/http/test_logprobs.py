@@ -58,7 +58,7 @@ def offsets_of(token_ids: list[int], tokenizer: Tokenizer = TOKENIZER) -> list[i
 
 
 def test_parts_of_a_character_begin_where_it_does_and_special_tokens_take_no_room() -> None:
-    """Each part counted as a character, and the text of a special token as if it was shown."""
+    """Regression: each part counted as a character, and hidden special tokens as shown text."""
     special = min(TOKENIZER.special_token_ids)
     token_ids = [DEF, *EURO, special, DEF, *EURO, DEF]
     assert TOKENIZER.decode(token_ids) == "def€def€def"
@@ -90,7 +90,7 @@ def test_offsets_agree_with_the_text_whatever_the_bytes_are(pieces: list[bytes])
 
 @pytest.fixture(scope="module")
 def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Writes blanks as Llama 2 does, and a text's first one not at all."""
+    """Make a tokenizer that writes blanks as Llama 2 does, without a text's first one."""
     folder = tmp_path_factory.mktemp("sentence_piece")
     blank = "\N{LOWER ONE EIGHTH BLOCK}"
     vocab = {piece: i for i, piece in enumerate(["<unk>", f"{blank}hi", "<0xC3>", "<0xA4>", "x"])}

@@ -94,7 +94,7 @@ async def test_a_thought_precedes_what_a_grammar_holds(scene: HttpScene) -> None
     ],
 )
 def test_a_stop_string_in_the_reasoning_ends_no_answer(path: str, field: str, stream: bool) -> None:
-    """An answer was empty where the model had a blank line in what it thought."""
+    """Regression: an answer was empty if the reasoning had a blank line."""
 
     @on_http(parsers=OutputParsers(TOKENIZER, reasoning_parser="qwen3"))
     async def run(scene: HttpScene) -> None:

@@ -141,7 +141,7 @@ def test_an_assistants_message_at_the_end_begins_the_answer() -> None:
 
 
 def test_reading_many_blocks_takes_time_that_grows_with_their_number() -> None:
-    """As many as a body may have; each was copied for each that came after it, in a first draft."""
+    """Read as many blocks as a body may have. Regression: each copied all blocks before it."""
     block: dict[str, Any] = {"type": "text", "text": "x"}
     thought = {"type": "thinking", "thinking": "x" * 100}
     turns = [{"role": "assistant", "content": [block, thought] * 25_000}, *HELLO]
@@ -218,7 +218,7 @@ def test_a_wrong_request_names_the_field_that_its_client_wrote(
 
 @on_http()
 async def test_an_answer_has_a_block_and_says_what_it_cost(scene: HttpScene) -> None:
-    """The path was not there."""
+    """Check the Messages API's path, which was missing."""
     reply = post(scene, metadata={"user_id": "u"}, context_management={"edits": []})
     scene.say(await scene.command(), 0, "one two", last=FinishReason.STOP)
     response = await reply

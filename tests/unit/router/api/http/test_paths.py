@@ -30,7 +30,7 @@ async def answer(scene: HttpScene, path: str, **body: Any) -> Any:
 async def test_a_text_is_tokenized_and_put_together_again(
     scene: HttpScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These paths were not there; the shapes are vLLM's."""
+    """Check the paths of vLLM's shape that were missing."""
     monkeypatch.setattr(prompt_reader, "_DECODED_AT_ONCE", 7)
     text = "def größer(): # 👩‍🚀"
     told = await answer(scene, "/tokenize", prompt=text, return_token_strs=True)
@@ -161,7 +161,7 @@ async def test_version_ping_and_load(scene: HttpScene) -> None:
 
 @pytest.mark.parametrize("path", NOT_SERVED)
 def test_what_other_models_do_is_not_implemented_and_says_so(path: str) -> None:
-    """They were 404, as if the path was wrong."""
+    """Regression: the answer was 404, as if the path was wrong."""
 
     @on_http()
     async def run(scene: HttpScene) -> None:

@@ -192,7 +192,7 @@ def test_errors_name_no_field_that_the_client_did_not_write() -> None:
 
 @on_http()
 async def test_an_answer_has_a_message_and_says_what_it_cost(scene: HttpScene) -> None:
-    """The path was not there: the newer API of the `openai` package, which others use, too."""
+    """Check the Responses API, the newer one of the `openai` package, which was missing."""
     reply = scene.post(PATH, input="x", store=True, temperature=0.5, include=["x"])
     scene.say(await scene.command(), 0, "one two", last=FinishReason.STOP)
     response = await reply
@@ -213,7 +213,7 @@ async def test_an_answer_has_a_message_and_says_what_it_cost(scene: HttpScene) -
 
 @on_http(sampling_defaults={"temperature": 0.25})
 async def test_an_answer_says_what_it_was_sampled_with(scene: HttpScene) -> None:
-    """It said OpenAI's default where the checkpoint's was used."""
+    """Regression: the answer named OpenAI's default, but the checkpoint's was used."""
     reply = scene.post(PATH, input="x", top_p=0.5)
     command = await scene.command()
     scene.say(command, 0, "one", last=FinishReason.STOP)

@@ -137,7 +137,7 @@ def test_a_long_text_and_a_million_token_ids_are_read() -> None:
 def test_fields_that_nobody_knows_are_found_and_refused_only_if_that_is_asked_for(
     fields: dict[str, Any], names: list[str]
 ) -> None:
-    """Clients send what other servers know: such a request was an error."""
+    """Regression: requests with other servers' fields were errors, but clients send them."""
     body = body_of(**fields)
     assert decode(body, ChatRequest)[1] == names
     if names:

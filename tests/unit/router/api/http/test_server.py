@@ -455,7 +455,7 @@ def test_a_client_that_goes_away_is_no_error(
     ],
 )
 def test_text_that_is_no_unicode_is_the_clients_error(path: str, body: bytes, param: str) -> None:
-    """They were internal errors, with tracebacks in the log."""
+    """Regression: such texts were internal errors, with tracebacks in the log."""
 
     @on_http()
     async def run(scene: HttpScene) -> None:

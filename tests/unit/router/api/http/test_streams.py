@@ -50,7 +50,7 @@ async def stream_of_euros(scene: HttpScene, path: str, **fields: Any) -> list[An
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
 def test_a_token_that_ends_no_character_makes_a_chunk_with_an_empty_text(path: str) -> None:
-    """It made none: who measures the time between tokens by chunks read several times too much."""
+    """Regression: the token made no chunk, so times between chunks overstated times per token."""
     assert len(EURO) > 1
 
     @on_http()

@@ -85,7 +85,7 @@ WITH_FORMAT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("text", [CALL, '{"done": true}'])
 @pytest.mark.parametrize("path", WITH_FORMAT)
 def test_a_model_may_call_tools_beside_a_response_format(path: str, text: str) -> None:
-    """The format's grammar held from the first token on: no call was possible."""
+    """Regression: the format's grammar applied from the first token, so no call was possible."""
 
     @on_http(max_model_len=1000)
     async def run(scene: HttpScene) -> None:
@@ -144,7 +144,7 @@ MCP = {"type": "namespace", "name": "mcp", "tools": [{**SHELL, "name": "look"}]}
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_that_run_elsewhere_are_dropped_and_told(stream: bool) -> None:
-    """Codex was kept out: tools of other types than functions were an error."""
+    """Regression: tools of other types than functions were errors, which kept Codex out."""
 
     @on_http(max_model_len=2000)
     async def run(scene: HttpScene) -> None:
@@ -378,7 +378,7 @@ def test_an_image_in_the_result_of_a_tool_does_not_end_the_conversation(path: st
 def test_a_request_may_allow_one_call_only(
     stream: bool, several: bool | None, num_calls: int
 ) -> None:
-    """A second call was given to clients that run one at a time."""
+    """Regression: clients that run one call at a time got a second one."""
     path = "/v1/chat/completions"
     given = {name: WITH_FORMAT[path][name] for name in ("messages", "tools")}
 

@@ -164,7 +164,7 @@ async def test_what_it_is_drawn_with_is_open(scene: HttpScene) -> None:
 
 @on_http(access=Access(admin_token="right"))
 async def test_whoever_opens_the_servers_address_is_sent_to_the_page(scene: HttpScene) -> None:
-    """Before, the address that a start prints was 404 in a browser."""
+    """Regression: the address that a start prints was 404 in a browser."""
     async with scene.session.get(f"{scene.url}/", allow_redirects=False) as response:
         assert (response.status, response.headers["Location"]) == (302, "/ui")
     async with scene.session.get(f"{scene.url}/", headers=basic("right")) as response:

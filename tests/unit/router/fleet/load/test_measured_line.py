@@ -39,7 +39,7 @@ def assert_near(line: MeasuredLine, seconds: float, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("profile", [(), PROFILE], ids=["old node", "profile"])
-def test_turns_of_a_chat_are_not_nailed_to_a_guess_for_gpus(profile: tuple[Point, ...]) -> None:
+def test_turns_of_a_chat_are_not_nailed_to_an_estimate_for_gpus(profile: tuple[Point, ...]) -> None:
     line = make(profile)
     line.measure(96, 8 * cpu_s(96))  # the first prompt is cold
     serve(line, 12)

@@ -112,8 +112,8 @@ def test_prompts_that_share_steps_are_charged_with_the_time_once(book: FleetBook
     assert after == pytest.approx(0.5, rel=0.05)
 
 
-def test_turns_of_a_chat_on_a_cpu_are_not_nailed_to_a_guess_for_gpus(book: FleetBook) -> None:
-    """The line was 200 ms and 0.08 ms per token, so that 160 more tokens looked free."""
+def test_turns_of_a_chat_on_a_cpu_are_not_nailed_to_an_estimate_for_gpus(book: FleetBook) -> None:
+    """Regression: the line was 200 ms and 0.08 ms per token, so 160 more tokens looked free."""
     load, draw = book["p0"], random.Random(1)
     for number in range(30):
         num_tokens = draw.choice((60, 105, 180, 265))
@@ -282,7 +282,7 @@ def test_one_late_message_does_not_move_the_line_of_steps(book: FleetBook) -> No
 
 
 def test_what_is_on_its_way_does_not_flatten_the_line_of_steps(book: FleetBook) -> None:
-    """Of much that is placed here only what decodes makes steps longer."""
+    """Fit step time to decoding requests only: the others placed here make no step longer."""
     load, draw = book["d0"], random.Random(1)
     num_decoding = 0
     for _ in range(400):

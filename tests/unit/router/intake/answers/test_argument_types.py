@@ -136,5 +136,5 @@ def test_reading_a_schema_is_bounded() -> None:
 def test_a_number_that_no_float_has_is_written_as_it_is(
     schema: dict[str, Any], text: str, written: str
 ) -> None:
-    """Numbers like these became strings."""
+    """Regression: numbers like these became strings."""
     assert ArgumentTypes({"properties": {"x": schema}}).json_of("x", text) == written

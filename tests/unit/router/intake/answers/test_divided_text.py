@@ -67,7 +67,7 @@ CASES: list[tuple[str, tuple[str, ...], list[Any], str | None]] = [
 def test_a_stop_string_is_looked_for_in_the_answer_alone(
     text: str, stop: tuple[str, ...], expected: list[Any], stop_string: str | None, size: int
 ) -> None:
-    """A blank line in the reasoning ended the answer before it had begun."""
+    """Regression: a blank line in the reasoning ended the answer before its beginning."""
     parts, reader, num_tokens = read(text, stop, parser(), size)
     assert parts == expected
     assert reader.stopped is (stop_string is not None)

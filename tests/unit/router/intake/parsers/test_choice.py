@@ -90,7 +90,7 @@ def test_an_output_is_divided_as_its_request_says() -> None:
 def test_an_answer_goes_on_with_the_thought_that_the_prompt_ends_in(
     tmp_path: Path, family: str, special_tokens: list[str], end: str
 ) -> None:
-    """Before, eight tokens of a prompt were looked at, and a thought could not be continued."""
+    """Regression: eight tokens of a prompt were looked at, and a thought could not be continued."""
     tokenizer = with_special_tokens(tmp_path, family, special_tokens)
     parsers = OutputParsers(tokenizer)
     thought = "First, I look at the tag and its end. " * 40
