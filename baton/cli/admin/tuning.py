@@ -88,7 +88,10 @@ def log_level(
     name: ServerArgument,
     level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
     module: Annotated[
-        str, typer.Option(help="Of this module and those in it alone, as logs name it.")
+        str,
+        typer.Option(
+            help="Module, as logs name it, whose level changes; also that of modules inside it."
+        ),
     ] = "",
     *,
     access: OperatorAccess,
