@@ -85,7 +85,8 @@ def main() -> int:
         model=str(model or TOY),
         listen=free_address(),
         http_listen=free_address(),
-        router_args=["--served-model-name", "demo"],
+        # Otherwise the router may find that the idle d0 computes a prompt as fast as both.
+        router_args=["--served-model-name", "demo", "--no-local-prefill"],
         node_args=["--kv-cache-memory", "256M", "--long-prefill-token-threshold", "256"],
     )
     try:
@@ -104,7 +105,7 @@ def main() -> int:
     console.print(receipt_table(talk.receipts))
     console.print(
         "left after prefill: from token 1 sampled on p0 until d0 has all of the KV\n"
-        "no KV pushed: the prompt was so short that d0 computed it itself\n"
+        "no KV pushed: d0 had nearly all of the prompt and computed the rest itself\n"
         f"The first token came {talk.first_token_s:.0f} s after the start, "
         "loading the model included.",
         style="dim",
