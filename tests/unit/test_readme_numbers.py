@@ -42,6 +42,6 @@ def test_what_an_installation_takes() -> None:
     pattern = rf"^\| `\.` \|.*\| {extras['core']['megabytes']} \|$"
     assert re.search(pattern, QUICKSTART, re.MULTILINE)
     node = extras["node"]
-    assert f"| {node['megabytes']:,} more, of them torch (its CPU build) " in QUICKSTART
-    assert f"{node['largest']['torch']} |" in QUICKSTART
+    assert f"| {node['megabytes']:,} more; torch (CPU build) takes " in QUICKSTART
+    assert f" {node['largest']['torch']} of them |" in QUICKSTART
     assert f"| {extras['report']['megabytes']} more |" in QUICKSTART
