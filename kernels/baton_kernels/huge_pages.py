@@ -24,7 +24,7 @@ def huge_pages(num_bytes: int) -> Tensor:
     and grants them on request.
 
     Raises:
-            OSError, OverflowError: there is not enough memory.
+        OSError, OverflowError: there is not enough memory.
     """
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages

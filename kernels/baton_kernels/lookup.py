@@ -18,11 +18,10 @@ def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
 
     Args:
         tokens: `[num_tokens]`.
-            least, most: number of tokens of the run; matches longer than ``most`` are no better.
+        least, most: number of tokens of the run; matches longer than ``most`` are no better.
 
     Returns:
-            The position after the earlier copy, the last one if there are several; -1 if there is
-            none.
+        The position after the earlier copy, the last one if there are several; -1 if there is none.
     """
     num = len(tokens)
     if num < 2:

@@ -87,16 +87,15 @@ class CodeLayout:
     """Layout of a weight's codes and of the numbers of their groups.
 
     Attributes:
-            format: `INT8` or `INT4`; or `FP8`, which has float32 scales and no other group numbers.
-            group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`;
-                for `FP8` a multiple of `FLOAT8_GROUP`.
-            scales: dtype of the scales. int8: multiples of a factor that `SUPER_GROUP` inputs
-                share.
-            minima: dtype of the minima; None: there are none, and codes are symmetric. int8:
-                multiples of a factor of their own if scales have factors, else zero points,
-                multiples of the scale.
-            factors: dtype of the factors; None: no factors.
-            is_e2m1: whether codes are indexes into `E2M1_TWICE`; needs 4 bits and no minima.
+        format: `INT8` or `INT4`; or `FP8`, which has float32 scales and no other group numbers.
+        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; for
+            `FP8` a multiple of `FLOAT8_GROUP`.
+        scales: dtype of the scales. int8: multiples of a factor that `SUPER_GROUP` inputs share.
+        minima: dtype of the minima; None: there are none, and codes are symmetric. int8: multiples
+            of a factor of their own if scales have factors, else zero points, multiples of the
+            scale.
+        factors: dtype of the factors; None: no factors.
+        is_e2m1: whether codes are indexes into `E2M1_TWICE`; needs 4 bits and no minima.
     """
 
     format: WeightFormat
@@ -171,8 +170,7 @@ class GroupedIntegers:
         numbers: ``[n, in_features]``: int8, from ``-2 ** (bits - 1)``; with minima uint8, from 0.
         groups: scales and minima of the rows.
         group_size: neighbouring inputs with one scale, see `CodeLayout`; or all.
-            group_size: neighbouring inputs with one scale, see `CodeLayout`; or all inputs of a
-                row.
+        group_size: neighbouring inputs with one scale, see `CodeLayout`; or all inputs of a row.
     """
 
     bits: int
@@ -190,7 +188,7 @@ class GroupedIntegers:
         Args:
             bits: bits of a number.
             numbers: numbers of any integer type.
-                groups: scales and minima of the rows, or scales alone.
+            groups: scales and minima of the rows, or scales alone.
             group_size: neighbouring inputs that share a scale.
         """
         in_features, fits = numbers.shape[1], bits in (4, 8)
@@ -330,8 +328,8 @@ class Float8Rows:
 
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
-            scales: ``[n, groups]`` float32 factors of the numbers of a row's groups.
-            group_size: neighbouring numbers in a group; a group may be a whole row.
+        scales: ``[n, groups]`` float32 factors of the numbers of a row's groups.
+        group_size: neighbouring numbers in a group; a group may be a whole row.
     """
 
     numbers: Tensor
@@ -434,8 +432,8 @@ class PackedWeight:
         """Allocate a weight whose rows are written later; the last panel's padding is filled in.
 
         Args:
-                empty: allocates the large tensors.
-                layout: layout of codes; None: the layout that `pack_rows` makes.
+            empty: allocates the large tensors.
+            layout: layout of codes; None: the layout that `pack_rows` makes.
             has_gaps: whether every panel may have rows that are never written; all rows begin as 0.
         """
         num_panels = -(-out_features // width)

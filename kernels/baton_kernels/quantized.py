@@ -1,7 +1,7 @@
 """A linear layer's weight in the layouts that GPU kernels read: codes in rows, scales in groups.
 
-        GroupedWeight    4 or 8 bits per weight; inputs are not rounded
-        RoundedWeight    8 bits per weight; inputs are rounded to the same type, token by token
+    GroupedWeight    4 or 8 bits per weight; inputs are not rounded
+    RoundedWeight    8 bits per weight; inputs are rounded to the same type, token by token
 
 Refuses to know: what computes with it, and layers.
 """
@@ -50,16 +50,16 @@ class GroupedWeight:
         in word                0 ... 15   0 ... 15   0 ...
 
     So all words of a plane are unpacked in the same way, and its numbers are in the order that
-    products need. A code is ``weight / scale + 2 ** (bits - 1)``, or ``(weight - minimum) /
-    scale``.
+    products need. A code is ``weight / scale + 2 ** (bits - 1)``, or
+    ``(weight - minimum) / scale``.
 
     Attributes:
         bits: bits of a code, 4 or 8.
         codes: ``[chunks, out_features, SIDE]`` int32.
-            groups: see `CodeLayout`; ``[groups, out_features]``; factors alike.
+        groups: see `CodeLayout`; ``[groups, out_features]``; factors alike.
         group_size: neighbouring inputs of a group.
         in_features: inputs of a row; zeros multiply the padding of the last chunk.
-            arrived: ``[...]`` int32, zero between launches: number of finished parts of each sum.
+        arrived: ``[...]`` int32, zero between launches: number of finished parts of each sum.
     """
 
     bits: int
@@ -149,8 +149,8 @@ class RoundedWeight:
     Attributes:
         numbers: ``[out_features, in_features]`` int8, or float8 (e4m3).
         scales: ``[groups, out_features]`` float32.
-            group_size: neighbouring inputs with a scale, in rows and in inputs: a multiple of
-                `ROUNDED_BLOCK`; at least ``in_features`` if a whole row has one scale.
+        group_size: neighbouring inputs with a scale, in rows and in inputs: a multiple of
+            `ROUNDED_BLOCK`; at least ``in_features`` if a whole row has one scale.
         arrived: see `GroupedWeight`.
     """
 
@@ -187,7 +187,7 @@ class RoundedWeight:
 
         Args:
             dtype: int8 or float8.
-                group_size: neighbours with one scale; None: the whole row.
+            group_size: neighbours with one scale; None: the whole row.
         """
         group_size = in_features if group_size is None else group_size
         return cls(

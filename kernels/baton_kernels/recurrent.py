@@ -40,16 +40,15 @@ def causal_conv(
     """Convolve each channel along its sequence; a token sees itself and the tokens before it.
 
     Args:
-            x: ``[num_tokens, num_channels]``, rows of any stride.
-            weight: ``[num_channels, kernel_size]``; the last column belongs to the newest token.
+        x: ``[num_tokens, num_channels]``, rows of any stride.
+        weight: ``[num_channels, kernel_size]``; the last column belongs to the newest token.
         bias: ``[num_channels]``, or None.
-            states: ``[num_slots, num_channels, kernel_size - 1]`` in the dtype of ``x``, any
-                strides: the inputs before a token, the newest last. The states after each segment
-                are written.
+        states: ``[num_slots, num_channels, kernel_size - 1]`` in the dtype of ``x``, any strides:
+            the inputs before a token, the newest last. The states after each segment are written.
         metadata: the step.
-            has_silu: whether to apply ``silu`` to the sums.
-            in_gate: ``[num_tokens, num_channels]``, factors of ``x``; None: no gate.
-            out_gate: like ``in_gate``, factors of the result.
+        has_silu: whether to apply ``silu`` to the sums.
+        in_gate: ``[num_tokens, num_channels]``, factors of ``x``; None: no gate.
+        out_gate: like ``in_gate``, factors of the result.
 
     Returns:
         ``[num_tokens, num_channels]`` in the dtype of ``x``, zeros behind the last segment.
@@ -94,9 +93,9 @@ def selective_scan(
         S = exp(-exp(a_log) * dt) * S + b (x) (dt * x)        result = c @ S + d * x
 
     Args:
-            x: ``[num_tokens, num_heads, head_dim]``; tokens of any stride, here and below.
+        x: ``[num_tokens, num_heads, head_dim]``; tokens of any stride, here and below.
         dt: ``[num_tokens, num_heads]``, before bias and softplus.
-            b: ``[num_tokens, num_groups, state_dim]``; a group serves adjacent heads.
+        b: ``[num_tokens, num_groups, state_dim]``; a group serves adjacent heads.
         c: like ``b``.
         a_log: ``[num_heads]``.
         dt_bias: ``[num_heads]``.
@@ -148,9 +147,9 @@ def gated_delta_rule(
         S = S + key (x) sigmoid(b) * (value - key @ S)        result = query @ S
 
     Args:
-            query: ``[num_tokens, num_key_heads, key_dim]``; tokens of any stride, here and below.
+        query: ``[num_tokens, num_key_heads, key_dim]``; tokens of any stride, here and below.
         key: like ``query``.
-            value: ``[num_tokens, num_heads, value_dim]``; a key head serves adjacent value heads.
+        value: ``[num_tokens, num_heads, value_dim]``; a key head serves adjacent value heads.
         a: ``[num_tokens, num_heads]``.
         b: like ``a``.
         a_log: ``[num_heads]``.
@@ -197,16 +196,16 @@ def gated_rms_norm(
     """Norm groups of a row, and multiply the row by ``silu(gate)`` before or after.
 
     Args:
-            x: ``[num_tokens, size]``, rows of any stride.
+        x: ``[num_tokens, size]``, rows of any stride.
         gate: like ``x``.
         weight: ``[size]``, or ``[group_size]`` for every group.
         eps: added to the mean square.
         group_size: elements that are normalized together; divides ``size``.
-            norm_before_gate: whether the gate is applied after the norm.
+        norm_before_gate: whether the gate is applied after the norm.
 
     Returns:
-            ``[num_tokens, size]`` in the dtype of ``x``; rounded before the weight is applied and
-            again after.
+        ``[num_tokens, size]`` in the dtype of ``x``; rounded before the weight is applied and again
+        after.
     """
     wide = x.float().contiguous()  # [num_tokens, size]
     gated = functional.silu(gate.float())

@@ -60,9 +60,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
 
     Returns:
-            ``[..., size]`` in the dtype of ``x``. Like in Hugging Face's Llama, the normalized
-            value is rounded to that dtype before the weight is applied. A float32 weight with ``x``
-            of another dtype is applied before rounding, as in Gemma and OLMo.
+        ``[..., size]`` in the dtype of ``x``. Like in Hugging Face's Llama, the normalized value is
+        rounded to that dtype before the weight is applied. A float32 weight with ``x`` of another
+        dtype is applied before rounding, as in Gemma and OLMo.
     """
     wide = x.float()  # [..., size]
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
@@ -76,7 +76,7 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
 
     Args:
         x: ``[num_tokens, hidden_size]``, the output of a layer.
-            residual: like ``x``, not changed.
+        residual: like ``x``, not changed.
         factor: factor of a layer's output (Granite's residual multiplier).
     """
     return residual + (x if factor == 1.0 else x * factor)
@@ -99,7 +99,7 @@ def add_rms_norm(
 
     Args:
         x: ``[num_tokens, hidden_size]``, the output of a layer.
-            residual: ``[num_tokens, hidden_size]``, not changed.
+        residual: ``[num_tokens, hidden_size]``, not changed.
         weight: ``[hidden_size]``.
         eps: see :func:`rms_norm`.
         factor: see :func:`scaled_add`.
@@ -145,7 +145,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up``: the unit of SwiGLU (Shazeer, arXiv:2002.05202).
 
     Args:
-            gate_up: ``[..., 2 * size]``, the gate in the first half, the gated half after it.
+        gate_up: ``[..., 2 * size]``, the gate in the first half, the gated half after it.
 
     Returns:
         ``[..., size]``.
@@ -157,9 +157,9 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` of the two halves (Shazeer, arXiv:2002.05202).
 
     Args:
-            gate_up: ``[..., 2 * size]``, the gate in the first half, the gated half after it.
-            activation: one of ``ACTIVATIONS``; with ``CLAMPED_SWIGLU`` the gated half is clamped,
-                too, and 1 is added to it.
+        gate_up: ``[..., 2 * size]``, the gate in the first half, the gated half after it.
+        activation: one of ``ACTIVATIONS``; with ``CLAMPED_SWIGLU`` the gated half is clamped, too,
+            and 1 is added to it.
 
     Returns:
         ``[..., size]``.
@@ -213,9 +213,9 @@ def store_kv(
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; -1 marks a
             padding token, which is not written.
-            key_scale: a key is the stored number of an ``FP8`` cache times this scale, which
-                readers need. Other caches have no scales.
-            value_scale: scale of values, alike.
+        key_scale: a key is the stored number of an ``FP8`` cache times this scale, which readers
+            need. Other caches have no scales.
+        value_scale: scale of values, alike.
     """
     if kv_cache.dtype == FP8:
         key, value = quantize_fp8(key, key_scale), quantize_fp8(value, value_scale)
@@ -249,16 +249,16 @@ def norm_rotary_store(
     """Do the work between the joined projection and attention: norms, rotation, storing.
 
     Args:
-            qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value
-                heads; rows may have further whole heads, which are not read.
+        qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads;
+            rows may have further whole heads, which are not read.
         num_heads: query heads; ``kv_cache`` tells the rest of the shape.
         cos: see :func:`rotary`.
         sin: see :func:`rotary`.
         kv_cache: see :func:`store_kv`; this step's keys, rotated, and values are written into it.
         slot_mapping: see :func:`store_kv`.
-            query_weight: weight of the norm over each query head, ``[head_dim]``, or over all of
-                them together, ``[num_heads * head_dim]``; None: no norm.
-            key_weight: weight of the norm of keys, alike.
+        query_weight: weight of the norm over each query head, ``[head_dim]``, or over all of them
+            together, ``[num_heads * head_dim]``; None: no norm.
+        key_weight: weight of the norm of keys, alike.
         eps: see :func:`rms_norm`.
         key_scale: see :func:`store_kv`.
         value_scale: see :func:`store_kv`.
@@ -304,10 +304,10 @@ def norm_rotary_store_latent(
     Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     Args:
-            query: ``[num_tokens, num_heads, rotary_dim]``, the rotated part of each head; rows of
-                any strides.
-            latent: ``[num_tokens, rank + rotary_dim]``: a part to normalize, and a key to rotate,
-                which all heads share.
+        query: ``[num_tokens, num_heads, rotary_dim]``, the rotated part of each head; rows of any
+            strides.
+        latent: ``[num_tokens, rank + rotary_dim]``: a part to normalize, and a key to rotate, which
+            all heads share.
         cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         sin: like ``cos``.
         cache: ``[num_blocks, block_size, rank + rotary_dim]``, any strides of blocks and tokens;
@@ -315,10 +315,9 @@ def norm_rotary_store_latent(
         slot_mapping: see :func:`store_kv`.
         weight: ``[rank]``, of the norm.
         eps: epsilon of the norm.
-            interleaved: whether neighbours are rotated as pairs, ``x0 y0 x1 y1 ..``, instead of
-                halves. The result has the halves apart, ``x0 x1 .. y0 y1 ..``, which changes no
-                product.
-            out: like ``query``; receives the rotated query.
+        interleaved: whether neighbours are rotated as pairs, ``x0 y0 x1 y1 ..``, instead of halves.
+            The result has the halves apart, ``x0 x1 .. y0 y1 ..``, which changes no product.
+        out: like ``query``; receives the rotated query.
     """
     rank, block_size = len(weight), cache.shape[1]
     key = latent[:, None, rank:]  # [num_tokens, 1, rotary_dim]
@@ -337,10 +336,9 @@ def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
 
     Args:
         x: ``[num_tokens, num_groups, in_features]``, any strides.
-            weight: each group has as many outputs as a group of ``out``, padded to whole panels
-                (`PackedWeight.in_whole_panels`). The weight holds numbers, not codes, and has no
-                bias.
-            out: ``[num_tokens, num_groups, n]``, any strides; receives the result.
+        weight: each group has as many outputs as a group of ``out``, padded to whole panels
+            (`PackedWeight.in_whole_panels`). The weight holds numbers, not codes, and has no bias.
+        out: ``[num_tokens, num_groups, n]``, any strides; receives the result.
     """
     groups = weight.unpacked().view(x.shape[1], -1, x.shape[2])[:, : out.shape[2]]
     out.copy_(torch.einsum("tgi,gni->tgn", x.float(), groups))
@@ -407,8 +405,8 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
         weight: weight of ``out_features`` outputs.
 
     Returns:
-            ``[..., out_features]`` in the dtype of ``x``; computed in float32, with inputs rounded
-            to 8 bits if the weight is codes.
+        ``[..., out_features]`` in the dtype of ``x``; computed in float32, with inputs rounded to 8
+        bits if the weight is codes.
     """
     inputs = rounded_inputs(x, weight) if weight.format.code_bits else x.float()
     return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
@@ -442,14 +440,12 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Te
 
     Args:
         x: ``[..., in_features]``.
-            weight: ``[out_features, in_features]``, rows of any stride.
+        weight: ``[out_features, in_features]``, rows of any stride.
         bias: ``[out_features]``.
-            arrived: ``[out_features]`` int32, zero between launches: number of finished parts of a
-                sum.
+        arrived: ``[out_features]`` int32, zero between launches: number of finished parts of a sum.
 
     Returns:
-            ``[..., out_features]`` in the dtype of ``x``; this definition does not promise
-            invariance.
+        ``[..., out_features]`` in the dtype of ``x``; this definition does not promise invariance.
     """
     return functional.linear(x, weight, bias)
 
@@ -465,11 +461,10 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     Args:
         logits: ``[num_tokens, num_experts]``.
         routing: the rule.
-            bias: ``[num_experts]`` float32, added to scores for the choice only, not to the
-                weights.
+        bias: ``[num_experts]`` float32, added to scores for the choice only, not to the weights.
 
     Returns:
-            Experts ``[num_tokens, top_k]`` int64, the best first, and their float32 weights.
+        Experts ``[num_tokens, top_k]`` int64, the best first, and their float32 weights.
     """
     scores = logits.float()
     if routing.scoring == Scoring.SOFTMAX:
@@ -510,18 +505,16 @@ def experts(
     Args:
         x: ``[num_tokens, hidden_size]``.
         ids: ``[num_tokens, top_k]`` int64, each token's experts.
-            weights: ``[num_tokens, top_k]`` float32, factors of their results.
+        weights: ``[num_tokens, top_k]`` float32, factors of their results.
         gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups; with ``RELU2``
             ``[num_experts, inner_size, hidden_size]``.
         down: ``[num_experts, hidden_size, inner_size]``.
-            base: ``[num_tokens, hidden_size]``, results of shared experts to add; None: none.
-            base_gate: ``[num_tokens, 1]`` float32 logits: ``sigmoid(base_gate)`` is a factor of
-                base.
-            biases: biases of ``gate_up``, ``[num_experts, 2 * inner_size]``, and of ``down``,
-                ``[num_experts, hidden_size]``.
-            activation: see ``gated_mul``; or ``RELU2`` for experts without gates.
-            invariant: whether a token's bits must not depend on the batch; this definition ignores
-                it.
+        base: ``[num_tokens, hidden_size]``, results of shared experts to add; None: none.
+        base_gate: ``[num_tokens, 1]`` float32 logits: ``sigmoid(base_gate)`` is a factor of base.
+        biases: biases of ``gate_up``, ``[num_experts, 2 * inner_size]``, and of ``down``,
+            ``[num_experts, hidden_size]``.
+        activation: see ``gated_mul``; or ``RELU2`` for experts without gates.
+        invariant: whether a token's bits must not depend on the batch; this definition ignores it.
 
     Returns:
         ``[num_tokens, hidden_size]``; added in the order of ``ids``, in float32.
@@ -605,7 +598,7 @@ def packed_gated_linear(x: Tensor, weight: PackedWeight, activation: str = "silu
 
     Args:
         x: ``[..., in_features]``.
-            weight: rows of the gate, then equally many rows of the gated half.
+        weight: rows of the gate, then equally many rows of the gated half.
         activation: see :func:`gated_mul`.
     """
     return gated_mul(packed_linear(x, weight), activation)
@@ -656,19 +649,19 @@ def paged_attention(
         query: ``[num_tokens, num_heads, head_dim]``, requests one after another; rows behind the
             last request are padding and come back as zeros.
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides, this
-                    step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``.
-                    An ``FP8`` cache holds unscaled numbers: the caller includes the scale of keys
-                    in ``scale`` and multiplies the result by that of values.
+            step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``. An
+            ``FP8`` cache holds unscaled numbers: the caller includes the scale of keys in ``scale``
+            and multiplies the result by that of values.
         block_table: ``[num_requests, max_blocks]`` integers.
         query_lens: tokens of each request in this step; 0 marks a padding request.
         seq_lens: tokens of each request in the cache, this step's included.
         scale: factor on the dot products, usually ``head_dim ** -0.5``.
         sliding_window: each query sees at most this many newest keys, its own included.
-            soft_cap: scaled products ``s`` become ``soft_cap * tanh(s / soft_cap)`` before the
-                softmax (Gemma 2, arXiv:2408.00118); None: no cap.
-            value_dim: number of leading numbers of a value to use; None: all.
-            sinks: ``[num_heads]`` float32: a further score per head in the softmax, without a value
-                (Xiao et al., arXiv:2309.17453; gpt-oss); None: no sinks.
+        soft_cap: scaled products ``s`` become ``soft_cap * tanh(s / soft_cap)`` before the softmax
+            (Gemma 2, arXiv:2408.00118); None: no cap.
+        value_dim: number of leading numbers of a value to use; None: all.
+        sinks: ``[num_heads]`` float32: a further score per head in the softmax, without a value
+            (Xiao et al., arXiv:2309.17453; gpt-oss); None: no sinks.
 
     Returns:
         ``[num_tokens, num_heads, value_dim]`` in the dtype of ``query``; computed in float32.

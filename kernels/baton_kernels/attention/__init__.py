@@ -53,12 +53,12 @@ def choose_attention_backend(
 
     Args:
         device: device of the KV cache, for example ``"cpu"`` or ``"cuda:0"``.
-            override: a name from ``ATTENTION_BACKENDS`` to use in place of the automatic choice.
+        override: a name from ``ATTENTION_BACKENDS`` to use in place of the automatic choice.
         block_size: tokens per block of the KV cache.
-            fp8: whether the KV cache is float8.
+        fp8: whether the KV cache is float8.
         latent: whether the cache holds one vector per token instead of keys and values (MLA).
-            sinks: whether each head has an attention sink.
-            half: whether queries and cache have 16 bits.
+        sinks: whether each head has an attention sink.
+        half: whether queries and cache have 16 bits.
         invariant: whether a query's result must not depend on the rest of the batch.
 
     Returns:

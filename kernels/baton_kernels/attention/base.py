@@ -85,9 +85,9 @@ class AttentionBackend(Protocol):
             scale: factor on the dot products.
             sliding_window: each query sees at most this many newest keys, its own included.
             soft_cap: bends scores, see ``baton_kernels.reference.paged_attention``.
-                value_dim: number of leading numbers of each value to use; None: all. For a cache of
-                    latents (:func:`as_keys_and_values`), this leaves out the numbers that are keys
-                    only.
+            value_dim: number of leading numbers of each value to use; None: all. For a cache of
+                latents (:func:`as_keys_and_values`), this leaves out the numbers that are keys
+                only.
             sinks: ``[num_heads]`` float32, see ``baton_kernels.reference.paged_attention``.
 
         Returns:

@@ -167,8 +167,7 @@ class CpuAttention:
     def _decode_mask(
         self, index: int, group: DecodeGroup, window: int | None, query: Tensor
     ) -> Tensor | None:
-        """Make a mask ``[num_requests, 1, 1, max_len]`` to add to the scores; None: all keys count.
-        """
+        """Make a mask ``[num_requests, 1, 1, max_len]`` to add to scores; None: all keys count."""
         if window is None and group.same_len:
             return None
         mask = self._masks.get((index, window, query.dtype))
@@ -198,10 +197,10 @@ def _attend(
         key: ``[n, num_kv_heads, seq_len, head_dim]``.
         value: like ``key``.
         mask: broadcasts to ``[n, num_heads, query_len, seq_len]``, added to the scores.
-            is_causal: whether SDPA applies its own causal mask; ``query_len`` equals ``seq_len``.
+        is_causal: whether SDPA applies its own causal mask; ``query_len`` equals ``seq_len``.
         scale: factor on the dot products.
         soft_cap: see ``AttentionBackend.run``.
-            sinks: ``[num_heads]``; ``[num_heads, query_len]`` if the rows of ``query`` are heads.
+        sinks: ``[num_heads]``; ``[num_heads, query_len]`` if the rows of ``query`` are heads.
     """
     group = query.shape[1] // key.shape[1]
     if soft_cap is None and sinks is None:

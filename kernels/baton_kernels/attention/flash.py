@@ -1,9 +1,9 @@
 """Paged attention by the flash_attn packages, for comparison with our own kernels.
 
 FlashAttention-3 (module ``flash_attn_interface``, Hopper) takes blocks of any size,
-FlashAttention-2 (package ``flash_attn``) only of multiples of 256 tokens. Both want ``[num_blocks,
-block_size, num_kv_heads, head_dim]`` and require only that the last dimension is contiguous (their
-``flash_api.cpp``), so they take a transposed view of our cache.
+FlashAttention-2 (package ``flash_attn``) only of multiples of 256 tokens. Both want
+``[num_blocks, block_size, num_kv_heads, head_dim]`` and require only that the last dimension is
+contiguous (their ``flash_api.cpp``), so they take a transposed view of our cache.
 
 Refuses to know: models, schedulers, CUDA graphs (the host must know where padding begins).
 """

@@ -697,8 +697,7 @@ class NativeOps:
         states: Tensor,
         metadata: StateMetadata,
     ) -> Tensor | None:
-        """Compute the delta rule, or the selective scan if ``beta`` is None; None: not supported.
-        """
+        """Compute the delta rule; without ``beta`` the selective scan; None: not supported."""
         num_tokens, num_heads, value_dim = value.shape
         num_key_heads, key_dim = key.shape[1:]
         constants = [one for one in (log_decay, rate_bias, skip) if one is not None]
@@ -737,8 +736,7 @@ class NativeOps:
 
         Args:
             group: the group, in memory that its ranks share.
-                gathered: ``[size, *tensor.shape]``; if given, receives the parts, which are not
-                    added.
+            gathered: ``[size, *tensor.shape]``; if given, receives the parts, which are not added.
         """
         if not _plain(tensor) or (gathered is not None and not _plain(gathered)):
             return False
@@ -760,7 +758,7 @@ class NativeOps:
             num_more: further threads, on the cores ``lent``.
 
         Returns:
-                Whether all of them are where they should be.
+            Whether all of them are where they should be.
         """
         size = (max(own | lent) // 64 + 1) * 8  # whole words, as in the kernel's masks
         own_set, lent_set = (

@@ -84,7 +84,7 @@ class Recorder(threading.local):
         """Add the native calls of this thread to ``tape`` as they are made.
 
         Raises:
-                TapeError: torch computed something in the meantime.
+            TapeError: torch computed something in the meantime.
         """
         assert self.tape is None, "a tape is recorded already"
         self.tape = tape
@@ -100,8 +100,7 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False; otherwise the first op would import torch's compiler, which takes a second.
-        """
+        """Return False; otherwise the first op would import torch's compiler, for a second."""
         return False
 
     def __torch_dispatch__(
@@ -130,7 +129,7 @@ def record(
         The tape and the result, tensors which every run of the tape overwrites.
 
     Raises:
-            TapeError: torch computed a part of the result.
+        TapeError: torch computed a part of the result.
     """
     tape = Tape(library)
     with recorder.recording(tape):

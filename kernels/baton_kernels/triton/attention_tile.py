@@ -45,8 +45,8 @@ class PagedShape:
 
         Args:
             query: ``[num_tokens, num_heads, head_dim]``; tokens may lie apart, heads may not.
-                    kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; blocks may
-                        lie apart, but each block is contiguous.
+                kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; blocks may lie
+                    apart, but each block is contiguous.
         """
         is_fp8 = kv_cache.dtype == reference.FP8
         return _paged_shape(

@@ -303,8 +303,7 @@ class BoundDecodes:
         """Attend for the requests that compute one token, and zero the padding behind all requests.
 
         Args:
-                out: ``[num_tokens, num_heads, head_dim]``, contiguous; prompts' rows are not
-                    written.
+            out: ``[num_tokens, num_heads, head_dim]``, contiguous; prompts' rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: one layer's, see ``PagedShape.of``.
             sinks: see ``AttentionBackend.run``.

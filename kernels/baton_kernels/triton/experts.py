@@ -98,10 +98,10 @@ class Tiles:
     """The rows of each tile.
 
     Attributes:
-            experts: ``[count]`` int64; ``num_experts`` for a tile without an expert.
+        experts: ``[count]`` int64; ``num_experts`` for a tile without an expert.
         first_places: ``[count]`` int64, place of each tile's first row in ``order``.
-            ends: ``[num_experts]`` int64, place behind each expert's last row in ``order``.
-            order: ``[num_rows]`` int64, rows sorted by expert.
+        ends: ``[num_experts]`` int64, place behind each expert's last row in ``order``.
+        order: ``[num_rows]`` int64, rows sorted by expert.
     """
 
     experts: Tensor

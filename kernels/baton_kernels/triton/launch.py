@@ -5,7 +5,7 @@ Triton inspects every argument of every launch by name: 20 us of Python for a ke
 
     constants   a `Launcher` is made once for them
     numbers     strides and sizes, by value; those that Triton does not specialize on may change
-        tensors     their dtypes, and whether each address is a multiple of 16 bytes
+    tensors     their dtypes, and whether each address is a multiple of 16 bytes
 
 A `Launcher` finds the variant by one look-up of numbers and tensors; Triton itself compiles a new
 one. All layers of a step have the same shapes, so an op binds numbers and grid to a `Launch`, which
@@ -63,7 +63,7 @@ class Launcher:
         Args:
             grid: programs, one to three numbers.
             tensors: the kernel's pointers, in its order; None where it has a branch for that.
-                numbers: the kernel's other arguments, except constants, in its order.
+            numbers: the kernel's other arguments, except constants, in its order.
         """
         Launch(self, grid, numbers)(*tensors)
 
@@ -105,7 +105,7 @@ class Launch:
     Args:
         launcher: the kernel's launcher.
         grid: programs, one to three numbers.
-            numbers: the kernel's other arguments, except constants, in its order.
+        numbers: the kernel's other arguments, except constants, in its order.
     """
 
     __slots__ = ("_grid", "_launcher", "_numbers", "_ready")
@@ -121,8 +121,8 @@ class Launch:
         """Launch it on the current device and stream.
 
         Args:
-                tensors: the kernel's pointers, in its order; None where it has a branch for that.
-                    Each call has the same dtypes, and None in the same places.
+            tensors: the kernel's pointers, in its order; None where it has a branch for that. Each
+                call has the same dtypes, and None in the same places.
         """
         enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
         if not self._launcher.is_compiled or enter.calls or leave.calls:  # a profiler is told
@@ -176,8 +176,7 @@ def _launch_nothing(*tensors: Tensor | None) -> None:
 
 
 def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
-    """Return the distance between a tensor's rows ``[..., size]``; None: gaps or uneven distances.
-    """
+    """Return the distance between a tensor's rows ``[..., size]``; None: not all are equal."""
     size = expected = shape[-1]
     if stride[-1] != 1 and size != 1:
         return None

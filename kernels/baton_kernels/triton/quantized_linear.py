@@ -59,7 +59,7 @@ class ProductTile:
         rows: rows of the weight in a tile.
         tokens: tokens of a tile.
         num_warps: warps of a program.
-            num_stages: tiles in flight.
+        num_stages: tiles in flight.
     """
 
     rows: int
@@ -158,8 +158,8 @@ def grouped_linear(
     """Multiply ``[num_tokens, in_features]``, see `quantized_linear`.
 
     Args:
-            tile: tile sizes; None: choose them.
-            parts: number of parts in which a row's inputs are summed; None: choose it.
+        tile: tile sizes; None: choose them.
+        parts: number of parts in which a row's inputs are summed; None: choose it.
     """
     num_tokens, out_features = len(x), weight.out_features
     out = x.new_empty(num_tokens, out_features)
@@ -227,8 +227,8 @@ def rounded_linear(
     """Multiply ``[num_tokens, in_features]``, rounded token by token, see `quantized_linear`.
 
     Args:
-            tile: tile sizes; None: choose them.
-            parts: number of parts in which a row's inputs are summed; None: choose it.
+        tile: tile sizes; None: choose them.
+        parts: number of parts in which a row's inputs are summed; None: choose it.
     """
     num_tokens, out_features = len(x), weight.out_features
     out = x.new_empty(num_tokens, out_features)
@@ -254,8 +254,7 @@ def rounded_linear(
 
 
 def round_inputs(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """See `baton_kernels.quantized.rounded_rows`, except that scales are ``[groups, num_tokens]``.
-    """
+    """See `baton_kernels.quantized.rounded_rows`; scales are ``[groups, num_tokens]`` here."""
     num_tokens, size = x.shape
     num_groups = -(-size // group_size)
     numbers = torch.empty(num_tokens, size, dtype=dtype, device=x.device)

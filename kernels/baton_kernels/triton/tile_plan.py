@@ -54,13 +54,12 @@ def plan_tiles(
         query_lens: new tokens of each request.
         seq_lens: all tokens of each request, the new ones included.
         tokens_per_tile: new tokens that a program takes at once.
-            keys_per_step: keys that a program takes at once; all parts but the last are multiples
-                of it.
+        keys_per_step: keys that a program takes at once; all parts but the last are multiples of
+            it.
         block_size: tokens per block of the KV cache; parts begin with one.
         num_programs: programs per KV head that fill the GPU.
         sliding_window: see ``AttentionBackend.run``.
-            least_new: fewest new tokens of a request to cut; a kernel of its own computes the
-                others.
+        least_new: fewest new tokens of a request to cut; a kernel of its own computes the others.
     """
     tiles: list[tuple[int, int, int, int]] = []  # request, first new token, first key, end key
     for request, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):

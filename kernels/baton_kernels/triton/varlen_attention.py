@@ -284,12 +284,12 @@ class CapturedTiles:
         num_tokens: tokens of the captured step.
         num_requests: most requests of a step.
         shape: shape of the layers.
-            element_size: bytes per number of a query.
+        element_size: bytes per number of a query.
         sliding_window: window of the layers.
         device: device of the cache.
 
     Attributes:
-            tiles: the tiles on the device.
+        tiles: the tiles on the device.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class BoundTiles:
     """The launches of one step for all layers with the same options.
 
     Attributes:
-            attend, merge: launches; ``merge`` is None if no tile is cut.
+        attend, merge: launches; ``merge`` is None if no tile is cut.
     """
 
     attend: Launch
@@ -352,7 +352,7 @@ class BoundTiles:
         """Attend for the tokens in ``tiles``.
 
         Args:
-                out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
+            out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: one layer's, see ``PagedShape.of``.
             sinks: see ``AttentionBackend.run``.

@@ -87,10 +87,10 @@ def weigh(highest, total, acc, lse, values):
 
     Args:
         highest: ``[M]``, the highest log2 of a sum of weights so far; -inf before the first.
-            total: ``[M]``, the sum of parts' weights relative to ``highest``.
-            acc: ``[M, D]``, the sum of weighted values relative to ``highest``.
-            lse: ``[M]``, log2 of the part's sum of weights; -inf where a row sees none of its keys.
-            values: ``[M, D]``, the part's result.
+        total: ``[M]``, the sum of parts' weights relative to ``highest``.
+        acc: ``[M, D]``, the sum of weighted values relative to ``highest``.
+        lse: ``[M]``, log2 of the part's sum of weights; -inf where a row sees none of its keys.
+        values: ``[M, D]``, the part's result.
     """
     new_highest = tl.maximum(highest, lse)
     anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
@@ -350,11 +350,10 @@ def cut_prompts(
     Args:
         query_lens: new tokens of each request.
         seq_lens: all tokens of each request, the new ones included.
-            tokens_per_tile: most tokens of a tile.
+        tokens_per_tile: most tokens of a tile.
 
     Returns:
-            ``(request, first new token, end)`` of each tile; tiles that see the most keys come
-            first.
+        ``(request, first new token, end)`` of each tile; tiles that see the most keys come first.
     """
     tiles: list[tuple[int, int, int]] = []
     for request, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -386,7 +385,7 @@ class BoundInvariant:
     Attributes:
         attend: launch for the step's decodes or for its tiles.
         metadata: the step.
-            work: the kernel's tensors between cache and sinks; see ``bind_invariant``.
+        work: the kernel's tensors between cache and sinks; see ``bind_invariant``.
     """
 
     attend: Launch
@@ -397,7 +396,7 @@ class BoundInvariant:
         """Attend with the step's decodes or tiles.
 
         Args:
-                out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
+            out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: one layer's, see ``PagedShape.of``.
             sinks: see ``AttentionBackend.run``.
@@ -424,7 +423,7 @@ def bind_invariant(
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: one layer's, see ``PagedShape.of``.
         metadata: the step.
-            work: buffers, to bind the step's requests with one new token; or tiles, for the others.
+        work: buffers, to bind the step's requests with one new token; or tiles, for the others.
         scale: see ``AttentionBackend.run``.
         sliding_window: see ``AttentionBackend.run``.
         soft_cap: see ``AttentionBackend.run``.

@@ -35,7 +35,7 @@ class LinearTile:
         rows: rows of the weight in a tile.
         depth: inputs of a step.
         num_warps: warps of a program.
-            num_stages: steps in flight.
+        num_stages: steps in flight.
     """
 
     tokens: int

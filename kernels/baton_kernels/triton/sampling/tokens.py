@@ -3,8 +3,8 @@
 Three launches, whatever the parameters, and no result is read back: a CUDA graph can hold them.
 
     partials   every token once: best score, total weight, best logit of each group of tokens
-        choose     completes rows without filters; in the others, reads the few groups that matter
-        search     completes rows with many kept tokens (a flat distribution) in passes over the row
+    choose     completes rows without filters; in the others, reads the few groups that matter
+    search     completes rows with many kept tokens (a flat distribution) in passes over the row
 
 Rejects candidates like FlashInfer's sampling kernels (https://flashinfer.ai, "Sorting-Free GPU
 Kernels for LLM Sampling"), but with noise that is fixed per token instead of new random numbers per
@@ -46,12 +46,12 @@ def sample_tokens(
     probable tokens are kept or dropped together. Equals `engine.sampling.sampler` in float32.
 
     Args:
-            logits: ``[num_rows, vocab_size]``, contiguous rows; other dtypes are read as float32.
-            temperatures: ``[num_rows]`` float32; 0: greedy, the first of the best logits.
+        logits: ``[num_rows, vocab_size]``, contiguous rows; other dtypes are read as float32.
+        temperatures: ``[num_rows]`` float32; 0: greedy, the first of the best logits.
         top_k: ``[num_rows]`` int32; 0: off.
         top_p: ``[num_rows]`` float32; 1: off.
         min_p: ``[num_rows]`` float32; 0: off.
-            keys: ``[num_rows, 2]`` int32, the bits of the random words for seed and position.
+        keys: ``[num_rows, 2]`` int32, the bits of the random words for seed and position.
 
     Returns:
         ``[num_rows]`` int64; 0 where every logit is minus infinity, -1 where a logit is NaN or plus
