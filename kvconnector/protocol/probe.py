@@ -37,7 +37,7 @@ TIMEOUT_S = 3.0
 OFFER_S = 2 * TIMEOUT_S  # after this time a slot is free again, even if its peer is silent
 REPEAT_S = 0.05  # interval of repeats of an unanswered SelfTest
 # Limits of the number of writes, and of the time for posting them, when the bandwidth is measured.
-# The result is a
+# The result is good for a slow path, and a lower bound for a path that the I/O thread cannot fill.
 MAX_TIMED_WRITES = 32
 TIMED_S = 0.02
 MAX_POSTED = 16

@@ -166,7 +166,7 @@ class FrameGuard:
                     self.hold = Hold.CALL
                     break
                 stream = int.from_bytes(data[at + 5 : at + 9], "big")
-                if stream > self._last_stream:  # else trailers
+                if stream > self._last_stream:  # otherwise trailers
                     self._last_stream = stream
                     self.streams.append(stream)
                 at, block = found
