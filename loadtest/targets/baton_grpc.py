@@ -1,4 +1,4 @@
-"""Baton's gRPC API as a target: one message read is one frame, its token ids are counted."""
+"""Baton's gRPC API as a target: one message is one frame, and its token ids are counted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BatonTarget:
     """A `Target` over Baton's gRPC API.
 
     Args:
-        channels: to the router, used in turns.
+        channels: channels to the router, used in turn.
         metadata: gRPC metadata of every call.
         description: for the report.
     """
