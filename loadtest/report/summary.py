@@ -114,7 +114,7 @@ class Summary:
         latencies: by name; only what was measured.
         attainment: share of the measured requests, client-cancelled ones aside, that ended well
             and keep the SLO; None without an SLO or a request.
-        goodput_per_s: the same requests, over ``rate_span_s``; None without an SLO. Never above
+        goodput_per_s: rate of these requests over ``rate_span_s``; None without an SLO. Never above
             ``requests_per_s``.
     """
 
