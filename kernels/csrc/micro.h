@@ -10,7 +10,7 @@
 #include "vectors.h"
 
 #define MAX_DEPTH 192 /* most inputs at a time, so that a panel's part of w stays in L1 beside x */
-/* Floats from one row of x to the next: a constant, and no multiple that maps rows to the same cache set. */
+/* Floats from one row of x to the next: a constant that does not map rows to the same cache set. */
 #define X_STRIDE (MAX_DEPTH + 16)
 
 /* Memory to prefetch during a sum: `step` bytes with each step. */
