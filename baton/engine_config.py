@@ -303,8 +303,8 @@ class EngineConfig:
             raise ConfigError(f"speculative_model: {method} needs the drafter's folder")
         if self.num_ranks > 1:
             raise ConfigError(
-                f"speculative_method: {method} drafts in one rank alone, and there are "
-                f"{self.num_ranks}; use ngram"
+                f"speculative_method: {method} drafts with one rank only, got {self.num_ranks}; "
+                "use ngram"
             )
 
     @property

@@ -53,7 +53,7 @@ class OpenLoop:
     def __post_init__(self) -> None:
         check_limits(self)
         if self.arrivals != "gamma" and self.burstiness != 1.0:
-            raise ConfigError(f"burstiness: is of gamma arrivals, got {self.arrivals!r}")
+            raise ConfigError(f"burstiness: is for gamma arrivals, got {self.arrivals!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class LoadPlan:
             )
         if (self.prefix_groups > 0) != (self.prefix_tokens > 0):
             raise ConfigError(
-                "prefix_groups, prefix_tokens: must both be 0 or both be above, "
+                "prefix_groups, prefix_tokens: must both be 0 or both above 0, "
                 f"got {self.prefix_groups}, {self.prefix_tokens}"
             )
         if self.duration_s is not None and not self.duration_s > self.warmup_s:

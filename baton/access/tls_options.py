@@ -76,7 +76,7 @@ class TlsOptions:
             raise ConfigError("tls_cert: must be given with tls_ca: a server has to show one")
         if self.ca == SYSTEM_CAS:
             raise ConfigError(
-                f"tls_ca: {SYSTEM_CAS!r} would let in whoever any of the world's CAs knows; "
+                f"tls_ca: {SYSTEM_CAS!r} would let in every holder of a public CA's certificate; "
                 "a server needs a file of its own CAs"
             )
 

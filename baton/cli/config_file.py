@@ -145,7 +145,7 @@ def read_config_file(
 def _is_for_all(name: str, declared: Mapping[str, Option]) -> bool:
     """Return whether this program has the option of an entry above the tables."""
     if name in OF_ONE_PROCESS or name in PROGRAMS.names():  # the programs' names are tables
-        raise ConfigError(f"{name}: each program has its own; say it in one's table, as [router]")
+        raise ConfigError(f"{name}: each program has its own; put it in a table such as [router]")
     if name in declared:
         return True
     others = (one.name for known in PROGRAMS.names() for one in options_of(PROGRAMS.load(known)))

@@ -50,4 +50,4 @@ def check_module(field: str, module: str) -> None:
     """Raise ConfigError unless a module is one of our packages, or inside one."""
     if module.split(".")[0] not in OURS:
         known = ", ".join(OURS)
-        raise ConfigError(f"{field}: must be one of {known}, or in one, got {module!a}")
+        raise ConfigError(f"{field}: must be one of {known}, or a module in one, got {module!a}")

@@ -62,5 +62,5 @@ def load_draft_model(source: DrafterSource) -> DraftModel:
             "draft model has the model's own"
         )
     if any(isinstance(kv, StateKV) for kv in model.kv_layers):
-        raise ConfigError("speculative_model: a draft model's states cannot be taken back")
+        raise ConfigError("speculative_model: states of a draft model cannot be rolled back")
     return DraftModel(model, vocab_size)

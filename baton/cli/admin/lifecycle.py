@@ -123,7 +123,7 @@ def _poll(
         show(found)
         if time.monotonic() > give_up_at:
             raise AdminError(
-                f"{found.node_name} is {state_of(found)} after the time is up: {_left(found)}",
+                f"{found.node_name} is still {state_of(found)} after --timeout: {_left(found)}",
                 ExitCode.TIMEOUT,
             )
         time.sleep(_POLL_S)
@@ -133,7 +133,7 @@ def _poll(
             if error.exit_code is not ExitCode.NOT_FOUND:
                 raise
             if wanted:
-                raise AdminError(f"{found.node_name} went away", ExitCode.NOT_FOUND) from None
+                raise AdminError(f"{found.node_name} left the router", ExitCode.NOT_FOUND) from None
             return found
     return found
 
