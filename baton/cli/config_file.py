@@ -61,8 +61,9 @@ class Given:
 def program(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let a command, whose name is one of `PROGRAMS`, read options from a file too."""
     settings = typer.Option(
-        help="TOML file of options, named like their variables: max_model_len = 4096. Above its "
-        "tables: of all programs; in [router], [prefill] and so on: of one.",
+        help="TOML file of options, named like their variables: max_model_len = 4096. Entries "
+        "above all tables: for all programs; entries in [router], [prefill] and so on: for that "
+        "program.",
         callback=_take_file,
         is_eager=True,
         expose_value=False,
