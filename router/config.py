@@ -83,8 +83,7 @@ class RouterConfig:
         "",
         is_secret=True,
         help="Token that lets nodes join, as a key with the role join does, but without a file. "
-        "With this, --admin-token or --api-keys-file nothing is open to callers that bring none "
-        "of them.",
+        "With this, --admin-token or --api-keys-file, callers that bring none of them are refused.",
     )
     admin_token: str = option(
         "",

@@ -30,7 +30,7 @@ class LogOptions:
         (),
         name="log_module",
         help="MODULE=LEVEL: lowest level to log for a module and those in it, such as "
-        "kvconnector.protocol=debug; may be repeated.",
+        "kvconnector.protocol=debug.",
     )
     log_format: str = option(
         "text",

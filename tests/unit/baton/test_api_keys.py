@@ -75,7 +75,7 @@ def test_one_name_may_have_several_keys() -> None:
         (BEGINNING + "limits = { max_open_requests = 1.5 }", "must be a whole number, got 1.5"),
         (BEGINNING + "limits = { tokens_per_minute = -1 }", "must be 0 or more, got -1"),
         (BEGINNING + "limits = { tokens_per_minute = inf }", "must be a number, got inf"),
-        (BEGINNING + BEGINNING.replace("alice", "bob"), "of 'alice' and of 'bob'"),
+        (BEGINNING + BEGINNING.replace("alice", "bob"), "of 'alice' and 'bob'"),
         ("# Who may call.\nalice:secret-1", "has lines of name:key"),
     ],
 )
