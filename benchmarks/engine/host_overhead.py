@@ -115,7 +115,7 @@ class Engines:
 
 
 def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
-    """Median and others of a step's microseconds, and of the runner's in it."""
+    """Summarize the microseconds of a decode step, and of the runner in it."""
     from engine.executors.uniproc import worker_of
 
     engine = engines.decoding(batch)
@@ -134,7 +134,7 @@ def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
 
 @contextmanager
 def timed(*places: tuple[Any, str]) -> Iterator[list[float]]:
-    """Seconds of each call of these methods, as their thread computes."""
+    """Collect seconds of each call of these methods, by their thread's processor time."""
     seconds: list[float] = []
 
     def around(inner: Any) -> Any:
@@ -231,7 +231,7 @@ class Layers:
         return StepPlanner(1).plan([ScheduledRequest(request, count)])
 
     def time(self, scheduled: Any) -> dict[str, Figures]:
-        """Microseconds of a layer, and of its launches."""
+        """Return microseconds of a layer, and of its launches."""
         from baton_kernels import dispatch
         from models.decoder import Decoder
 
@@ -244,7 +244,7 @@ class Layers:
         }
 
     def time_replay(self) -> Figures:
-        """Microseconds that a layer takes of a step with a prompt that is replayed."""
+        """Return microseconds per layer of a replayed step with a prompt."""
         self.runner.chunk_graphs.capture(self._gpu.capture_pieces)
         step = self.prompt()
         prepared = self.runner.prepare(step, eager=True)
@@ -256,7 +256,7 @@ class Layers:
 
     @torch.inference_mode()
     def _time(self, scheduled: Any, places: list[tuple[Any, str]]) -> Figures:
-        """Microseconds that a layer's calls of these methods take."""
+        """Return microseconds per layer of the calls of these methods."""
         of_layers = []
         with without_collections(), timed(*places) as calls:
             for _ in range(LAYER_STEPS):
@@ -291,7 +291,7 @@ def graph_nodes(gpu: FakeGPU) -> Figures:
 
 
 def idle_shares(gpu: FakeGPU, engines: Engines) -> dict[str, Figures]:
-    """{switch interval: {burst: share of time that the device waits for the host}}."""
+    """Return {switch interval: {burst: share of time that the device waits for the host}}."""
     found: dict[str, Figures] = {}
     for interval_ms in SWITCH_INTERVALS_MS:
         sys.setswitchinterval(interval_ms / 1e3)
@@ -408,7 +408,7 @@ def measure_apart(tree: Path, parts: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def checkout(revision: str) -> Iterator[Path]:
-    """Check out a tree of another revision, and remove it in the end."""
+    """Check out a tree of another revision, and remove it at the end."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -422,7 +422,7 @@ def checkout(revision: str) -> Iterator[Path]:
 
 
 def merged(runs: list[Any]) -> Any:
-    """Return the least of the rounds for each figure: other work on the machine only adds."""
+    """Return each figure's minimum over the rounds, as other work on the machine only adds time."""
     first = runs[0]
     if isinstance(first, dict):
         return {key: merged([run[key] for run in runs]) for key in first}

@@ -270,7 +270,7 @@ def measure(
 def compare(
     best: dict[str, dict[str, float]], ours: str, theirs: tuple[str, ...]
 ) -> dict[str, float]:
-    """Our rate with some weights over the best peer's with some (none named: any), by case."""
+    """Return Baton's rate over the best peer's, by case, for given weights (none named: any)."""
     own = best.get(f"baton {ours}".strip(), {})
     peers = [
         rates

@@ -170,7 +170,7 @@ def measure_attention(row: str, options: Options) -> dict[str, float]:
 
 
 def print_attention(folder: str, threads: str, tokens: str, context: str) -> None:
-    """Print as JSON: seconds per token after both contexts, and how fast memory is."""
+    """Print as JSON: seconds per token after a short and a long context, and memory bandwidth."""
     import torch
 
     from baton.api.sampling_params import SamplingParams

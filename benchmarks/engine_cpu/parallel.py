@@ -1,4 +1,4 @@
-"""Measure what several ranks of one machine cost and bring: sums, decode, prompts, hand-off.
+"""Measure several ranks on one machine: times of sums, decode, prompts and hand-off.
 
 Sums are timed in two processes, side by side. Engines have a process each, in turns, and a Qwen3
 shape of about 125 million random weights in float32. Hand-overs are those of the demo model between
@@ -184,7 +184,7 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def measure_handovers() -> dict[str, dict[str, float]]:
-    """{shapes: medians of exposed transfer in ms, and descriptors per block and pair of ranks}."""
+    """Return medians of exposed transfer in ms, and descriptors per block and rank pair."""
     from baton import Client, SamplingParams
     from baton.api.outputs import PushReceipt
     from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
@@ -286,7 +286,7 @@ def run(
 
 
 def print_engine(name: str, folder: str) -> None:
-    """Print an engine's figures as JSON; what a process of its own does."""
+    """Print an engine's figures as JSON, in a process of its own."""
     print(json.dumps(run_engine(name, Path(folder))))
 
 

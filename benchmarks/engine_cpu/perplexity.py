@@ -46,7 +46,7 @@ OTHERS = [
 def score(
     model: str, weights: str, texts: Sequence[str], num_windows: int, num_tokens: int
 ) -> tuple[list[float], list[int]]:
-    """Return each token's log-likelihood after those before it, and the likeliest token there."""
+    """Return each token's log-likelihood, and the most likely token, given the tokens before it."""
     with contextlib.ExitStack() as replaced:
         if weights.startswith(ON_GPUS):
             format_ = QuantizedFormat(weights.removeprefix(ON_GPUS))

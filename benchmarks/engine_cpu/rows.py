@@ -29,7 +29,7 @@ _CASES = (
 
 
 def _beside(pair: str, ours: str, case: str, least: float) -> Row:
-    """Our weights against the best of those peers' that the benchmark compares them with."""
+    """Return the row that compares our weights with the best peer of the same pair."""
 
     def measure(document: Json) -> Found:
         found = number(document, "ratio_to_best_peer", pair, case)

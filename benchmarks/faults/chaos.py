@@ -82,7 +82,7 @@ Action = Callable[[Site], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """Something that happens to a site under load; ``prepare`` comes before the load.
+    """Events that happen to a site under load; ``prepare`` runs before the load.
 
     Attributes:
         num_leavers: see `Load`.
@@ -236,7 +236,7 @@ def can_inject_faults() -> bool:
 
 
 async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Result:
-    """Load, the drill, the end of the load, and then the promises."""
+    """Run the load and the drill, end the load, then check the promises."""
     result = Result(drill.name)
     site.doomed.clear()
     site.detection_s = None
@@ -357,7 +357,7 @@ def run(
 
     Args:
         short: two drills, nothing is saved.
-        only: drills whose name contains this; nothing is saved.
+        only: part of the drills' names; nothing is saved.
         seed: -1: any.
         speculative_method: none, ngram, or a drafter of the demo model.
     """

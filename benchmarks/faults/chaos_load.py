@@ -63,8 +63,8 @@ class Load:
 
     Attributes:
         leaving: share of the requests whose client leaves in the middle.
-        most: requests until it stops by itself.
-        num_leavers: more lanes, of clients that leave amid the hand-off, all of them.
+        most: number of requests after which the load stops by itself.
+        num_leavers: further lanes, whose clients all leave during the hand-off.
     """
 
     address: str
@@ -78,7 +78,7 @@ class Load:
     _stopping: bool = False
 
     async def run(self) -> None:
-        """Ends when each lane's last request has ended, after `stop`."""
+        """Run until `stop` is called and each lane's last request has ended."""
         async with AsyncClient(self.address) as client:
             lanes = [self._lane(client, lane) for lane in range(self.concurrency)]
             leavers = [self._leaver_lane(client, lane) for lane in range(self.num_leavers)]

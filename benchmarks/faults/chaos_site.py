@@ -1,4 +1,4 @@
-"""A deployment under chaos: what is done to its processes, and what they then say of themselves.
+"""Site: a deployment whose processes can be killed, stopped, restarted and inspected.
 
 Knows processes and the admin services; not what a drill is, nor what the load asks.
 """
@@ -170,7 +170,7 @@ def held_blocks(router: str, alive: set[str]) -> str:
 
 
 def list_nodes(router: str) -> dict[str, str] | None:
-    """{name: address} of the nodes that are there; None when the router does not answer."""
+    """Return {name: address} of the router's nodes; None if the router does not answer."""
     try:
         with grpc.insecure_channel(router) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
@@ -181,7 +181,7 @@ def list_nodes(router: str) -> dict[str, str] | None:
 
 
 def ranks_of(node: int) -> list[int]:
-    """Process ids of a node's ranks, given that of the one that leads, which is the first."""
+    """Return the process ids of a node's ranks, the leader first, given the leader's."""
     others = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

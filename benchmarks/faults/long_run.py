@@ -61,7 +61,7 @@ def look(site: Site) -> dict[str, Usage]:
 
 
 def open_files(site: Site) -> dict[str, Counter[str]]:
-    """Return what the survivors' descriptors are, and of sockets who is at the other end."""
+    """List the files of the survivors' descriptors, and the other ends of their sockets."""
     found = {}
     for name in SURVIVORS:
         pid = site.deployment.child(name).process.pid

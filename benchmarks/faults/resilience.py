@@ -205,7 +205,7 @@ class Sent(Protocol):
 def normal_again_s(before: Sequence[Sent], after: Sequence[Sent], ended_at: float) -> int:
     """Seconds after the overload from which on the median TTFT of each `WINDOW_S` is as before.
 
-    (Of single seconds some are slow by chance, without any overload.)
+    (Some single seconds are slow by chance, without any overload.)
     """
     limit_s = NORMAL_TTFT * statistics.median(sent.ttft_s or math.inf for sent in before)
     by_second: dict[int, list[float]] = {}

@@ -105,7 +105,7 @@ def run(
     """Run the drills with every seed.
 
     Args:
-        only: drills whose name contains this; nothing is saved.
+        only: part of the drills' names; nothing is saved.
     """
     drills = [drill for drill in DRILLS if only in drill]
     cases = make_cases(str(DEMO_MODEL), 32, first_seed)

@@ -47,11 +47,11 @@ class Seen:
     """Times that users saw, in seconds.
 
     Attributes:
-        gaps_s: between two tokens.
+        gaps_s: times between two tokens.
         later_gaps_s: gaps without the one behind token 1 of each request. That gap is longer,
             because token 2 waits for a step of the decode node that has begun.
         num_alone: requests that a decode node served alone.
-        elapsed_s: until the last one ended.
+        elapsed_s: time until the last request ended.
     """
 
     gaps_s: list[float] = field(default_factory=list)
@@ -108,7 +108,7 @@ async def _use(dispatcher: Dispatcher, user: int, seen: Seen) -> None:
 
 
 def percentile(seconds: Sequence[float], part: float) -> float:
-    """Return the time that so great a part of all are at most."""
+    """Return the time that this share of the times do not exceed."""
     return sorted(seconds)[int(part * (len(seconds) - 1))]
 
 

@@ -215,7 +215,7 @@ class PoolLinks:
         self._pool.on_event(self._node, _as_rows(event) if isinstance(event, tuple) else event)
 
     def _make_lane(self, take: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that delivers things a little later, in order."""
+        """Return a function that delivers messages a little later, in order."""
         lane: deque[Any] = deque()
 
         def put(item: Any) -> None:

@@ -1,4 +1,4 @@
-"""Parts of the GPU suite that ask whether what comes out is right, on the demo model.
+"""Parts of the GPU suite that check results, on the demo model.
 
 The tests of ops are those of `tests/`, run there.
 """
@@ -180,7 +180,7 @@ def measure_products(device: str, report: Report) -> bool:
 
 
 def check_quantized(device: str, report: Report) -> bool:
-    """Tokens with weights of few bits against those of their definition, in float32; and split.
+    """Compare tokens with 4- and 8-bit weights with those of their definition; also split.
 
     Where inputs are rounded, a bit of a sum may become a step of the next layer's inputs: there the
     prompts' logprobs are compared.
@@ -212,7 +212,7 @@ def check_quantized(device: str, report: Report) -> bool:
 
 
 def check_company(device: str, report: Report) -> bool:
-    """Tokens and logprobs, to the bit, of requests alone and with others; and split.
+    """Compare tokens and logprobs bit by bit, of requests alone and in a batch; also split.
 
     With ``batch_invariant``, which a CPU always is.
     """

@@ -1,4 +1,4 @@
-"""What the hand-over of hybrids costs: layers with states beside layers that attend.
+"""Measure the hand-over of hybrids: models with state layers and attention layers.
 
 A router, a prefill and a decode node, small random checkpoints, one request at a time; prompts in
 chunks, with several block sizes. Each prompt comes twice: new, and with a new end behind what both
@@ -84,7 +84,8 @@ def make_checkpoint(row: str, folder: Path) -> None:
 
 
 def measure(row: str, block_size: int, num_requests: int) -> dict[str, Any]:
-    """Return receipts' numbers by prompt length, for new prompts and known ones with a new end."""
+    """Return figures of receipts by prompt length, for new prompts and for cached ones that
+    continue with new tokens."""
     draw = random.Random(0)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     receipts: dict[int, dict[str, list[Receipt]]] = {

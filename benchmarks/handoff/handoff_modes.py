@@ -224,7 +224,7 @@ def _modes_table(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, ob
 
 
 def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, float]:
-    """Bytes per second while posting, which on one host copies, against a copy in one process.
+    """Compare bytes per second while posting, a copy on one host, with a copy in one process.
 
     The fastest of each: they are not measured at the same moment, and others use the machine.
     """
@@ -235,7 +235,7 @@ def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, floa
 
 
 def copy_and_digest(num_bytes: int) -> dict[str, float]:
-    """Bytes per second of a plain copy, and of the digests of as many blocks of 128 KiB."""
+    """Return bytes per second of a plain copy, and of the digests of blocks of 128 KiB."""
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
     target = torch.zeros_like(source)  # its pages are there
     digests, key = BlockDigests(memory_of(source)), BlockKey(bytes(32))
@@ -255,7 +255,7 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
 
 
 async def _join_a_batch(address: str) -> dict[str, object]:
-    """Requests that come while 32 others decode: steps from their commit to their first step."""
+    """Count steps from commit to first step, for requests that come while 32 others decode."""
     draw = random.Random(1)
     long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
     async with AsyncClient(address) as client:

@@ -108,7 +108,7 @@ def record_process(folder: Path) -> None:
 
 
 def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
-    """{what: spans in ms since the first layer began} of each prompt; ``token``: at the client."""
+    """Return each prompt's {what: spans in ms since its first layer began}."""
     asked: list[tuple[float, float, list[float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ[TRACE_VARIABLE] = folder

@@ -92,7 +92,7 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Two products over the keys that each query sees."""
+        """Operations of two products over the keys that each query sees."""
         seen = self.query_len * self.prefix + self.query_len * (self.query_len + 1) / 2
         return 4.0 * self.batch * self.num_heads * self.head_dim * seen
 
@@ -184,7 +184,7 @@ def _gathered(kv_cache: Tensor, table: Tensor, cell: Cell) -> tuple[Tensor, Tens
 
 
 def libraries(cell: Cell) -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
-    """Functions of query ``[num_tokens, num_heads, head_dim]``, key and value."""
+    """Return functions of query ``[num_tokens, num_heads, head_dim]``, key and value."""
     if torch.cuda.is_available():
         for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             yield f"sdpa {kernel.name.partition('_')[0].lower()}", _sdpa(cell, kernel)
@@ -247,7 +247,7 @@ def _flash_attn(cell: Cell, module_name: str) -> Callable[[Tensor, Tensor, Tenso
 def _flashinfer(
     cell: Cell, metadata: AttentionMetadata, table: Tensor, device: str, use_tensor_cores: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of query and pages, planned by its first call as its engine does once per step.
+    """Return a function of query and pages; its first call plans, as an engine does per step.
 
     Its layout "HND" is ours: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, and blocks
     may lie apart.
@@ -304,7 +304,7 @@ def decode_cells(device: str) -> Iterator[Cell]:
 
 
 def prefill_cells(device: str) -> Iterator[Cell]:
-    """New tokens behind a prefix; on a CPU two tiny ones."""
+    """Return the prefill cells; on a CPU two tiny ones."""
     if torch.device(device).type == "cpu":
         yield Cell(2, 1, 1, 5, 0, 16, 4, torch.float32)
         yield Cell(2, 1, 1, 3, 6, 16, 4, torch.float32)

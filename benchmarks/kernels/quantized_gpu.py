@@ -102,7 +102,7 @@ class Case:
     Attributes:
         row: fields of the row that name the case.
         calls: calls of one product, each with weights in memory of its own.
-        weight: None: it is in bfloat16.
+        weight: the quantized weight; None: bfloat16.
         weight_bytes: bytes of the weight that one call reads.
         flops: operations of one call.
         expected: the right result; None: the result is not checked.

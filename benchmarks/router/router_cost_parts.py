@@ -1,4 +1,4 @@
-"""Surround the router of `router_cost.py` with nodes that only talk, a bare relay, its backend.
+"""Processes around the router of `router_cost.py`: nodes that only talk, a relay, its backend.
 
 Each is a process of its own. Knows no model.
 """
@@ -71,7 +71,7 @@ async def steps(interval_s: float) -> AsyncIterator[None]:
 
 
 class TalkingNode:
-    """A node's end of a link, which sends one token per step for each request."""
+    """A node's end of a link; it sends one token per step for each request."""
 
     def __init__(self, registration: NodeRegistration, token_ids: list[int]) -> None:
         self._registration = registration

@@ -229,7 +229,7 @@ class Scene:
         self._until(lambda: sum(report.connected for report in self.reports) == 2)
 
     def _listen(self, name: str, end: Sender | Receiver) -> None:
-        """Count what this end's I/O thread takes for its peer's word."""
+        """Count messages that this end's I/O thread accepts as its peer's."""
         machine: StateMachine = end.machine
         if isinstance(end, Receiver) and end.verifier is not None:
             machine = end.verifier
@@ -370,7 +370,7 @@ class Scene:
         self.attacks[kind] += 1
 
     def _lie(self, source: str) -> Message:
-        """Make the message that would do most harm if it were believed."""
+        """Make the message that would do most harm if it were accepted."""
         request_id = self.draw.choice([*self.open, "r0"])
         about: dict[str, Any] = {"engine_id": source, "request_id": request_id, "epoch": 1}
         if source == D:
@@ -399,7 +399,7 @@ class Scene:
         return self.draw.choice(lies)
 
     def _other_life(self, source: str, target: str) -> Channel:
-        """Seal a message with a valid key of another process start."""
+        """Return a channel whose keys are valid for another start of the process."""
         channels = Channels(source)
         infos = {P: self.sender.peer_info, D: self.receiver.peer_info}
         channels.learn(infos[target])

@@ -220,7 +220,7 @@ def run(run: Run, only: str = "", timeout: float = 20.0) -> Document:
     """Send every shape.
 
     Args:
-        only: shapes whose name has this.
+        only: part of the shapes' names.
         timeout: seconds until a client leaves.
     """
     shapes = [shape for shape in all_shapes() if only in shape.name]
