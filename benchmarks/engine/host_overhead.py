@@ -45,9 +45,9 @@ WARM_UP_STEPS, STEPS = 20, 100
 # Qwen3-0.6B except depth and vocabulary, which change nothing here.
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 8, "num_heads": 16}
 SHAPE |= {"num_kv_heads": 8, "head_dim": 128}
-CHUNK = 128  # tokens of a prompt
+CHUNK = 128  # tokens per chunk of a prompt
 LAYER_STEPS = 60
-# Bursts of the other thread in ms; after each it sleeps twice as long.
+# Milliseconds that the other thread computes at a time; it then sleeps twice as long.
 BURSTS_MS = (0.0, 0.5, 2.0, 5.0)
 DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 2.0, 64
 SWITCH_INTERVALS_MS = (5.0, 0.5)  # the interpreter's own, and a short one
@@ -69,7 +69,7 @@ TARGETS: dict[str, tuple[float, tuple[tuple[str, ...], ...]]] = {
 }
 
 Figures = dict[str, float]
-REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # a revision before does not
+REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # older revisions do not
 
 
 class Engines:
@@ -123,7 +123,7 @@ def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
     whole, inside = [], []
     with without_collections(), timed((runner, "prepare"), (runner, "launch")) as calls:
         for _ in range(WARM_UP_STEPS + STEPS):
-            start = time.process_time()  # of both threads, of which one computes at a time
+            start = time.process_time()  # CPU time of both threads; one computes at a time
             engine.step()
             whole.append(time.process_time() - start)
             inside.append(sum(calls))
@@ -198,7 +198,7 @@ class Layers:
         )  # fmt: skip
         cache = allocate_kv_cache(spec, 64, torch.device("cpu"))
         self.num_layers = num_layers
-        # (Earlier code, with which this runs, too, does not have these options.)
+        # (Older revisions, which this measures, too, lack these options.)
         options_of_runner: dict[str, Any] = {"with_chunks": True} if REPLAYS_CHUNKS else {}
         self.runner = make_model_runner(
             model, cache, spec, options, ("triton",), 1024, with_graphs=True,

@@ -124,7 +124,7 @@ def _write_vocabulary(writer: Any, folder: Path, size: int) -> None:
 def _vocabulary_of(folder: Path, size: int) -> tuple[list[str], list[str], int]:
     """Return tokens, merges, and the number of special tokens at the beginning.
 
-    Else, as for checkpoints that nobody sends text to, bytes.
+    They are the tokenizer's if it has all tokens of the checkpoint; else each token is made up.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -74,7 +74,7 @@ def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
         samples: dict[str, list[float]] = {"gloo": [], "shared memory": []}
         for _ in range(NUM_BURSTS):
             for name, group in (("gloo", gloo), ("shared memory", shared)):
-                group.all_reduce(tensor)  # ranks that come at unlike times meet here
+                group.all_reduce(tensor)  # ranks wait for each other here
                 for _ in range(SUMS_IN_BURST):
                     started = time.perf_counter()
                     group.all_reduce(tensor)
@@ -212,7 +212,7 @@ def measure_handovers() -> dict[str, dict[str, float]]:
                 if number:  # the first one warms up
                     pushes.setdefault((layout, name), []).append(receipt.receipt.decode.push)
 
-    # Where the kernel puts threads differs from start to start, so each is started more than once.
+    # The kernel places threads differently at each start, so each layout is started more than once.
     for _ in range(NUM_STARTS):
         for layout in LAYOUTS:
             for name in SHAPES:
@@ -273,7 +273,7 @@ def run(
     """Measure sums, engines and hand-overs.
 
     Args:
-        without: parts that are left out.
+        without: parts to leave out.
     """
     sums = {} if "sums" in without else measure_sums()
     engines = {} if "engines" in without else measure_engines(rounds)

@@ -96,7 +96,7 @@ def _of_06b(kind: str) -> Source:
     )
 
 
-# What each kind of CPU was measured on, the instruction sets that kernels are built for.
+# Machine on which each kind of CPU was measured; kinds are the kernels' instruction sets.
 ENGINE_CPU = (
     _of_125m("x86-64-v4-bf16"),
     _of_125m("x86-64-v3"),

@@ -18,8 +18,8 @@ from engine.offline.llm import LLM
 
 PATIENCE_S = 0.1
 HUNG_S = 30.0
-RETRY_PAUSE_S = 0.1  # of a client that was told UNAVAILABLE
-LEAVER_TOKENS = 700  # of a prompt that is left amid its hand-off
+RETRY_PAUSE_S = 0.1  # before a client tries again after UNAVAILABLE
+LEAVER_TOKENS = 700  # of prompts whose client leaves during the hand-off
 VOCABULARY = 4000
 # Most prompts have several chunks, so that watermarks travel.
 CHUNK_TOKENS = 64
@@ -125,7 +125,7 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
     leave_after, patience_s = None, HUNG_S
     if draw.random() < leaving:
         leave_after = draw.randrange(len(case.expected))
-        if draw.random() < 0.5:  # by the clock, most of them before their first token
+        if draw.random() < 0.5:  # at a random time, mostly before token 1
             patience_s = draw.uniform(0.0, PATIENCE_S)
     got: list[int] = []
     last_at, longest, attempts = time.monotonic(), 0.0, 1

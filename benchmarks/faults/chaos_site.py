@@ -26,9 +26,9 @@ from engine.executors.multiproc import RANKS_PREFIX
 
 READY_TIMEOUT_S = 60.0
 FREE_TIMEOUT_S = 10.0  # "within seconds"
-DETECTION_TIMEOUT_S = 2.0  # of a node that died or stopped, by the router
+DETECTION_TIMEOUT_S = 2.0  # until the router notices a dead or stopped node
 STOP_S = 5.0
-ORPHAN_TIMEOUT_S = 3.0  # of a node's processes when one of them has died
+ORPHAN_TIMEOUT_S = 3.0  # until a node's processes end after one died
 
 
 def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDeploymentConfig:
@@ -56,7 +56,7 @@ class Site:
         self.address = deployment.config.listen
         self.cases = cases
         self.draw = random.Random(seed)
-        self.doomed: set[str] = set()  # told to die in this drill
+        self.doomed: set[str] = set()  # nodes that should die in this drill
         self.detection_s: float | None = None
         self.undetected: list[str] = []
 

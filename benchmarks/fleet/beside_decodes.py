@@ -35,8 +35,8 @@ from sim_node.virtual_time import VirtualTimeLoop
 CHUNK = 512
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
 PROMPTS_OF_A_USER = 24
-# A user pauses for up to so long. Without that all times are alike, and requests meet all steps of
-# a decode node at the same point.
+# Longest pause of a user. Without pauses all times would be equal, and requests would always meet
+# the steps of a decode node at the same point.
 LONGEST_PAUSE_S = 0.1
 # Prefill nodes, and whether decode nodes may compute prompts.
 SHAPES = {"colocated": (0, True), "split": (1, True), "split, no local prefill": (1, False)}

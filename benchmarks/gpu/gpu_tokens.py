@@ -28,7 +28,7 @@ from baton_kernels.quantized import QuantizedFormat
 from benchmarks.gpu.gpu_report import Report
 from engine.executors.uniproc import worker_of
 
-Row = dict[str, float | str]  # as in gpu_timing.py, which needs more than a bare machine has
+Row = dict[str, float | str]  # as in gpu_timing.py, whose imports a bare machine lacks
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "demo_model")
 TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 40]
@@ -37,7 +37,7 @@ READY_TIMEOUT_S = 80.0
 MAX_PROCESSES = 12  # each has a context of half a GiB on the GPU
 WEIGHTS = tuple(one.value for one in QuantizedFormat)
 ROUNDING_WEIGHTS = ("int8", "fp8")
-MOST_DIFFERENCE = 0.05  # of logprobs, in the mean of a prompt
+MOST_DIFFERENCE = 0.05  # of logprobs, mean over a prompt
 OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
@@ -52,7 +52,7 @@ def check_ops(device: str, report: Report) -> bool:
         "--timeout=60", "-o", "addopts=--import-mode=importlib", "-W", "ignore",
         "--ignore=tests/kernels/test_aot.py", *tests,
     ]  # fmt: skip
-    if find_spec("xdist") is not None:  # most of the time goes into compiling
+    if find_spec("xdist") is not None:  # compiling takes most of the time
         command += ["--numprocesses", str(min(len(os.sched_getaffinity(0)), MAX_PROCESSES))]
     counts, failed = Counter[str](), list[str]()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:

@@ -22,7 +22,7 @@ from benchmarks.runner.environment import summary
 PROMPT_LENGTHS = (1024, 4096, 16384)
 BLOCK_SIZES = (64, 256)  # a block has to hold a state: Granite needs 48 tokens of this shape
 CHUNK_TOKENS = 512
-NEW_END_TOKENS = 200  # behind a prompt that is known
+NEW_END_TOKENS = 200  # added to a cached prompt
 OUTPUT_TOKENS = 8
 READY_TIMEOUT_S = 120.0
 

@@ -45,12 +45,12 @@ from baton_kernels.attention import ATTENTION_BACKENDS  # noqa: E402
 from baton_kernels.attention.base import AttentionMetadata  # noqa: E402
 
 Call = Callable[[], Tensor]
-# By name: modules with flash_attn_func and flash_attn_with_kvcache. FlashAttention 3 has no release
+# Name -> module with flash_attn_func and flash_attn_with_kvcache. FlashAttention 3 has no release
 # on the package index; a wheel that was built elsewhere is carried like the others.
 FLASH_ATTENTIONS = {"FlashAttention 2": "flash_attn", "FlashAttention 3": "flash_attn_interface"}
 FLASHINFER = "FlashInfer"
 PEERS = {**FLASH_ATTENTIONS, FLASHINFER: "flashinfer"}
-# Its splits of keys are merged through this; its documentation takes 128 MiB.
+# FlashInfer's workspace, in which it merges splits of keys; its documentation uses 128 MiB.
 FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
 BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
@@ -125,7 +125,7 @@ class Measured:
 
     ours: float
     theirs: dict[str, float]
-    refusals: dict[str, str]  # of libraries that have no kernel here: why
+    refusals: dict[str, str]  # library without a kernel -> reason
 
 
 def measure_cell(cell: Cell, device: str) -> Measured:
@@ -163,7 +163,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
     if FLASHINFER in peers()[0]:
         for name, use_tensor_cores in ((FLASHINFER, False), (f"{FLASHINFER} tensor cores", True)):
             if use_tensor_cores and cell.query_len > 1:
-                continue  # prompts are always computed with them
+                continue  # prompts always use tensor cores
             run = _flashinfer(cell, metadata, table, device, use_tensor_cores)
             measure_library(name, [partial(run, query, kv) for kv in cache.unbind(1)])
     side_by_side = [_gathered(kv_cache, table, cell) for kv_cache in cache.unbind(1)]

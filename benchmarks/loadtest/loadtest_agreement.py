@@ -35,7 +35,7 @@ from benchmarks.runner.environment import RESULTS
 from benchmarks.runner.run import Document, Run
 from tests.clients.environments import installed_version, interpreter
 
-NUM_NODES = 4  # of each kind: requests that come at once wait for nobody
+NUM_NODES = 4  # of each kind, enough that no request waits for another
 TIME_SCALE = 4.0
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 32
 WITHIN = 0.05

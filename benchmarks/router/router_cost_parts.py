@@ -46,7 +46,7 @@ from baton.v1 import node_pb2_grpc
 
 RELAY_METHOD = "/benchmark.Relay/Stream"
 MESSAGE = bytes(60)
-IDLE_S = 0.002  # nothing is asked of a node: it leaves its core to others
+IDLE_S = 0.002  # pause of an idle node, which leaves its core to others
 PREFILL_RECEIPT = PrefillReceipt(
     queue_s=0.0, prefill_s=0.0, num_chunks=1, num_computed_tokens=8, num_cached_tokens=0
 )

@@ -118,7 +118,7 @@ def cost_when_on_us(endpoint: str) -> float:
                     ).SerializeToString()
                 following.note_finished(FinishReason.LENGTH, RECEIPT)
             if index % 100 == 0:
-                time.sleep(0.02)  # as requests come: the exporter gets on meanwhile
+                time.sleep(0.02)  # as between requests; the exporter works meanwhile
         if is_traced:
             tracing.close()
         cpu_s[is_traced] = time.process_time() - began

@@ -305,7 +305,7 @@ class Scene:
             return
         try:
             message = peek(payload)
-        except Exception:  # what the attacker itself has sent
+        except Exception:  # a message of the attacker's own
             return
         if isinstance(message, messages.Digests | messages.Commit) and message.engine_id == P:
             self._spoil(message)
@@ -322,7 +322,7 @@ class Scene:
         if isinstance(message, Digests):
             first = num_prompt_blocks(self.d.engine) - len(reservation.block_ids)
             indices = [i - first for i in message.indices if i >= first]
-            layers = message.layers or layers  # the others may have been checked already
+            layers = message.layers or layers  # other layers may have been checked already
         elif self.receiver.verifier is not None:
             return
         for index in self.draw.sample(list(indices), min(WRITES_PER_DIGESTS, len(indices))):
@@ -525,7 +525,7 @@ def attack_in(name: str, num_attacks: str) -> None:
             connector, has_digests=checks != "seals", too_late=checks == "too late", seed=1
         )
         print(json.dumps(scene.run(int(num_attacks))), flush=True)
-    os._exit(0)  # what is measured is measured; agents of two kinds need no farewell
+    os._exit(0)  # results are printed; agents need no shutdown
 
 
 def run(run: Run, attacks: int = 10_000) -> Document:

@@ -500,7 +500,7 @@ def run(
     Args:
         kinds: kinds of requests.
         starts: fresh systems for each kind.
-        toy: the model in examples/demo_model.
+        toy: use the model in examples/demo_model.
         add: keep the starts that the file of results has.
     """
     if unknown := set(kinds) - set(KINDS):

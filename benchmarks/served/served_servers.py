@@ -33,7 +33,7 @@ from benchmarks.engine_cpu.engine_cpu import (
 )
 from benchmarks.loadtest.loadtest_fleet import baton_environment
 
-NAME = "served"  # under which each serves the model
+NAME = "served"  # name of the model on each server
 SPECIALS = ("<pad>", "<s>", "</s>")  # ids 0, 1 and 2, as the checkpoints' configs say
 MAX_MODEL_LEN = 2048
 KV_GIB = 2
