@@ -209,7 +209,7 @@ def run(run: Run, repetitions: int = 3, steps: int = 60) -> Document:
     """Measure decode steps, and the time to fill a batch.
 
     Args:
-        steps: per case and repetition.
+        steps: number of steps per case and repetition.
     """
     shape = {
         "model": "examples/demo_model",

@@ -202,7 +202,7 @@ class Options:
 
     Attributes:
         every: seconds between two faults.
-        only: one of the runs.
+        only: name of the only run to do.
     """
 
     standstills: int = 20

@@ -214,5 +214,5 @@ def _may_leak(one: str) -> bool:
         return True
     if matches('"') and matches("\\"):
         return False
-    # A few listed ones, as in `[a-z\n]`, do no harm.
+    # A class that lists a few control characters, such as `[a-z\n]`, but not DEL does no harm.
     return any(map(matches, _CONTROL)) and matches("\x7f") is not None

@@ -330,7 +330,7 @@ def _ends(rest: str) -> bool:
 
 
 def _part(part: str) -> str:
-    """Write a character or a class as a grammar's regex does."""
+    """Convert a pattern's character or class to the syntax of a grammar's regex."""
     if part[:1] == "[":
         return _ESCAPE.sub(lambda one: _CLASSES.get(one[0][1:], one[0]), part).replace("/", "\\/")
     if part[:1] == "\\":
