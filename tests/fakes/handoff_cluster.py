@@ -35,6 +35,7 @@ from decode_node.options import DecodeOptions
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import RequestStatus
 from engine.engine import Engine
+from engine.make_engine import make_engine
 from kvconnector.base import TransferEvent
 from kvconnector.block_digests import BlockDigests
 from kvconnector.ends import Receiver, Sender
@@ -233,7 +234,7 @@ class Cluster:
         self.p_id = engine_id
         self.p = make_prefill_node(
             engine_id,
-            Engine(self._folder, self._config),
+            make_engine(self._folder, self._config),
             self.network,
             self._take,
             self.clock,

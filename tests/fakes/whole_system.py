@@ -21,7 +21,7 @@ from baton.link.words import (
     split_request_id,
 )
 from decode_node.node import DecodeNode
-from engine.engine import Engine
+from engine.make_engine import make_engine
 from kvconnector.base import TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.protocol.messages import Message
@@ -162,7 +162,7 @@ class System:
         where = (self.network, process.emit, self.clock)
         digests = setup.kv_digests
         if is_prefill:
-            engine = Engine(setup.folder, config, IDENTITY)
+            engine = make_engine(setup.folder, config, IDENTITY)
             prefill = make_prefill_node(
                 engine_id, engine, *where, setup.push_mode, kv_digests=digests
             )
