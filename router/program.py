@@ -41,6 +41,7 @@ from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.journal import Journal, JournalOptions
 from router.api.grpc.link_service import NodeLinkService
 from router.calls.dispatcher import Dispatcher
+from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryOptions
 from router.config import RouterConfig, check_exposure, drain_delay_s, requires_client_certs
 from router.connection_budget import ConnectionBudget, share_descriptors
@@ -120,9 +121,10 @@ async def serve(config: RouterConfig, readers: EarlyReaders | None = None) -> No
         return_timeout_s=config.return_timeout_s,
     )
     admission = Admission(_make_capacity(config.admission, pool), config.admission)
-    dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
+    policy, recoveries = POLICIES.load(config.policy)(), Recoveries(pool, options)
+    dispatcher = Dispatcher(pool, policy, recoveries, admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
-    metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
+    metrics = RouterMetrics(pool, admission, overload, recoveries.suspects)
     if config.metrics_compat == "vllm":
         metrics.show_names_of(config.served_model_name or config.model)
     scaling = _make_scaling(config, pool, admission)

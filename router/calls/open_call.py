@@ -19,9 +19,7 @@ from router.calls.attempt import Attempt
 from router.calls.call import Call
 from router.calls.output_buffer import OutputBuffer
 from router.calls.placing import MAX_EXPECTING, Placer
-from router.calls.recovery.recovery import Recovery
-from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
-from router.calls.recovery.suspects import Suspects
+from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following
 from router.calls.turns import Turns
 from router.calls.wake_ups import WakeUps
@@ -43,9 +41,7 @@ class OpenCall:
         *,
         pool: NodePool,
         placer: Placer,
-        suspects: Suspects,
-        options: RetryOptions,
-        budget: RetryBudget,
+        recoveries: Recoveries,
         wake_ups: WakeUps,
         turns: Turns,
         epochs: Iterator[int],
@@ -53,14 +49,13 @@ class OpenCall:
         self.following = following
         self._pool = pool
         self._placer, self._turns = placer, turns
-        self._pair_timeout_s = options.pair_timeout_s
         self._epochs = epochs
         self._call = call
         self._buffer = OutputBuffer(call.request_id, wake_ups)
         self._output_token_ids = self._buffer.token_ids
         self._attempt: Attempt | None = None
         self._num_attempts = 0
-        self._recovery = Recovery(call, pool, suspects, options, budget, self._remaining_s)
+        self._recovery = recoveries.recover(call, self._remaining_s)
         self._identity: Identity = ()  # identity of the model that produced the client's tokens
         self._ttft_s = 0.0
         self._first_read_s = 0.0  # from request to first token read from a node's link
@@ -194,7 +189,7 @@ class OpenCall:
             NodeUnavailableError: no nodes were found in time, and none are expected.
         """
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
-        give_up_at = loop.time() + self._pair_timeout_s
+        give_up_at = loop.time() + self._recovery.pair_timeout_s
         await self._recovery.wait_to_be_tried()
         if self._num_attempts:  # a first attempt has its turn from admission
             await self._turns.wait_for_turn()

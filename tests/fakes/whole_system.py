@@ -29,6 +29,7 @@ from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
+from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.calls.wake_ups import WakeUps
 from router.fleet.node_pool import NodePool
@@ -117,9 +118,10 @@ class System:
         policy = POLICIES.load(setup.policy)()
         if setup.sometimes_alone:
             policy = SometimesAlone(policy)
-        self.dispatcher = Dispatcher(
-            self.pool, policy, RetryOptions(return_timeout_s=5.0), RetryBudget(clock=self.clock)
+        recoveries = Recoveries(
+            self.pool, RetryOptions(return_timeout_s=5.0), RetryBudget(clock=self.clock)
         )
+        self.dispatcher = Dispatcher(self.pool, policy, recoveries)
         self.dispatcher.epochs = itertools.count(1_000_000 * self._num_routers)
         busy_share = 1.0 if setup.router_is_busy else 0.0
         self.dispatcher.wake_ups = WakeUps(
