@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
-from baton.api.errors import BatonError, InvalidRequestError, RequestCancelledError
+from baton.api.errors import BatonError, InvalidRequestError, RequestCancelledError, error_of
 from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.link.words import RequestError
 from router.calls.call import Call
@@ -19,7 +19,6 @@ from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following, RequestLog
 from router.calls.turns import Turns
 from router.calls.wake_ups import WakeUps
-from router.fleet.call_errors import error_of
 from router.fleet.node_pool import NodePool
 from router.gate.admission import Admission
 from router.gate.capacity import Capacity

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 import msgspec
 
-from baton.api.errors import NodeUnavailableError
+from baton.api.errors import NodeUnavailableError, error_of
 from baton.api.outputs import Receipt, TextDelta
 from baton.checkpoint.model_identity import Identity
 from baton.link.words import NodeRole, RequestError, failed_delta
@@ -23,7 +23,6 @@ from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following
 from router.calls.turns import Turns
 from router.calls.wake_ups import WakeUps
-from router.fleet.call_errors import error_of
 from router.fleet.node import LegDelta
 from router.fleet.node_pool import NodePool
 from router.policies.base import Placement

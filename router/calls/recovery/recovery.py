@@ -13,7 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from baton.api.errors import NodeUnavailableError
+from baton.api.errors import NodeUnavailableError, error_of
 from baton.link.words import BEAT_INTERVAL_S, NodeRole, RequestError
 from router.calls.attempt import Attempt
 from router.calls.call import Call
@@ -21,7 +21,6 @@ from router.calls.recovery.pair_choice import PairChoice
 from router.calls.recovery.retry_budget import CallRetries, RetryBudget, RetryOptions
 from router.calls.recovery.suspects import WINDOW_S, Suspects
 from router.calls.recovery.suspicion import Suspicion, begun_on
-from router.fleet.call_errors import error_of
 from router.fleet.fleet import Fleet
 from router.fleet.node import LegDelta
 from router.fleet.node_pool import NodePool
