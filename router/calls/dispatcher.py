@@ -17,8 +17,7 @@ from router.calls.open_call import OpenCall
 from router.calls.placing import Placer
 from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following, RequestLog
-from router.calls.turns import Turns
-from router.calls.wake_ups import WakeUps
+from router.calls.wake_ups import Turns, WakeUps
 from router.fleet.node_pool import NodePool
 from router.gate.admission import Admission
 from router.gate.capacity import Capacity

@@ -21,8 +21,7 @@ from router.calls.output_buffer import OutputBuffer
 from router.calls.placing import MAX_EXPECTING, Placer
 from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following
-from router.calls.turns import Turns
-from router.calls.wake_ups import WakeUps
+from router.calls.wake_ups import Turns, WakeUps
 from router.fleet.node import LegDelta
 from router.fleet.node_pool import NodePool
 from router.policies.base import Placement
