@@ -46,9 +46,7 @@ from router.calls.recovery.retry_budget import RetryOptions
 from router.config import RouterConfig, check_exposure, drain_delay_s, requires_client_certs
 from router.connection_budget import ConnectionBudget, share_descriptors
 from router.fleet.node_pool import NodePool
-from router.gate.admission import Admission
-from router.gate.admission_options import AdmissionOptions
-from router.gate.capacity import Capacity
+from router.gate.admission import Admission, make_admission
 from router.gate.overload import Level, Overload
 from router.gate.resources import watch_resources
 from router.gate.scaling import ScalingSignals
@@ -120,7 +118,7 @@ async def serve(config: RouterConfig, readers: EarlyReaders | None = None) -> No
         pair_timeout_s=config.pair_timeout_s,
         return_timeout_s=config.return_timeout_s,
     )
-    admission = Admission(_make_capacity(config.admission, pool), config.admission)
+    admission = make_admission(pool, config.admission)
     policy, recoveries = POLICIES.load(config.policy)(), Recoveries(pool, options)
     dispatcher = Dispatcher(pool, policy, recoveries, admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
@@ -265,15 +263,6 @@ def _make_scaling(config: RouterConfig, pool: NodePool, admission: Admission) ->
 
 def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
     return lambda: 0.0 if http is None else http.share_at_work
-
-
-def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
-    return Capacity(
-        lambda: pool.fleet,
-        options.prefill_window_s,
-        shared_prefill_window_s=options.shared_prefill_window_s,
-        clock=pool.clock,
-    )
 
 
 @contextlib.asynccontextmanager

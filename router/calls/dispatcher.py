@@ -19,8 +19,7 @@ from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following, RequestLog
 from router.calls.wake_ups import Turns, WakeUps
 from router.fleet.node_pool import NodePool
-from router.gate.admission import Admission
-from router.gate.capacity import Capacity
+from router.gate.admission import Admission, make_admission
 from router.gate.ticket import Ticket
 from router.policies.base import RoutingPolicy
 
@@ -99,7 +98,7 @@ class Dispatcher:
         self.log = RequestLog()
         self.wake_ups = WakeUps()
         self.turns = Turns()
-        self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
+        self.admission = admission or make_admission(pool)
         self.placer = Placer(pool, policy, lambda: self.admission.num_queued)
         self._running = RunningCalls()
         self._open: dict[str, OpenCall] = {}  # by `Call.scoped_id`
