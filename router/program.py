@@ -51,10 +51,10 @@ from router.gate.overload import Level, Overload
 from router.gate.resources import watch_resources
 from router.gate.scaling import ScalingSignals
 from router.intake.cache_salts import make_salts
-from router.intake.early_readers import EarlyReaders
 from router.intake.fleet_metrics import ScalingCollector
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
+from router.intake.prompt_reader import EarlyReaders
 from router.policies import POLICIES
 from router.request_spans import RequestSpans
 from router.served_names import read_defaults, read_names

@@ -349,7 +349,7 @@ class HttpServer:
             response.headers[IGNORED_FIELDS_HEADER] = ", ".join(ignored)
             self._ignored_fields.note(ignored, request_id or "")
         if principal := request.get(PRINCIPAL):
-            response.headers.update(_rate_headers(self._intake.rates_of(principal)))
+            response.headers.update(_rate_headers(self._intake.admission.rates_of(principal)))
         if self._cors_origin:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = self._cors_origin
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = "GET, POST"
