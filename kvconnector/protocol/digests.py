@@ -26,7 +26,7 @@ import msgspec
 from baton.api.errors import TransferError
 from baton.kv.manifest import KVManifest
 from kvconnector.base import NO_TRANSFER, KVReservation, TransferKey
-from kvconnector.blocks import LayerRange
+from kvconnector.blocks import LayerRange, Slices
 from kvconnector.protocol.actions import (
     Action,
     Drop,
@@ -43,7 +43,6 @@ from kvconnector.protocol.messages import Commit, Digests, Quiet, Resend, Verifi
 from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
 from kvconnector.protocol.repeats import REPEAT_S
 from kvconnector.protocol.seals import Channels
-from kvconnector.slices import Slices
 
 logger = logging.getLogger(__name__)
 
