@@ -34,7 +34,6 @@ from kvconnector.protocol.actions import (
     SlotRead,
     Turn,
 )
-from kvconnector.protocol.drains import Drains
 from kvconnector.protocol.messages import (
     Beat,
     Cancel,
@@ -48,7 +47,7 @@ from kvconnector.protocol.messages import (
     Start,
     Watermark,
 )
-from kvconnector.protocol.peers import Peers
+from kvconnector.protocol.peers import Drains, Peers
 from kvconnector.protocol.probe import ProbeSlots
 from kvconnector.protocol.repeats import Repeats
 
