@@ -15,12 +15,10 @@ from engine.sampling.logprobs import compute_prompt_logprobs
 from engine.sampling.sampling_input import SamplingInput
 from engine.sampling.step_sampler import Proposed, StepSampler
 from engine.worker.cuda_graphs import Replays, StepGraphs
-from engine.worker.drafting.base import Drafting
-from engine.worker.drafting.drafting_step import DraftingStep
+from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.forward import Forward
-from engine.worker.graph_inputs import StagedStep
 from engine.worker.input_batch import InputBatch
-from engine.worker.inputs.prepared_step import PreparedStep
+from engine.worker.inputs.prepared_step import PreparedStep, StagedStep
 from engine.worker.launched_step import LaunchedStep
 from models.parallel.group import ALONE, Ranks
 
