@@ -13,7 +13,6 @@ import msgspec
 
 from baton.api.errors import NodeUnavailableError, error_of
 from baton.api.outputs import Receipt, TextDelta
-from baton.checkpoint.model_identity import Identity
 from baton.link.words import NodeRole, RequestError, failed_delta
 from router.calls.attempt import Attempt
 from router.calls.call import Call
@@ -22,7 +21,7 @@ from router.calls.placing import MAX_EXPECTING, Placer
 from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following
 from router.calls.wake_ups import Turns, WakeUps
-from router.fleet.node import LegDelta
+from router.fleet.node import LegDelta, Node
 from router.fleet.node_pool import NodePool
 from router.policies.base import Placement
 
@@ -54,7 +53,7 @@ class OpenCall:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._recovery = recoveries.recover(call, self._remaining_s)
-        self._identity: Identity = ()  # identity of the model that produced the client's tokens
+        self._decode: Node | None = None  # the last one; its model made the client's tokens
         self._ttft_s = 0.0
         self._first_read_s = 0.0  # from request to first token read from a node's link
         self._ended_by: RequestError | None = None  # the reason, if ended from outside
@@ -149,12 +148,13 @@ class OpenCall:
         decode = pool.node(placement.decode.engine_id)
         assert decode is not None
         assert prefill is not None or placement.prefill is None
-        if self._output_token_ids and decode.identity != self._identity:
+        last = self._decode
+        if last is not None and self._output_token_ids and decode.identity != last.identity:
             raise NodeUnavailableError(
                 f"{failure}; its first {len(self._output_token_ids)} tokens are of a model that is "
                 "no longer served here"
             )
-        self._identity = decode.identity
+        self._decode = decode
         # The prefill node samples the next token. If that is the last one, no decode node is used.
         num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
         nodes = filter(None, (placement.prefill, placement.decode))
