@@ -34,7 +34,7 @@ from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.serving.connections import Listener
 from baton.serving.held_calls import HeldCalls
 from baton.serving.rpc import MAX_CLIENT_MESSAGE_BYTES
-from baton.telemetry.trace_context import TRACEPARENT, TRACESTATE
+from baton.telemetry.spans import TRACEPARENT, TRACESTATE
 from baton.telemetry.tracing import NO_TRACING, Tracing
 from baton.version import __version__
 from router.api.anthropic_messages.api import count_tokens, messages

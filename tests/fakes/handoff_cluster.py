@@ -28,8 +28,7 @@ from baton.link.words import (
     PrefillCommand,
     RequestDelta,
 )
-from baton.telemetry.spans import Span, SpanSink
-from baton.telemetry.trace_context import TraceContext, random_id
+from baton.telemetry.spans import Span, SpanSink, TraceContext, random_id
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
 from engine.core.outputs import SchedulerOutput

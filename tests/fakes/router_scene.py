@@ -13,7 +13,7 @@ from baton.access.identity import Principal
 from baton.api.outputs import TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import NodeRole, PrefillCommand
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import TraceContext
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.calls.recovery.recovery import Recoveries
