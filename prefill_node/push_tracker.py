@@ -16,11 +16,17 @@ from dataclasses import dataclass, field
 from baton.api.outputs import RequestDelta
 from baton.link.words import AbortAll, RequestView
 from baton.telemetry.ledger import BlockHolding, BlockOwner
-from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request
 from engine.engine import Engine
-from kvconnector.base import BlockPush, HandoffRecord, TransferEvent, TransferEventKind
+from kvconnector.base import (
+    BlockPush,
+    HandoffMetrics,
+    HandoffRecord,
+    TransferEvent,
+    TransferEventKind,
+    TransferOutcome,
+)
 from kvconnector.ends import Sender
 from node_runtime.operator_views import view_request
 from prefill_node.layer_tail import LayerTail, LayerTails

@@ -12,8 +12,8 @@ from prometheus_client.samples import Sample
 from baton.api.outputs import FinishReason, TextDelta
 from baton.link.words import NodeRole
 from baton.telemetry.ledger import Ledger
-from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
+from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from node_runtime.collector import NodeCollector
 from router.gate.admission import make_admission
 from router.intake.metrics import RouterMetrics
