@@ -39,9 +39,16 @@ from kvconnector.protocol.actions import (
     Write,
     WriteEnded,
 )
-from kvconnector.protocol.messages import Commit, Digests, Quiet, Resend, Verified, Watermark
+from kvconnector.protocol.messages import (
+    REPEAT_S,
+    Commit,
+    Digests,
+    Quiet,
+    Resend,
+    Verified,
+    Watermark,
+)
 from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
-from kvconnector.protocol.repeats import REPEAT_S
 from kvconnector.protocol.seals import Channels
 
 logger = logging.getLogger(__name__)

@@ -43,13 +43,13 @@ from kvconnector.protocol.messages import (
     Hello,
     HelloAck,
     Quiet,
+    Repeats,
     SelfTest,
     Start,
     Watermark,
 )
 from kvconnector.protocol.peers import Drains, Peers
 from kvconnector.protocol.probe import ProbeSlots
-from kvconnector.protocol.repeats import Repeats
 
 Heard = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
 

@@ -41,6 +41,7 @@ from kvconnector.protocol.messages import (
     HelloAck,
     Message,
     Quiet,
+    Repeats,
     Resend,
     SelfTestResult,
     Start,
@@ -49,7 +50,6 @@ from kvconnector.protocol.messages import (
 )
 from kvconnector.protocol.peers import Peers, PeerState
 from kvconnector.protocol.probe import Probes
-from kvconnector.protocol.repeats import Repeats
 from kvconnector.protocol.transfer import Portions, PushTotals, Transfer, cut
 
 logger = logging.getLogger(__name__)
