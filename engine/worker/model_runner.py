@@ -14,7 +14,6 @@ from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.logprobs import compute_prompt_logprobs
 from engine.sampling.sampling_input import SamplingInput
 from engine.sampling.step_sampler import Proposed, StepSampler
-from engine.worker.cuda_graphs import Replays, StepGraphs
 from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.forward import Forward
 from engine.worker.input_batch import InputBatch
@@ -37,9 +36,8 @@ class ModelRunner:
     Launching a step waits for the step if the sampler draws its tokens on the host.
 
     Args:
-        forward: runs the model, eagerly or by captured graphs of steps with prompts.
+        forward: runs the model, eagerly or by captured graphs.
         input_batch: persistent input buffers on the model's device.
-        decode_graphs: captured graphs of decode steps, if any.
         sampler: draws tokens.
         ranks: the ranks that share the model; the leader samples for all.
         tells_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
@@ -47,14 +45,13 @@ class ModelRunner:
         drafting: makes drafts behind each step, once its tokens are known; None: no drafts here.
 
     Attributes:
-        decode_graphs, chunk_graphs: as given; empty until captured.
+        decode_graphs, chunk_graphs: see `Forward`.
     """
 
     def __init__(
         self,
         forward: Forward,
         input_batch: InputBatch,
-        decode_graphs: Replays[StepGraphs],
         sampler: StepSampler,
         *,
         ranks: Ranks = ALONE,
@@ -66,7 +63,7 @@ class ModelRunner:
         self._drafting_steps: deque[DraftingStep] = deque()  # prepared, not launched yet
         self._model = forward.context.model
         self._input_batch = input_batch
-        self.decode_graphs, self.chunk_graphs = decode_graphs, forward.chunk_graphs
+        self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
         self._ranks = ranks
         self._tells_tokens = tells_tokens and ranks.everyone.size > 1
         self._untold: Tensor | None = None  # rows whose tokens the leader has yet to send
