@@ -13,12 +13,11 @@ from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.logprobs import compute_prompt_logprobs
 from engine.sampling.sampling_input import SamplingInput
-from engine.sampling.step_sampler import Proposed, StepSampler
+from engine.sampling.step_sampler import LaunchedStep, Proposed, StepSampler
 from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.forward import Forward
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs.prepared_step import PreparedStep, StagedStep
-from engine.worker.launched_step import LaunchedStep
 from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()

@@ -20,13 +20,13 @@ from baton_kernels.quantized import QuantizedFormat
 from engine.core.request import Request
 from engine.executors.uniproc import worker_of
 from engine.make_engine import make_engine
+from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.device_choice import (
     check_batch_invariant,
     choose_dtype,
     choose_packer,
     describe_weights,
 )
-from engine.worker.launched_step import LaunchedStep
 from engine.worker.model_runner import ModelRunner
 from models import load_model
 from models.config import ModelConfig
