@@ -1,4 +1,4 @@
-"""StepSampler: draws a step's tokens from its logits, on the device or on the host.
+"""StepSampler: reads a step's tokens and logprobs off its logits, on the device or on the host.
 
 LaunchedStep: a step on the device, and the result that it becomes when the device has ended.
 """
@@ -6,7 +6,7 @@ LaunchedStep: a step on the device, and the result that it becomes when the devi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
 from engine.sampling.gumbel import NO_TOKEN, Floats
-from engine.sampling.logprobs import compute_logprobs
+from engine.sampling.logprobs import PromptRows, compute_logprobs, compute_prompt_logprobs
 from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import rows_without_numbers, sample
 from engine.sampling.sampling_input import SamplingInput
@@ -47,6 +47,15 @@ class StepSampler:
     def judges_drafts(self, sampling: SamplingInput) -> bool:
         """Return whether rejection sampling judges drafts of this step."""
         return self.rejects and bool(sampling.draft_token_ids)
+
+    def prompt_logprobs(
+        self,
+        hidden_states: Tensor,
+        compute_logits: Callable[[Tensor], Tensor],
+        prompt_rows: Sequence[PromptRows],
+    ) -> dict[str, PromptLogprobs]:
+        """Return the logprobs of a step's prompt tokens; see `compute_prompt_logprobs`."""
+        return compute_prompt_logprobs(hidden_states, compute_logits, prompt_rows)
 
     def draw_on_device(
         self, logits: Tensor, sampling: SamplingInput, device: torch.device

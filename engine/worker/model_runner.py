@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
-from engine.sampling.logprobs import compute_prompt_logprobs
 from engine.sampling.sampling_input import SamplingInput
 from engine.sampling.step_sampler import LaunchedStep, Proposed, StepSampler
 from engine.worker.drafting.base import Drafting, DraftingStep
@@ -129,7 +128,7 @@ class ModelRunner:
             self._untold = prepared.sampling_rows
         if not self._ranks.is_last_stage:
             return self._launched(sampling, None, {}, started_at)
-        prompt_logprobs = compute_prompt_logprobs(
+        prompt_logprobs = self._sampler.prompt_logprobs(
             hidden_states, self._model.compute_logits, prepared.prompt_rows
         )
         if not sampling.request_ids:
