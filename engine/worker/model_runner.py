@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
-from engine.sampling.sampling_input import SamplingInput
 from engine.sampling.step_sampler import LaunchedStep, Proposed, StepSampler
 from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.forward import Forward
@@ -100,14 +99,12 @@ class ModelRunner:
             assert hooks.after_layer is None, "the step was prepared for a replay"
             hidden, token_ids = graphs.replay(prepared)
             if not self._sampler.needs_host(prepared.sampling):
-                launched = self._launched(prepared.sampling, token_ids, {}, started_at)
+                launched = self._launched(prepared, token_ids, {}, started_at)
                 return self._drafted(launched, hidden, hooks)
             # Compute all logits again here, which is rare: keeping them would cost memory in every
             # step.
             logits = self._model.compute_logits(hidden)
-            launched, token_ids = self._sampled_on_host(
-                prepared.sampling, logits, {}, hooks, started_at
-            )
+            launched, token_ids = self._sampled_on_host(prepared, logits, {}, hooks, started_at)
             graphs.correct(prepared, token_ids)
             return self._drafted(launched, hidden, hooks)
         return self._launch_eagerly(prepared, hooks, started_at)
@@ -127,24 +124,24 @@ class ModelRunner:
             self._hear_tokens()
             self._untold = prepared.sampling_rows
         if not self._ranks.is_last_stage:
-            return self._launched(sampling, None, {}, started_at)
+            return self._launched(prepared, None, {}, started_at)
         prompt_logprobs = self._sampler.prompt_logprobs(
             hidden_states, self._model.compute_logits, prepared.prompt_rows
         )
         if not sampling.request_ids:
-            launched = self._launched(sampling, None, prompt_logprobs, started_at)
+            launched = self._launched(prepared, None, prompt_logprobs, started_at)
             return self._drafted(launched, hidden_states, hooks)
         last = hidden_states[inputs.last_token_rows] if prepared.has_prompts else hidden_states
         logits = self._model.compute_logits(last)
         if not self._ranks.leads:
-            return self._launched(sampling, None, prompt_logprobs, started_at)
+            return self._launched(prepared, None, prompt_logprobs, started_at)
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
-            launched = self._launched(sampling, token_ids, prompt_logprobs, started_at)
+            launched = self._launched(prepared, token_ids, prompt_logprobs, started_at)
             token_ids = token_ids.clamp(min=0)  # the next step embeds the tokens
         else:
             launched, token_ids = self._sampled_on_host(
-                sampling, logits, prompt_logprobs, hooks, started_at
+                prepared, logits, prompt_logprobs, hooks, started_at
             )
         if self._tells_tokens:
             for rank in range(self._ranks.everyone.size):
@@ -187,7 +184,7 @@ class ModelRunner:
 
     def _launched(
         self,
-        sampling: SamplingInput,
+        prepared: AnyPreparedStep,
         token_ids: Tensor | None,
         prompt_logprobs: dict[str, PromptLogprobs],
         started_at: float,
@@ -204,17 +201,18 @@ class ModelRunner:
         else:
             ended_at = time.monotonic()
         output = ModelRunnerOutput({}, prompt_logprobs=prompt_logprobs)
-        return LaunchedStep(sampling, output, on_host, done, started_at, ended_at)
+        return LaunchedStep(prepared.sampling, output, on_host, done, started_at, ended_at)
 
     def _sampled_on_host(
         self,
-        sampling: SamplingInput,
+        prepared: AnyPreparedStep,
         logits: Tensor,
         prompt_logprobs: dict[str, PromptLogprobs],
         hooks: StepHooks,
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
         """Sample on the host; return the finished step, and its tokens on the device."""
+        sampling = prepared.sampling
         output, token_ids = self._sampler.draw_on_host(
             logits, sampling, hooks, prompt_logprobs, self._proposed
         )
