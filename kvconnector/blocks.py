@@ -1,12 +1,12 @@
-"""Blocks by their numbers, ranges of their layers, and the slices of them that ranks write.
+"""Block numbers, ranges of layers, and slices: the parts of blocks that ranks write.
 
-A slice is the part of a unit that a rank of one node writes to a rank of another. Slices follow
-from two manifests alone.
+A slice is the part of a unit that a rank of one node writes to a rank of another. Two manifests
+alone decide the slices.
 
     P, 2 ranks        D, 1 rank            heads of rank 0 -> a range for each layer, of keys and
-    [0 1] [2 3]  ->   [0 1 2 3]            of values; where both have the same: one range, all of it
+    [0 1] [2 3]  ->   [0 1 2 3]            of values; with equal ranks: one range, the whole unit
 
-Refuses to know: memory, and what lies in it.
+Refuses to know: memory, the content of blocks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Ranges = tuple[tuple[int, int], ...]  # (first byte, number of bytes) within a r
 
 
 def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
-    """Cut layers into at most ``num_groups`` ranges, as equal as can be, the larger ones first.
+    """Cut layers into at most ``num_groups`` nearly equal ranges; larger ones come first.
 
-    What is behind the last range cannot hide behind a layer's computation, so it is no larger.
+    The push of the last range cannot hide behind a layer's computation, so that range is smallest.
     """
     num_groups = min(num_groups, num_layers)
     size, larger = divmod(num_layers, num_groups)
@@ -34,8 +34,9 @@ def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
 
 
 def count_runs(local: Sequence[int], remote: Sequence[int]) -> int:
-    """Ranges of memory that a copy of blocks ``local[i]`` to ``remote[i]`` consists of, when
-    neighbours that follow each other on both sides are one."""
+    """Count the memory ranges in a copy of blocks ``local[i]`` to ``remote[i]``; blocks that are
+    neighbours on both sides share a range.
+    """
     steps = zip(pairwise(local), pairwise(remote), strict=True)
     num_breaks = sum(b - a != 1 or d - c != 1 for (a, b), (c, d) in steps)
     return num_breaks + 1 if local else 0
@@ -48,13 +49,13 @@ def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
 
 
 def check_layers(layers: LayerRange | None, num_layers: int) -> None:
-    """Raise ValueError unless there are such layers, for the same reason."""
+    """Raise ValueError unless these layers exist: a bad address can kill the receiver."""
     if layers is not None and not 0 <= layers[0] < layers[1] <= num_layers:
         raise ValueError(f"layers: must be a range within 0 to {num_layers}, got {layers}")
 
 
 class Pair(NamedTuple):
-    """A rank that writes, and the rank that it writes to."""
+    """A writing rank, and the rank that it writes to."""
 
     writer: int
     reader: int
@@ -68,7 +69,7 @@ class Slices:
         readers: manifest of the node that receives.
 
     Attributes:
-        is_whole: whether there is one rank on both sides, so that a unit is one range.
+        is_whole: whether both nodes have one rank, so that a unit is one range.
     """
 
     def __init__(self, writers: KVManifest, readers: KVManifest) -> None:
@@ -78,11 +79,11 @@ class Slices:
         self._sums: dict[LayerRange | None, tuple[int, int]] = {}
 
     def of(self, kind: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        """Return the ranges of each pair of ranks that shares any, in the order of the pairs.
+        """Return the ranges of each pair of ranks that shares any, in order of the pairs.
 
         Args:
-            kind: a kind of units; see `kinds`.
-            layers: the layers, counted as if one rank had the whole unit; None: all layers.
+            kind: a kind of unit; see `kinds`.
+            layers: range of layers of the whole unit, over all ranks; None: all layers.
         """
         if layers == (0, self._writers.layers_per_unit):
             layers = None
@@ -92,7 +93,7 @@ class Slices:
         return self._copies[key]
 
     def _find(self, group: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        if self.is_whole:  # padding of smaller groups included
+        if self.is_whole:  # includes the padding of smaller groups
             num_bytes = self._writers.unit_bytes()
             first, end = layers or (0, self._writers.layers_per_unit)
             layer_bytes = num_bytes // self._writers.layers_per_unit
@@ -105,7 +106,7 @@ class Slices:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Return for each group the first group whose units are cut in the same way."""
+        """Return, for each group, the first group whose units are cut in the same way."""
         if self.is_whole:
             return (0,) * len(self._writers.groups)
         first: dict[tuple[RankCopy, ...], int] = {}
@@ -146,7 +147,7 @@ class Slices:
         return self._sum(layers)[0]
 
     def num_ranges(self, layers: LayerRange | None) -> int:
-        """Return the ranges of one block over all slices, for the kind with the most."""
+        """Return the most ranges of one block over all slices, among all kinds."""
         return self._sum(layers)[1]
 
     def _sum(self, layers: LayerRange | None) -> tuple[int, int]:

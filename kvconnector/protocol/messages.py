@@ -1,4 +1,4 @@
-"""What sender and receiver say to each other. Short, typed, checked when decoded.
+"""Messages between sender and receiver: short, typed, checked when decoded.
 
 P -> D   Hello     are you there?                     D -> P   HelloAck  yes; try a write here
 P -> D   SelfTest  written, at this speed             D -> P   SelfTestResult
@@ -13,7 +13,7 @@ P -> D   Digests   the blocks must have these     D -> P   Resend    these diffe
                                                   D -> P   Verified  all blocks are right
 
 A message that is lost without an error would hold its request until the deadline. `Repeats` sends
-some messages again until they are answered or not needed any more; these are idempotent.
+some messages again until they are answered or no longer needed; these are idempotent.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Repeats:
 
     def __init__(self) -> None:
         self._repeats: dict[TransferKey, Repeat] = {}
-        self._next_at = math.inf  # no message is due before
+        self._next_at = math.inf  # no message is due before this time
 
     def __len__(self) -> int:
         return len(self._repeats)
