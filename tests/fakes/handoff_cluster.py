@@ -104,7 +104,9 @@ class CheckedEngine(Engine):
         expected_kv: Callable[[list[int]], torch.Tensor],
         identity: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        super().__init__(folder, config, identity)
+        made = make_engine(folder, config, identity)
+        parts = made._scheduler, made._grammars, made._speculation
+        super().__init__(made.executor, *parts, made.compatibility)
         self.expected_kv = expected_kv
 
     def schedule(self) -> SchedulerOutput:
