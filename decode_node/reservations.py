@@ -19,13 +19,18 @@ from enum import Enum
 
 from baton.api.outputs import PushReceipt
 from baton.telemetry.ledger import BlockHolding, BlockOwner
-from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from decode_node.grant_queue import GrantQueue, Key
 from decode_node.options import DecodeOptions
 from decode_node.quarantine import Quarantine
 from engine.core.request import Request
 from engine.engine import Engine
-from kvconnector.base import KVReservation, TransferEvent, TransferEventKind
+from kvconnector.base import (
+    HandoffMetrics,
+    KVReservation,
+    TransferEvent,
+    TransferEventKind,
+    TransferOutcome,
+)
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 

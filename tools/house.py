@@ -59,7 +59,7 @@ DAY = (
         "On the two nodes",
         "Each node runs a loop: inbox, one engine step, outbox. The prefill node tracks which "
         "blocks may travel, the decode node which blocks it has granted.",
-        ("PrefillNode", "PushTracker", "DecodeNode", "Reservations", "new_request"),
+        ("PrefillNode", "PushTracker", "DecodeNode", "Reservations", "GrantQueue", "new_request"),
     ),
     Chapter(
         "Between them",

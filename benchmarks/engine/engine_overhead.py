@@ -22,8 +22,8 @@ from benchmarks.runner.run import Document, Run
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 from engine.core.step_plan import StepPlanner
-from engine.engine import Engine
 from engine.executors.uniproc import worker_of
+from engine.make_engine import make_engine
 from engine.worker.input_batch import InputBatch
 
 BATCH_SIZES = (1, 8, 32)
@@ -75,7 +75,7 @@ class DecodeBench:
             device="cpu", num_threads=1, kv_cache_bytes=2**28, max_num_batched_tokens=8192,
             long_prefill_token_threshold=8192,
         )  # fmt: skip
-        self.engine = Engine(DEMO_MODEL, config)
+        self.engine = make_engine(DEMO_MODEL, config)
         self.stopwatch = Stopwatch()
         runner = worker_of(self.engine.executor).runner
         for owner, function, part in (

@@ -82,8 +82,8 @@ class Engines:
         from baton.api.sampling_params import SamplingParams
         from baton.engine_config import EngineConfig
         from engine.core.request import Request
-        from engine.engine import Engine
         from engine.executors.uniproc import worker_of
+        from engine.make_engine import make_engine
         from engine.worker.make_runner import make_model_runner
 
         config = EngineConfig(
@@ -92,7 +92,7 @@ class Engines:
             max_num_batched_tokens=8192, long_prefill_token_threshold=4096,
             async_scheduling=runs_ahead,
         )  # fmt: skip
-        engine = Engine(DEMO_MODEL, config)
+        engine = make_engine(DEMO_MODEL, config)
         worker_of(engine.executor).device = self._gpu.device  # type: ignore
         worker_of(engine.executor).runner = runner = make_model_runner(
             worker_of(engine.executor).runner._model, engine.kv_memory.tensor,

@@ -34,7 +34,7 @@ from engine import LLM
 from examples.demo import fetch_model
 
 CODE = (
-    "baton/registry.py", "engine/core/extents.py", "engine/core/waiting_room.py",
+    "baton/registry.py", "engine/step_stretch.py", "engine/core/waiting_room.py",
     "engine/worker/host/cores.py", "baton/addresses.py", "engine/executors/uniproc.py",
 )  # fmt: skip
 PROSE = ("docs/determinism.md", "docs/routing.md", "docs/security.md", "docs/chat.md")

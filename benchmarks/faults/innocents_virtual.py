@@ -218,7 +218,7 @@ async def run_drill(drill: Drill, seed: int) -> Row:
             "errors": site.errors,
             "killed_by_killer": len(site.killed_by_killer),
             "longest_s": round(site.longest_s, 2),
-            "quarantined": len(site.dispatcher.suspects.quarantined),
+            "quarantined": len(site.dispatcher.recoveries.suspects.quarantined),
         }
 
 

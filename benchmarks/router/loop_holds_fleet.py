@@ -37,7 +37,6 @@ from engine.core.block_pool import BlockPool
 from router.api.admin.request_stats import window_stats
 from router.api.admin.views import describe_nodes, describe_request, describe_stats
 from router.calls.dispatcher import Dispatcher
-from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind
 from router.intake.metrics import RouterMetrics
@@ -93,7 +92,7 @@ class BusyRouter:
         for prefill in self.prefills:
             for decode in self.decodes:
                 prefill.reach(decode)
-        self.dispatcher = Dispatcher(pool, Cost(), RetryOptions(), RetryBudget())
+        self.dispatcher = Dispatcher(pool, Cost())
         self.rounds = Rounds()
         self.tasks: list[asyncio.Task[None]] = []
         self._note, self._name = note, f"{num_nodes} nodes"
@@ -145,7 +144,7 @@ async def of_router(num_nodes: int, note: Note) -> None:
     gc.callbacks.append(router.rounds.note_collection)
     watching = asyncio.create_task(router.rounds.watch())
     dispatcher, pool = router.dispatcher, router.pool
-    metrics = RouterMetrics(pool, dispatcher.admission, None, dispatcher.suspects)
+    metrics = RouterMetrics(pool, dispatcher.admission, None, dispatcher.recoveries.suspects)
 
     def list_requests() -> None:
         records = map(describe_request, dispatcher.log.open)

@@ -43,6 +43,7 @@ from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
 from engine import LLM
 from engine.engine import Engine
+from engine.make_engine import make_engine
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import HandoffRecord
 from kvconnector.block_digests import BlockDigests
@@ -202,7 +203,7 @@ class Scene:
         config = EngineConfig(
             dtype="float32", num_blocks=200, prefix_cache=False, num_threads=1, device="cpu"
         )
-        p_engine, d_engine = Engine(DEMO_MODEL, config), Engine(DEMO_MODEL, config)
+        p_engine, d_engine = make_engine(DEMO_MODEL, config), make_engine(DEMO_MODEL, config)
         make = KV_CONNECTORS.load(connector)
         transports = {
             P: make(P, p_engine.kv_memory),

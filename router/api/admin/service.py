@@ -216,13 +216,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListQuarantineRequest, context: Context
     ) -> admin_pb2.ListQuarantineResponse:
         """Return the requests that are refused because equal ones crashed nodes."""
-        return describe_quarantine(self._dispatcher.suspects)
+        return describe_quarantine(self._dispatcher.recoveries.suspects)
 
     async def ReleaseQuarantine(  # gRPC's naming
         self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
     ) -> admin_pb2.ReleaseQuarantineResponse:
         """Stop refusing some quarantined requests, or all."""
-        num_released = self._dispatcher.suspects.release(request.fingerprint)
+        num_released = self._dispatcher.recoveries.suspects.release(request.fingerprint)
         _note(context, f"release {request.fingerprint or 'all'}: {num_released}")
         return admin_pb2.ReleaseQuarantineResponse(num_released=num_released)
 

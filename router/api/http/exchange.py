@@ -166,7 +166,7 @@ class Exchange:
                         )
         outputs = [join_deltas(parts) for parts in deltas]
         receipts = [_receipt_of(output) for output in outputs]
-        make = self.intake.long_answers.make
+        make = self.intake.answers.long.make
         response = self._response(
             self.dialect.object,
             [
@@ -205,7 +205,7 @@ class Exchange:
                 if delta.finish_reason is not None:
                     ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
-                made = await self.intake.long_answers.make(
+                made = await self.intake.answers.long.make(
                     delta, functools.partial(self.dialect.chunk, index, delta)
                 )
                 choice = self._with_ids(made, delta)

@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
+from baton.api.errors import error_of
 from baton.api.outputs import RequestDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.link import wire
@@ -31,7 +32,6 @@ from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import node_pb2, node_pb2_grpc, types_pb2
 from baton.wire import reading as wire_reading
 from router.api.grpc.link_service import NodeLinkService
-from router.fleet.call_errors import error_of
 from router.fleet.node import LegDelta
 from router.fleet.node_claims import (
     MAX_TEXT_CHARS,
