@@ -22,7 +22,7 @@ from baton.processes.free_address import free_address
 from examples.demo import fetch_model
 from tests.clients.environments import installed_version, interpreter
 from tests.clients.table import CLIENTS, Client
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 from tests.integration.conftest import READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(1800)]

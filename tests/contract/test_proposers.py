@@ -8,7 +8,7 @@ from baton.api.outputs import Completion
 from baton.engine_config import SPECULATIVE_METHODS
 from engine import LLM
 from engine.speculation import PROPOSERS
-from tests.fakes.drafters import options_of
+from tests.fakes.engine.drafters import options_of
 from tests.unit.engine.test_several_samples import DEMO, REQUESTS, SMALL
 
 pytestmark = pytest.mark.medium

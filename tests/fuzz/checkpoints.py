@@ -37,8 +37,8 @@ from baton.checkpoint.model_identity import folder_identity
 from baton.checkpoint.sampling_defaults import read_sampling_defaults
 from baton.text.tokenizer import Tokenizer
 from engine.offline.llm import LLM
-from tests.fakes.gguf_conversion import converted, write_checkpoint
-from tests.fakes.gguf_files import write_model
+from tests.fakes.checkpoints.gguf_conversion import converted, write_checkpoint
+from tests.fakes.checkpoints.gguf_files import write_model
 from tests.numerics.gguf_families import GGUF_FAMILIES, SHAPE, common_fields
 from tests.numerics.tiny_models import make_hugging_face_model, save
 

@@ -10,8 +10,8 @@ import pytest
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from sim_node.node import Simulation
-from tests.fakes.dead_engines import let_die
-from tests.fakes.tool_model import link_model_with_tools
+from tests.fakes.checkpoints.tool_model import link_model_with_tools
+from tests.fakes.engine.dead_engines import let_die
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 READY_TIMEOUT_S = 90.0

@@ -30,7 +30,7 @@ from baton.client.client import AsyncClient
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.serving.rpc import bearer, open_sync_channel
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(200)]

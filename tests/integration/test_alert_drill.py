@@ -28,8 +28,8 @@ from baton import Client, SamplingParams
 from baton.api.errors import BatonError
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
-from tests.fakes.prometheus import NEEDS_PROMETHEUS, Prometheus, scraping, wait_for_targets
-from tests.fakes.waiting import wait_until
+from tests.fakes.outside.prometheus import NEEDS_PROMETHEUS, Prometheus, scraping, wait_for_targets
+from tests.fakes.time.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 from tests.integration.test_prometheus import RULES
 

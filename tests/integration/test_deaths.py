@@ -21,14 +21,14 @@ from baton.api.errors import BatonError, ConfigError
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 logger = logging.getLogger(__name__)
 
-TROUBLED = Path(__file__).parents[1] / "fakes" / "troubled_process"
+TROUBLED = Path(__file__).parents[1] / "fakes" / "processes" / "troubled_process"
 PARAMS = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7]
 NUM_CLIENTS = 2

@@ -18,8 +18,8 @@ from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentCo
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM
-from tests.fakes.deployments import complete_each
-from tests.fakes.foreign_model import make_foreign_model
+from tests.fakes.checkpoints.foreign_model import make_foreign_model
+from tests.fakes.processes.deployments import complete_each
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.thorough, pytest.mark.nixl, pytest.mark.timeout(400)]

@@ -15,7 +15,7 @@ import pytest
 
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
-from tests.fakes.asked_chats import Said
+from tests.fakes.answers.asked_chats import Said
 from tests.fuzz.drawn_forms import FORMS, Asked, DrawnForms
 from tests.integration.conftest import READY_TIMEOUT_S
 

@@ -16,8 +16,8 @@ from baton import Client, SamplingParams
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from engine import LLM
-from tests.fakes.deployments import complete_all
-from tests.fakes.waiting import wait_until
+from tests.fakes.processes.deployments import complete_all
+from tests.fakes.time.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 from tests.integration.test_recovery import (
     LONG_PROMPT,

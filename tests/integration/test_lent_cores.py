@@ -11,7 +11,7 @@ import pytest
 from baton import AsyncClient, Completion, SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.deployments import complete_all, split_deployment
+from tests.fakes.processes.deployments import complete_all, split_deployment
 from tests.integration.conftest import DEMO_MODEL
 
 pytestmark = [

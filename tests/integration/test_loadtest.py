@@ -23,8 +23,8 @@ from baton.api.errors import BatonError
 from baton.processes.free_address import free_address
 from loadtest.load.generate import Lengths, Workload, gamma_arrivals, generate
 from loadtest.load.traces import write_trace
-from tests.fakes.load_servers import scripted_grpc
-from tests.fakes.load_targets import even
+from tests.fakes.outside.load_servers import scripted_grpc
+from tests.fakes.outside.load_targets import even
 from tests.integration.conftest import READY_TIMEOUT_S
 
 pytestmark = pytest.mark.large

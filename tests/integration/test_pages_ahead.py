@@ -11,7 +11,7 @@ from baton.kv.layers import PagedKV
 from baton.processes.free_address import free_address
 from engine.worker.host.pages_ahead import PagesAhead
 from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]

@@ -19,7 +19,7 @@ from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentCo
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.hosts import Hosts, can_make_hosts, hosts
+from tests.fakes.network.hosts import Hosts, can_make_hosts, hosts
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 from baton import SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.deployments import complete_all, split_deployment
+from tests.fakes.processes.deployments import complete_all, split_deployment
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]

@@ -13,7 +13,7 @@ import pytest
 from baton import SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
 from loadtest.drills.audit import Auditor
-from tests.fakes.deployments import complete_all, split_deployment
+from tests.fakes.processes.deployments import complete_all, split_deployment
 from tests.numerics.family_checkpoints import (
     TinyCheckpoint,
     make_tiny_checkpoint,

@@ -9,7 +9,7 @@ import pytest
 
 from baton import SamplingParams
 from engine import LLM
-from tests.fakes.deployments import complete_all, split_deployment
+from tests.fakes.processes.deployments import complete_all, split_deployment
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 

@@ -10,8 +10,8 @@ import pytest
 
 from baton import SamplingParams
 from engine import LLM
-from tests.fakes.deployments import complete_all, split_deployment
-from tests.fakes.gguf_files import write_model
+from tests.fakes.checkpoints.gguf_files import write_model
+from tests.fakes.processes.deployments import complete_all, split_deployment
 from tests.numerics.tiny_models import make_hugging_face_model
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]

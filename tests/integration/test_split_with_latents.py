@@ -9,7 +9,7 @@ import pytest
 from baton import SamplingParams
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
-from tests.fakes.deployments import complete_all
+from tests.fakes.processes.deployments import complete_all
 from tests.integration.conftest import READY_TIMEOUT_S
 from tests.numerics.family_checkpoints import LATENTS, make_tiny_checkpoint
 

@@ -19,7 +19,7 @@ import pytest
 from baton import Client, SamplingParams, StructuredOutput
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 from tests.integration.test_deaths import TROUBLED, node_names
 

@@ -22,7 +22,7 @@ from baton.api.outputs import TextDelta
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from engine import LLM
-from tests.fakes.thinking_model import write_thinking_model
+from tests.fakes.checkpoints.thinking_model import write_thinking_model
 from tests.integration.conftest import READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]

@@ -28,7 +28,7 @@ from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentCo
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from baton.wire import types as wire_types
-from tests.fakes.certificates import Authority, replace
+from tests.fakes.network.certificates import Authority, replace
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(240)]

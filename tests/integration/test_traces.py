@@ -17,8 +17,8 @@ from baton import Client, SamplingParams
 from baton.api.outputs import Receipt
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
-from tests.fakes.otlp_collector import OtlpCollector, TakenSpan, Trace
-from tests.fakes.waiting import wait_until
+from tests.fakes.outside.otlp_collector import OtlpCollector, TakenSpan, Trace
+from tests.fakes.time.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 from tests.integration.test_recovery import (
     LONG_PROMPT,

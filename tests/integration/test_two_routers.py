@@ -19,8 +19,8 @@ from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
-from tests.fakes.foreign_model import make_foreign_model
-from tests.fakes.waiting import wait_until
+from tests.fakes.checkpoints.foreign_model import make_foreign_model
+from tests.fakes.time.waiting import wait_until
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = pytest.mark.large

@@ -1,7 +1,7 @@
 """Steps with prompts as graphs compute them: by layers, padded, with tiles that are filled later.
 
 Without a GPU the operators and kernels of each layer are recorded, and run again over the same
-memory by Triton's interpreter; see `tests/fakes/recorded_pieces.py`.
+memory by Triton's interpreter; see `tests/fakes/engine/recorded_pieces.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.worker.model_runner import NO_HOOKS
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
 from models.parallel.group import ALONE
-from tests.fakes.recorded_pieces import RecordedPieces
+from tests.fakes.engine.recorded_pieces import RecordedPieces
 from tests.kernels.conftest import DEVICE
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 

@@ -23,7 +23,7 @@ from engine.worker.cuda_graphs import StepGraphs
 from engine.worker.graph_capture import DeviceCapture
 from engine.worker.graph_inputs import StagedStep
 from engine.worker.make_runner import make_model_runner
-from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
+from tests.fakes.engine.drafting_executor import DraftingExecutor, outputs_of
 from tests.kernels.conftest import DEVICE
 from tests.numerics.tiny_models import make_hugging_face_model, save
 

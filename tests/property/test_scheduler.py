@@ -18,7 +18,13 @@ from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from engine.sampling.grammar_compiler import GrammarCompiler
-from tests.fakes.engine_parts import EOS, ContentRunner, extended, make_request, make_scheduler
+from tests.fakes.engine.engine_parts import (
+    EOS,
+    ContentRunner,
+    extended,
+    make_request,
+    make_scheduler,
+)
 
 NUM_BLOCKS = 8  # in each KV cache group, the null block included
 BLOCK_SIZE = 2

@@ -32,10 +32,10 @@ from kvconnector.peer_process import PeerProcess
 from models import load_model
 from prefill_node.options import PushMode
 from router.policies import POLICIES
-from tests.fakes.checked_client import Client
-from tests.fakes.handoff_cluster import BLOCK_SIZE, kv_of
-from tests.fakes.system_setup import Setup
-from tests.fakes.whole_system import NAMES, System
+from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, kv_of
+from tests.fakes.system.checked_client import Client
+from tests.fakes.system.system_setup import Setup
+from tests.fakes.system.whole_system import NAMES, System
 from tests.numerics.tiny_models import make_hugging_face_model, save
 from tests.property.num_examples import num_requests
 

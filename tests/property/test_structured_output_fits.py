@@ -20,7 +20,7 @@ from baton.api.structured_output import StructuredOutput
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
 from baton.text.schemas.repairs import repair_pattern
 from baton.text.tokenizer import Tokenizer
-from tests.fakes.structured_cases import make_cases, make_schema
+from tests.fakes.answers.structured_cases import make_cases, make_schema
 from tests.property.num_examples import num_examples
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"

@@ -15,8 +15,8 @@ from kvconnector.peer_info import PeerInfo, RankMemory, host_identity
 from kvconnector.peer_process import PeerProcess, start_time
 from kvconnector.protocol import drains
 from kvconnector.protocol.drains import Drains
-from tests.fakes.kv_memories import manifest
-from tests.fakes.waiting import wait_until
+from tests.fakes.handoff.kv_memories import manifest
+from tests.fakes.time.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 
 pytestmark = pytest.mark.medium

@@ -41,7 +41,7 @@ from node_runtime.node_program import run_node_program
 from router.config import RouterConfig
 from router.program import serve
 from sim_node.cluster import SimCluster
-from tests.fakes.nodes import make_registration
+from tests.fakes.router.nodes import make_registration
 
 pytestmark = pytest.mark.medium
 

@@ -18,7 +18,7 @@ from node_runtime.collector import NodeCollector
 from router.gate.admission import Admission
 from router.gate.capacity import Capacity
 from router.intake.metrics import RouterMetrics
-from tests.fakes.nodes import make_pool
+from tests.fakes.router.nodes import make_pool
 from tests.unit.router.intake.test_metrics import RECEIPT
 
 # What vLLM's dashboards and the Gateway API Inference Extension ask for, but for prefixes.

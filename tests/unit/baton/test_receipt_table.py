@@ -6,7 +6,7 @@ import dataclasses
 
 from baton.api.outputs import Receipt
 from baton.telemetry.receipt_table import receipt_line
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
+from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
 RECEIPT = Receipt(
     num_prompt_tokens=3,

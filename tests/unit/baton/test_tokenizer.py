@@ -410,7 +410,7 @@ def test_a_tokenizer_without_a_config_file_is_fine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call_id", ["", "call_4f1c", "toolu_01ABC", "nine_char", "a1B2c3D4e"])
 def test_ids_of_any_server_fit_a_template_that_takes_nine_characters(call_id: str) -> None:
     """Regression: Mistral's template refused other servers' ids, and those of forced calls."""
-    template = DEMO.parents[1] / "tests" / "fakes" / "chat_templates" / "mistral.jinja"
+    template = DEMO.parents[1] / "tests" / "fakes" / "answers" / "chat_templates" / "mistral.jinja"
     tokenizer = Tokenizer(DEMO, chat_template=template)
     function = {"name": "f", "arguments": {}}
     text = tokenizer.render_chat(

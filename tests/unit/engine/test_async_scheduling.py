@@ -12,7 +12,7 @@ from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.request import RequestStatus
-from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares
+from tests.fakes.engine.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares
 
 pytestmark = pytest.mark.medium
 

@@ -24,7 +24,7 @@ from engine.core.grammar import GrammarState
 from engine.core.request import Request, RequestStatus
 from engine.crash_dump import describe
 from engine.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler
-from tests.fakes.sampling import adjust
+from tests.fakes.engine.sampling import adjust
 
 pytestmark = pytest.mark.medium
 

@@ -15,8 +15,8 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.sampling.logprobs import compute_logprobs
-from tests.fakes.engine_parts import make_request
-from tests.fakes.sampling import sampling_input
+from tests.fakes.engine.engine_parts import make_request
+from tests.fakes.engine.sampling import sampling_input
 from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"

@@ -22,7 +22,7 @@ from engine.core.scheduler import Scheduler
 from engine.sampling import grammar_compiler, mask_threads
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
-from tests.fakes.engine_parts import FakeRunner, make_request, shares, step
+from tests.fakes.engine.engine_parts import FakeRunner, make_request, shares, step
 
 pytestmark = pytest.mark.medium
 

@@ -16,7 +16,7 @@ from engine.core.grammar import GrammarState
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from engine.sampling.grammar_compiler import GrammarCompiler
-from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler, step
+from tests.fakes.engine.engine_parts import FakeRunner, make_request, make_scheduler, step
 
 pytestmark = pytest.mark.medium
 

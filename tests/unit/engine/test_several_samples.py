@@ -19,8 +19,8 @@ from engine.core.outputs import ModelRunnerOutput
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from engine.sampling.grammar_compiler import GrammarCompiler
-from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
-from tests.fakes.engine_parts import (
+from tests.fakes.engine.drafting_executor import DraftingExecutor, outputs_of
+from tests.fakes.engine.engine_parts import (
     EOS,
     ContentRunner,
     FakeRunner,

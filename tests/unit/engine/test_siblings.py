@@ -13,7 +13,7 @@ from baton.wire.types import sampling_params_to_proto
 from engine import LLM
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
-from tests.fakes.engine_parts import make_request, make_scheduler, step
+from tests.fakes.engine.engine_parts import make_request, make_scheduler, step
 
 pytestmark = pytest.mark.medium
 

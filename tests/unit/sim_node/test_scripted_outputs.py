@@ -10,7 +10,7 @@ from baton.api.errors import ConfigError
 from baton.api.outputs import FinishReason
 from baton.checkpoint.model_folder import read_limits
 from sim_node.scripted_outputs import ScriptedOutputs, parse_script, read_script
-from tests.fakes.sim_parts import SimPair
+from tests.fakes.system.sim_parts import SimPair
 
 MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 VOCAB_SIZE = read_limits(MODEL).vocab_size

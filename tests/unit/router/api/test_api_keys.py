@@ -27,8 +27,8 @@ from router.gate.admission import Admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
 from router.gate.rate_limits import TOKENS
-from tests.fakes.grpc_scene import expected, params, served
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.grpc_scene import expected, params, served
+from tests.fakes.router.router_scene import asynchronous
 
 CALLS = inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods_by_name
 

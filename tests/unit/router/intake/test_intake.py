@@ -18,8 +18,8 @@ from router.calls.dispatcher import Dispatcher
 from router.intake.intake import Intake
 from router.intake.texts import ChatPrompt
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import make_pool
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.nodes import make_pool
+from tests.fakes.router.router_scene import asynchronous
 
 TOKENIZER = Tokenizer(Path(__file__).parents[4] / "examples" / "demo_model")
 PARAMS = SamplingParams(max_tokens=1)

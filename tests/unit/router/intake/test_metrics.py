@@ -19,7 +19,7 @@ from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
 from router.gate.overload import Overload
 from router.intake.metrics import RouterMetrics
-from tests.fakes.nodes import (
+from tests.fakes.router.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,
     HandNode,

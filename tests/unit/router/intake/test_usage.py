@@ -13,9 +13,9 @@ from router.calls.dispatcher import num_tokens_used
 from router.fleet.prefix.placement_memory import PlacementMemory
 from router.intake.cache_salts import CacheSalts
 from router.intake.usage import OwnPrompts, told
-from tests.fakes.nodes import DECODE_RECEIPT
-from tests.fakes.router_scene import Scene
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.router.nodes import DECODE_RECEIPT
+from tests.fakes.router.router_scene import Scene
+from tests.fakes.time.virtual_clock import VirtualClock
 
 PROMPT = list(range(100))
 PREFILL = PrefillReceipt(

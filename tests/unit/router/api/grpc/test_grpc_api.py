@@ -30,8 +30,8 @@ from router.api.grpc.journal import JournalOptions
 from router.gate.admission import Admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
-from tests.fakes.grpc_scene import TOKENIZER, breakable, expected, params, served
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.grpc_scene import TOKENIZER, breakable, expected, params, served
+from tests.fakes.router.router_scene import asynchronous
 
 # ---------------------------------------------------------------- one output
 

@@ -20,7 +20,7 @@ from baton.v1 import node_pb2, node_pb2_grpc
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node_pool import NodePool
 from sim_node.cluster import SimCluster
-from tests.fakes.certificates import Authority
+from tests.fakes.network.certificates import Authority
 
 pytestmark = pytest.mark.medium
 

@@ -27,7 +27,7 @@ from router.api.grpc.inference_service import InferenceService
 from router.calls.dispatcher import Dispatcher
 from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
+from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 
 TOKENIZER = Tokenizer(Path(__file__).parents[5] / "examples" / "demo_model")
 TEXT = "print(x)\nEND of it, and so on and on, on and on, until somebody says stop"

@@ -21,7 +21,7 @@ from router.api.http.conversation import asked_thinking, chat_prompt
 from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER
 from router.api.http.responses import MessageDelta
 from router.intake.parsers.choice import AskedThinking, OutputParsers
-from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http, until
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, on_http, until
 
 pytestmark = pytest.mark.medium
 

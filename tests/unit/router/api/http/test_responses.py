@@ -18,7 +18,7 @@ from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER
 from router.api.http.responses import FunctionDelta, MessageDelta, ToolCallDelta
 from router.api.openai_responses.output import Event, Items
 from router.api.openai_responses.request import FIELD_NAMES, ResponsesRequest, chat_request
-from tests.fakes.http_scene import HttpScene, on_http, until
+from tests.fakes.router.http_scene import HttpScene, on_http, until
 
 pytestmark = pytest.mark.medium
 

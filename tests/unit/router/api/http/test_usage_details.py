@@ -9,7 +9,7 @@ import msgspec
 from baton.api.outputs import Receipt
 from baton.telemetry.receipt_table import receipt_line
 from router.api.http.responses import usage_of
-from tests.fakes.nodes import DECODE_RECEIPT
+from tests.fakes.router.nodes import DECODE_RECEIPT
 
 
 def receipt(num_drafts: int, num_accepted: int) -> Receipt:

@@ -20,7 +20,7 @@ from router.intake.parsers.base import ParserContext
 from router.intake.parsers.choice import OutputParsers
 from router.intake.parsers.pythonic import PythonForm
 from router.intake.parsers.tagged import TaggedForm
-from tests.fakes.parsed_outputs import parse
+from tests.fakes.answers.parsed_outputs import parse
 
 DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
 EOS = 4095

@@ -14,7 +14,7 @@ from router.intake.answers.divided_text import DividedText
 from router.intake.parsers.base import OutputParser, ParserContext, Reasoning
 from router.intake.parsers.choice import OutputParsers
 from router.intake.parsers.plain import OneCall, PlainText
-from tests.fakes.parsed_outputs import put_together
+from tests.fakes.answers.parsed_outputs import put_together
 
 TOKENIZER = Tokenizer(Path(__file__).parents[5] / "examples" / "demo_model")
 THINKS_AND_CALLS = OutputParsers(None, "hermes", "qwen3")

@@ -17,7 +17,7 @@ from router.api.http.schema import ChatRequest
 from router.intake.parsers import TOOL_CALL_PARSERS
 from router.intake.parsers.base import CallBegins, ParserContext
 from router.intake.parsers.choice import OutputParsers
-from tests.fakes.parsed_outputs import Found, make_parser, parse
+from tests.fakes.answers.parsed_outputs import Found, make_parser, parse
 
 DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
 WEATHER = ("weather", '{"city": "Bonn"}')

@@ -48,9 +48,9 @@ from kvconnector.protocol.messages import (
 from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
 from prefill_node.options import PushMode
-from tests.fakes.dead_engines import let_die
-from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork, ScriptedTransport
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.engine.dead_engines import let_die
+from tests.fakes.handoff.scripted_network import ScriptedMessage, ScriptedNetwork, ScriptedTransport
+from tests.fakes.time.virtual_clock import VirtualClock
 
 Key = tuple[str, int]  # (request_id, epoch)
 BLOCK_SIZE = 4

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tests.fakes.raw_http2 import (
+from tests.fakes.network.raw_http2 import (
     DATA,
     GOAWAY,
     HEADERS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.fakes.drawn_schemas.drawn import DrawnSchema, Schema
+from tests.fakes.answers.drawn_schemas.drawn import DrawnSchema, Schema
 
 NAMES = ("id", "title", "isDone", "größe", "数", "createdAt", "meta", "list", "value", "a b", "_x")
 WORDS = ("admin", "user", "été", "日本", "a-b", "1", "", 'q"q', "line\nbreak")

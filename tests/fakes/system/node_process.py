@@ -39,10 +39,10 @@ from node_runtime.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
-from tests.fakes.drafting_executor import ProposingStep
-from tests.fakes.handoff_cluster import end_of
-from tests.fakes.virtual_clock import VirtualClock
-from tests.fakes.virtual_loop import VirtualLoop
+from tests.fakes.engine.drafting_executor import ProposingStep
+from tests.fakes.handoff.handoff_cluster import end_of
+from tests.fakes.time.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_loop import VirtualLoop
 
 
 @dataclass(slots=True)

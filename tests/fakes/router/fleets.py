@@ -10,7 +10,7 @@ from baton.link.words import NodeRole
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
-from tests.fakes.nodes import make_registration
+from tests.fakes.router.nodes import make_registration
 
 
 class FleetBook:

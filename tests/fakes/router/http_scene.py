@@ -24,10 +24,10 @@ from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.choice import OutputParsers
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
-from tests.fakes.router_scene import NO_RETRIES, RecordingDispatcher
+from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
+from tests.fakes.router.router_scene import NO_RETRIES, RecordingDispatcher
 
-TOKENIZER = Tokenizer(Path(__file__).parents[2] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
 MODEL = "demo"
 
 

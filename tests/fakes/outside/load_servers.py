@@ -19,7 +19,7 @@ from aiohttp import web
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from loadtest.targets.openai_http import PROBE
-from tests.fakes.load_targets import Answer, Script
+from tests.fakes.outside.load_targets import Answer, Script
 
 MODEL = "scripted"
 NUM_CACHED = 5  # tokens of each prompt, says the one over HTTP

@@ -15,9 +15,9 @@ from baton.text.tokenizer import Tokenizer
 from router.intake.parsers import TOOL_CALL_PARSERS
 from router.intake.parsers.base import ParserContext
 from router.intake.parsers.choice import OutputParsers
-from tests.fakes.parsed_outputs import Found, parse
+from tests.fakes.answers.parsed_outputs import Found, parse
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 EOS = 4095
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextvars import Context
 from typing import Any, TypeVarTuple
 
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_clock import VirtualClock
 
 Ts = TypeVarTuple("Ts")
 MAX_ROUNDS = 10_000

@@ -11,8 +11,8 @@ from loadtest.load.prompts import Prompt
 from loadtest.plan import LoadPlan
 from loadtest.run import Run, RunResult
 from loadtest.targets.base import Frame, TargetError, Usage
-from tests.fakes.virtual_clock import VirtualClock
-from tests.fakes.virtual_loop import VirtualLoop
+from tests.fakes.time.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_loop import VirtualLoop
 
 TICK_S = 0.001
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tests.fakes.drawn_schemas import by_hand, by_pydantic, by_zod
-from tests.fakes.drawn_schemas.drawn import DrawnSchema
+from tests.fakes.answers.drawn_schemas import by_hand, by_pydantic, by_zod
+from tests.fakes.answers.drawn_schemas.drawn import DrawnSchema
 
 _WRITERS = (
     by_pydantic.draw,

@@ -24,10 +24,10 @@ from router.api.grpc.journal import Journal, JournalOptions
 from router.calls.recovery.retry_budget import RetryOptions
 from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import HandNode, make_pool, make_registration, token, token_1
-from tests.fakes.router_scene import RecordingDispatcher
+from tests.fakes.router.nodes import HandNode, make_pool, make_registration, token, token_1
+from tests.fakes.router.router_scene import RecordingDispatcher
 
-TOKENIZER = Tokenizer(Path(__file__).parents[2] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
 
 
 def expected(seed: int, num_tokens: int) -> tuple[int, ...]:

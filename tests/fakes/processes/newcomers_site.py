@@ -23,7 +23,7 @@ from baton.access.api_keys import entry_text
 from baton.api.errors import BatonError
 from baton.processes.free_address import free_address
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEMO_MODEL = ROOT / "examples" / "demo_model"
 READY_TIMEOUT_S = 90.0
 BATON = [sys.executable, "-m", "baton"]

@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType, TensorNameMap
 from torch import Tensor
 
-from tests.fakes.gguf_files import Vocabulary, plain_vocabulary, stored, write_gguf
+from tests.fakes.checkpoints.gguf_files import Vocabulary, plain_vocabulary, stored, write_gguf
 
 Fields = Mapping[str, Any]
 _ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from tests.fakes.drawn_schemas.drawn import DrawnSchema
+from tests.fakes.answers.drawn_schemas.drawn import DrawnSchema
 
 NAMES = (
     "name", "age", "tags", "kind_of", "started_at", "größe", "名前", "is_active", "price", "x",

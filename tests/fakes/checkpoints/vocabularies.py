@@ -17,9 +17,9 @@ from gguf import TokenType
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 
-from tests.fakes.gguf_files import Vocabulary, vocabulary_of
+from tests.fakes.checkpoints.gguf_files import Vocabulary, vocabulary_of
 
-_PAGES = Path(__file__).parents[2] / "docs"
+_PAGES = Path(__file__).parents[3] / "docs"
 _BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

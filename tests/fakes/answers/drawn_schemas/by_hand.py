@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.fakes.drawn_schemas.drawn import DrawnSchema, Schema
+from tests.fakes.answers.drawn_schemas.drawn import DrawnSchema, Schema
 
 NAMES = ("name", "steps", "final_answer", "city", "größe", "unit", "日付", "value", "ui-type", "n")
 WORDS = ("celsius", "fahrenheit", "div", "button", "été", "a b", "日本", "x/y", "1", "none")

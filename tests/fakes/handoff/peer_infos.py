@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvconnector.peer_info import PeerInfo, RankMemory
-from tests.fakes.kv_memories import manifest
+from tests.fakes.handoff.kv_memories import manifest
 
 
 def peer_info(engine_id: str, *, public_key: bytes = b"") -> PeerInfo:

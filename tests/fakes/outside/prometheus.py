@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 
 NEEDS_PROMETHEUS = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 VOCAB_SIZE = 4096  # of the demo model's tokenizer; marks come behind
 _NUM_ROWS = 4160
 _TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -13,9 +13,9 @@ from baton.api.errors import TransferError
 from kvconnector.peer_info import PeerInfo, RankMemory
 from kvconnector.transports.base import CertificateFiles, PendingWrite, TransportOptions
 from kvconnector.transports.sockets.transport import TlsTransport, _Where
-from tests.fakes.kv_memories import memory_of
-from tests.fakes.virtual_clock import VirtualClock
-from tests.fakes.waiting import wait_until
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.time.virtual_clock import VirtualClock
+from tests.fakes.time.waiting import wait_until
 
 SHAPE = (8, 2, 2, 4, 8)  # blocks, layers, k and v, heads and tokens, head_dim
 GRANTED = ("a", 1)

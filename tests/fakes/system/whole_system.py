@@ -34,11 +34,10 @@ from router.calls.wake_ups import WakeUps
 from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.policies import POLICIES
-from tests.fakes.cache_contents import check_cache
-from tests.fakes.checked_client import Client
-from tests.fakes.dead_engines import let_die
-from tests.fakes.drafting_executor import DraftingExecutor
-from tests.fakes.handoff_cluster import (
+from tests.fakes.engine.cache_contents import check_cache
+from tests.fakes.engine.dead_engines import let_die
+from tests.fakes.engine.drafting_executor import DraftingExecutor
+from tests.fakes.handoff.handoff_cluster import (
     BLOCK_SIZE,
     CheckedEngine,
     is_beat,
@@ -46,12 +45,13 @@ from tests.fakes.handoff_cluster import (
     make_prefill_node,
     sender_of,
 )
-from tests.fakes.node_process import NodeProcess
-from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork
-from tests.fakes.sometimes_alone import SometimesAlone
-from tests.fakes.system_setup import Setup
-from tests.fakes.virtual_clock import VirtualClock
-from tests.fakes.virtual_loop import VirtualLoop
+from tests.fakes.handoff.scripted_network import ScriptedMessage, ScriptedNetwork
+from tests.fakes.router.sometimes_alone import SometimesAlone
+from tests.fakes.system.checked_client import Client
+from tests.fakes.system.node_process import NodeProcess
+from tests.fakes.system.system_setup import Setup
+from tests.fakes.time.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_loop import VirtualLoop
 
 NAMES = ("p0", "p1", "d0", "d1")
 IDENTITY = {"model": "digest"}

@@ -22,7 +22,7 @@ from kvconnector.base import (
 )
 from kvconnector.blocks import LayerRange
 from kvconnector.ends import Receiver, Sender
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 
 BLOCK_SHAPE = (2, 2, 2, 4, 8)  # layers, k and v, heads, tokens, head_dim
 BLOCK_SIZE = BLOCK_SHAPE[3]

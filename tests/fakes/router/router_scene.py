@@ -19,7 +19,7 @@ from router.calls.dispatcher import Dispatcher
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.policies.cost import Cost
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import HandNode, make_pool, make_registration
+from tests.fakes.router.nodes import HandNode, make_pool, make_registration
 
 PARAMS = SamplingParams(max_tokens=3, seed=1)
 NO_RETRIES = RetryOptions(max_attempts=1, pair_timeout_s=0, return_timeout_s=0)
