@@ -20,7 +20,7 @@ import pytest
 
 from baton.processes.free_address import free_address
 from tests.fakes.network.sockets import Listening, listening
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.processes.deployments import DEMO_MODEL, READY_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "security.md"

@@ -25,7 +25,7 @@ from loadtest.load.generate import Lengths, Workload, gamma_arrivals, generate
 from loadtest.load.traces import write_trace
 from tests.fakes.outside.load_servers import scripted_grpc
 from tests.fakes.outside.load_targets import even
-from tests.integration.conftest import READY_TIMEOUT_S
+from tests.fakes.processes.deployments import READY_TIMEOUT_S
 
 pytestmark = pytest.mark.large
 

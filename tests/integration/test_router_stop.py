@@ -20,7 +20,7 @@ from baton import AsyncClient, SamplingParams
 from baton.api.errors import NodeUnavailableError
 from baton.processes.free_address import free_address
 from sim_node.cluster import SimCluster
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.processes.deployments import DEMO_MODEL, READY_TIMEOUT_S
 
 LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
 SOME = SamplingParams(max_tokens=600, ignore_eos=True)

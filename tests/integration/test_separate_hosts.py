@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.network.hosts import Hosts, can_make_hosts, hosts
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.processes.deployments import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [
     pytest.mark.large,

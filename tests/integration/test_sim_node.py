@@ -27,7 +27,7 @@ from sim_node.cluster import SimCluster
 from sim_node.faults import FaultSpec
 from sim_node.options import SimOptions
 from sim_node.sim_model import output_tokens
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.processes.deployments import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = pytest.mark.large
 

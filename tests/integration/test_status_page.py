@@ -18,7 +18,7 @@ from baton.client.client import AsyncClient
 from baton.processes.child_processes import PYTHON_MODULE
 from baton.processes.free_address import free_address
 from tests.fakes.outside.browser import CHROMIUM, Glance, SeenPage, look
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.processes.deployments import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [
     pytest.mark.large,

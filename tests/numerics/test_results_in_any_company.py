@@ -23,17 +23,10 @@ from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton_kernels import dispatch
 from engine import LLM
+from tests.fakes.system.split_cases import NUMBERS
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
-KINDS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "float16": {"dtype": "float16"},
-    "int8 weights": {"dtype": "bfloat16", "weights": "int8"},
-    "int4 weights": {"dtype": "float32", "weights": "int4"},
-    "fp8 weights": {"dtype": "bfloat16", "weights": "fp8"},
-    "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
-}
+KINDS = NUMBERS | {"int4 weights": {"dtype": "float32", "weights": "int4"}}
 MODELS = {
     "full attention": ("MistralForCausalLM", None),
     "sliding window": ("MistralForCausalLM", 210),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from baton.deployment.local_deployment import LocalDeployment
@@ -20,3 +21,13 @@ def ranks_of(deployment: LocalDeployment, name: str) -> list[int]:
         if parent == node and b"engine.executors.rank_process" in words:
             others.append(int(folder.name))
     return [node, *sorted(others)]
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is more than a zombie."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return state != "Z"
