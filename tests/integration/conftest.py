@@ -9,9 +9,10 @@ import pytest
 
 from baton.deployment.local_deployment import LocalDeployment
 from sim_node.node import Simulation
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.checkpoints.tool_model import link_model_with_tools
 from tests.fakes.engine.dead_engines import let_die
-from tests.fakes.processes.deployments import DEMO_MODEL, run_deployment
+from tests.fakes.processes.deployments import run_deployment
 
 
 @pytest.fixture(autouse=True)

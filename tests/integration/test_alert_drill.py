@@ -28,8 +28,9 @@ from baton import Client, SamplingParams
 from baton.api.errors import BatonError
 from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.outside.prometheus import NEEDS_PROMETHEUS, Prometheus, scraping, wait_for_targets
-from tests.fakes.processes.deployments import DEMO_MODEL, READY_TIMEOUT_S, run_deployment
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, run_deployment
 from tests.fakes.time.waiting import wait_until
 from tests.integration.test_prometheus import RULES
 

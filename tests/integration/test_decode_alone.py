@@ -15,13 +15,9 @@ import pytest
 from baton import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.checkpoints.foreign_model import make_foreign_model
-from tests.fakes.processes.deployments import (
-    DEMO_MODEL,
-    READY_TIMEOUT_S,
-    complete_all,
-    run_deployment,
-)
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, complete_all, run_deployment
 
 pytestmark = [pytest.mark.thorough, pytest.mark.nixl, pytest.mark.timeout(400)]
 

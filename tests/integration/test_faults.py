@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.fakes.processes.deployments import DEMO_MODEL, run_deployment
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import run_deployment
 from tests.integration.test_storm import assert_nothing_is_held, storm
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]

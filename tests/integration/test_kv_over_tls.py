@@ -15,8 +15,8 @@ import pytest
 from baton import Client, SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.processes.deployments import (
-    DEMO_MODEL,
     complete_all,
     described_nodes,
     node_with,

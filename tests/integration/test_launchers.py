@@ -18,11 +18,11 @@ from baton import Client, SamplingParams
 from baton.api.errors import ConfigError
 from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.processes.deployments import deployment_config
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(300)]
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 PROGRAM = """
 import sys
 from baton import LLM, SamplingParams
@@ -46,7 +46,7 @@ def tokens() -> str:
 
 
 def program(executor: str, tensor: int, stages: int) -> str:
-    return PROGRAM.format(model=str(DEMO), executor=executor, tensor=tensor, stages=stages)
+    return PROGRAM.format(model=str(DEMO_MODEL), executor=executor, tensor=tensor, stages=stages)
 
 
 def found(output: str) -> str:

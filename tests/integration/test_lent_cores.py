@@ -11,11 +11,8 @@ import pytest
 from baton import AsyncClient, Completion, SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.processes.deployments import (
-    DEMO_MODEL,
-    complete_all,
-    run_deployment,
-)
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import complete_all, run_deployment
 
 pytestmark = [
     pytest.mark.nixl,

@@ -21,7 +21,8 @@ from baton import AsyncClient, Client, SamplingParams
 from baton.api.errors import NodeUnavailableError
 from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
-from tests.fakes.processes.deployments import DEMO_MODEL, READY_TIMEOUT_S, deployment_config
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, deployment_config
 
 SOME = SamplingParams(max_tokens=200, ignore_eos=True)
 

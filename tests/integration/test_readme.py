@@ -19,7 +19,8 @@ from baton.api.errors import UnauthenticatedError
 from baton.checkpoint.packaged_model import SMOLLM2, fetch_packaged_model
 from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
-from tests.fakes.processes.deployments import DEMO_MODEL, READY_TIMEOUT_S, run_deployment
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, run_deployment
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(180)]
 

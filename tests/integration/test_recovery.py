@@ -16,7 +16,8 @@ from baton import Client, SamplingParams, TextDelta
 from baton.api.errors import NodeUnavailableError
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.processes.deployments import DEMO_MODEL, described_nodes, node_with, run_deployment
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import described_nodes, node_with, run_deployment
 from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]

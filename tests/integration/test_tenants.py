@@ -15,7 +15,8 @@ from baton import Client, Completion, SamplingParams
 from baton.access.api_keys import entry_text
 from baton.api.errors import InvalidRequestError, OverloadedError
 from baton.deployment.local_deployment import LocalDeployment
-from tests.fakes.processes.deployments import DEMO_MODEL, run_deployment
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import run_deployment
 
 pytestmark = pytest.mark.large
 

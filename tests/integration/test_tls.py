@@ -28,8 +28,9 @@ from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from baton.wire import types as wire_types
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.network.certificates import Authority, replace
-from tests.fakes.processes.deployments import DEMO_MODEL, READY_TIMEOUT_S, deployment_config
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, deployment_config
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(240)]
 

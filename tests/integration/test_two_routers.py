@@ -19,8 +19,9 @@ from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
 from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.checkpoints.foreign_model import make_foreign_model
-from tests.fakes.processes.deployments import DEMO_MODEL, READY_TIMEOUT_S, deployment_config
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, deployment_config
 from tests.fakes.time.waiting import wait_until
 
 pytestmark = pytest.mark.large

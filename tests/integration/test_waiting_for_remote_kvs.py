@@ -14,7 +14,8 @@ from baton import Client, Completion, SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM
-from tests.fakes.processes.deployments import DEMO_MODEL, run_deployment
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import run_deployment
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 

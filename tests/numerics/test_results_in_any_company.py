@@ -12,7 +12,7 @@ import functools
 import os
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,6 @@ def draw_requests(random_: random.Random) -> tuple[list[list[int]], list[Samplin
 def results(completions: Sequence[Completion]) -> list[object]:
     """Floats are compared as they are: one bit is a difference."""
     return [(one.token_ids, one.logprobs, one.prompt_logprobs) for one in completions]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def cases() -> list[Any]:

@@ -16,8 +16,8 @@ from router.intake.parsers import TOOL_CALL_PARSERS
 from router.intake.parsers.base import ParserContext
 from router.intake.parsers.choice import OutputParsers
 from tests.fakes.answers.parsed_outputs import Found, parse
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 EOS = 4095
 
 
@@ -33,7 +33,7 @@ class FamilyTokens:
     """
 
     def __init__(self, folder: Path, form: str, special: list[str], thoughts: str = "none") -> None:
-        described = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+        described = json.loads((DEMO_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
         described["added_tokens"] += [
             {**described["added_tokens"][0], "id": 4096 + index, "content": name}
             for index, name in enumerate(special)

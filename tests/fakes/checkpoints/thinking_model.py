@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+
 VOCAB_SIZE = 4096  # of the demo model's tokenizer; marks come behind
 _NUM_ROWS = 4160
 _TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -110,7 +111,7 @@ FAMILIES = {
 
 def write_thinking_model(folder: Path, family: str, *, seed: int = 0) -> Path:
     """Fill a folder with a random model of two small layers, and a family's tokenizer."""
-    described = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    described = json.loads((DEMO_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     row = FAMILIES[family]
     plain = described["added_tokens"][0]
     described["added_tokens"] += [
@@ -119,7 +120,7 @@ def write_thinking_model(folder: Path, family: str, *, seed: int = 0) -> Path:
     ]
     (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(row.template, encoding="utf-8")
-    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
     config.update(
         hidden_size=32, intermediate_size=48, head_dim=16, num_attention_heads=2,
         num_key_value_heads=1, num_hidden_layers=2, layer_types=["full_attention"] * 2,

@@ -6,8 +6,10 @@ By https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-i
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -39,3 +41,14 @@ class EventSourceReader:
         name, _, value = line.partition(":")  # a comment is a field without a name
         if name == "data":
             self._data.append(value.removeprefix(" "))
+
+
+def typed_events(text: str) -> list[dict[str, Any]]:
+    """Return the JSON of a whole stream's events; each event has its type for its name."""
+    events = []
+    for block in text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events

@@ -10,13 +10,13 @@ from typing import Any
 
 import grpc
 
-from baton import AsyncClient, Completion, SamplingParams
+from baton import AsyncClient, BatonError, Client, Completion, SamplingParams
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.time.waiting import wait_until
 
-DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 READY_TIMEOUT_S = 90.0
 
 
@@ -93,6 +93,19 @@ def node_with(
 
     wait_until(look, f"a node {role} with the request")
     return found[0]
+
+
+def wait_for_answer(address: str) -> None:
+    """Return as soon as a router has nodes and one of them answers."""
+
+    def is_answered() -> bool:
+        with contextlib.suppress(BatonError):
+            client.generate([1, 2, 3], SamplingParams(max_tokens=2), timeout_s=10)
+            return True
+        return False
+
+    with Client(address) as client:
+        wait_until(is_answered, "an answer", timeout_s=READY_TIMEOUT_S)
 
 
 def complete_all(

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 from baton.access.access import Access
 from baton.api.outputs import FinishReason
@@ -24,10 +23,11 @@ from router.api.grpc.journal import Journal, JournalOptions
 from router.calls.recovery.retry_budget import RetryOptions
 from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.router.nodes import HandNode, make_pool, make_registration, token, token_1
 from tests.fakes.router.router_scene import RecordingDispatcher
 
-TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(DEMO_MODEL)
 
 
 def expected(seed: int, num_tokens: int) -> tuple[int, ...]:

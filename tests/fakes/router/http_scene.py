@@ -8,7 +8,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,10 +23,11 @@ from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.choice import OutputParsers
 from router.policies.least_tokens import LeastTokens
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 from tests.fakes.router.router_scene import NO_RETRIES, RecordingDispatcher
 
-TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(DEMO_MODEL)
 MODEL = "demo"
 
 

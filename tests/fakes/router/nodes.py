@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.api.outputs import (
     DecodeReceipt,
     FinishReason,
     PrefillReceipt,
     PushReceipt,
+    Receipt,
     RequestDelta,
 )
 from baton.link import wire
@@ -41,6 +42,21 @@ DECODE_RECEIPT = DecodeReceipt(
     num_preemptions=0,
     push=PushReceipt(num_bytes=1, num_blocks=1, transport="t", exposed_transfer_s=0.1),
 )
+
+
+def make_receipt(**fields: Any) -> Receipt:
+    """Make a receipt of 3 + 5 tokens by p0 and d0, with these fields instead."""
+    usual: dict[str, Any] = {
+        "num_prompt_tokens": 3,
+        "num_output_tokens": 5,
+        "ttft_s": 0.01,
+        "total_s": 0.05,
+        "prefill_node": "p0",
+        "decode_node": "d0",
+        "prefill": PREFILL_RECEIPT,
+        "decode": DECODE_RECEIPT,
+    }
+    return Receipt(**usual | fields)
 
 
 def make_pool(

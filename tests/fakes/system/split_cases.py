@@ -12,8 +12,8 @@ from typing import Any
 
 import gguf
 
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.checkpoints.gguf_files import write_model
-from tests.fakes.processes.deployments import DEMO_MODEL
 from tests.numerics.family_checkpoints import FAMILIES, LATENTS, richest_variants
 from tests.numerics.family_hybrids import HYBRIDS
 from tests.numerics.tiny_models import make_hugging_face_model, save
