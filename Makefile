@@ -45,7 +45,7 @@ demo: setup ## fetch a small model; start router, prefill and decode node; talk 
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --durations 10 --numprocesses $(WORKERS) --dist worksteal
 # Run tests, and those that failed once more in new processes: $(call pytest_twice,PROGRAM,ARGUMENTS).
-# A test that fails twice fails. First failures are recorded; `python -m tools.second_tries show` counts them.
+# A test that fails twice fails. First failures are recorded; `python -m tools.second_tries show` counts them by day.
 define pytest_twice
 	@echo '$(1) $(2)'
 	@$(1) $(2) || { [ $$? = 1 ] && echo 'TRIED ONCE MORE, as what failed may wait for time or have met others here:' \
