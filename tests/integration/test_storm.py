@@ -65,7 +65,8 @@ def assert_nothing_is_held(deployment: LocalDeployment, num_nodes: int) -> None:
     """Every block of every node is free, within a few seconds."""
     give_up_at = time.monotonic() + 10
     while True:
-        held, nodes = {}, described_nodes(deployment)
+        held = {}
+        nodes = described_nodes(deployment)
         for name in nodes:
             answer = held_by(deployment, name)
             if answer.requests or answer.num_free_blocks != answer.num_blocks:

@@ -113,15 +113,12 @@ def complete_all(
     prompts: Sequence[str | list[int]],
     params: SamplingParams | Sequence[SamplingParams],
 ) -> list[Completion]:
-    """Complete all prompts at once; see `complete_each`."""
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    return asyncio.run(complete_each(running.config.listen, prompts, each))
-
-
-async def complete_each(
-    address: str, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams]
-) -> list[Completion]:
     """Complete all prompts at once, each with its own parameters on a stream of its own."""
-    async with AsyncClient(address) as client:
-        calls = [client.generate(*one) for one in zip(prompts, params, strict=True)]
-        return await asyncio.gather(*calls)
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+
+    async def complete() -> list[Completion]:
+        async with AsyncClient(running.config.listen) as client:
+            calls = [client.generate(*one) for one in zip(prompts, each, strict=True)]
+            return await asyncio.gather(*calls)
+
+    return asyncio.run(complete())
