@@ -23,7 +23,7 @@ from baton.serving.error_details import (
 )
 from tests.fakes.router.nodes import make_receipt
 
-RECEIPT = make_receipt(prefill=None, decode=None, router_queue_s=0.25)
+RECEIPT = make_receipt(ttft_s=0.5, total_s=0.75, prefill=None, decode=None, router_queue_s=0.25)
 
 
 def make(kind: type[BatonError]) -> BatonError:
