@@ -123,7 +123,7 @@ def _poll(
         show(found)
         if time.monotonic() > give_up_at:
             raise AdminError(
-                f"{found.node_name} is still {state_of(found)} after --timeout: {_left(found)}",
+                f"{found.node_name} is still {state_of(found)} after --timeout-s: {_left(found)}",
                 ExitCode.TIMEOUT,
             )
         time.sleep(_POLL_S)

@@ -108,7 +108,7 @@ class NodeLoad:
         num_open_tokens: prompt tokens of open requests that are not computed yet (prefill node), or
             prompt tokens plus largest outputs of open requests (decode node).
         num_uncomputed_requests: open requests whose prompt must be computed there.
-        num_placed_tokens: tokens of all requests ever placed there, counted as in `num_open_tokens`.
+        num_placed_tokens: tokens of all requests ever placed there, counted like `num_open_tokens`.
         prefill: seconds per prompt, by the number of its tokens to compute.
         prefill_queue_s: time that its open prompts take.
         prefill_base_s, prefill_s_per_token: line of the time until one more prompt is computed, by
