@@ -292,7 +292,7 @@ class Reservations:
         if reservation.state is ReservationState.PARKED:
             return
         if num_tokens > reservation.request.num_initial_tokens:
-            logger.warning("dropped a watermark behind the end of its request")
+            logger.warning("dropped a watermark of more tokens than its request has")
             return
         reservation.state = ReservationState.RECEIVING
         reservation.num_received_tokens = max(reservation.num_received_tokens, num_tokens)

@@ -1,6 +1,6 @@
 """Models of real shapes with made-up weights, made on the device, and requests for them.
 
-What is measured with them depends on shapes alone. Refuses to know: what is measured.
+Figures measured with them depend only on shapes. Refuses to know: what is measured.
 """
 
 from __future__ import annotations

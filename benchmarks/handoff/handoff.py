@@ -63,7 +63,7 @@ def measure(num_requests: int) -> dict[int, list[Receipt]]:
 
 
 def measure_control(num_requests: int) -> dict[int, dict[str, dict[str, float]]]:
-    """{prompt tokens: milliseconds from commit to token 2, rested and busy}; nothing travels."""
+    """Return milliseconds from commit to token 2, rested and busy, by prompt tokens."""
     config = EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**28)
     engine = make_engine(DEMO_MODEL, config)
     engine.kv_memory.tensor.zero_()

@@ -137,7 +137,7 @@ def _roomy(name: str, role: NodeRole) -> Any:
 
 
 async def of_router(num_nodes: int, note: Note) -> None:
-    """Measure what a router with so many nodes does at once."""
+    """Measure single rounds of a router's loop with this many nodes."""
     router = BusyRouter(num_nodes, note)
     gc.collect()
     gc.freeze()  # as the router does when it has started
@@ -244,7 +244,7 @@ def of_node(note: Note) -> None:
     assert len(requests) == NUM_REQUESTS
     engine = SimpleNamespace(requests=requests, block_pool=BlockPool(8))
     reservations = SimpleNamespace(quarantine=SimpleNamespace(num_blocks=0), num_transfers=0)
-    node: Any = SimpleNamespace(engine=engine, reservations=reservations)  # all that a beat reads
+    node: Any = SimpleNamespace(engine=engine, reservations=reservations)  # read by a beat
     began_at = time.thread_time()
     DecodeNode.beat(node)
     beat_s = time.thread_time() - began_at

@@ -137,7 +137,7 @@ class RankService:
             self._num_failures += 1
             if self._num_failures >= MAX_READ_FAILURES:
                 raise
-            logger.warning("the transport does not get on: %s", error)
+            logger.warning("the transport makes no progress: %s", error)
         else:
             self._num_failures = 0
 

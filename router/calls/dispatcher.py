@@ -65,7 +65,7 @@ class RunningCalls:
         if len(found) > 1:
             names = ", ".join(sorted(call.terms.principal.tenant for call in found))
             raise InvalidRequestError(
-                "tenant", f"must be said: {names} have a request {request_id!r} open"
+                "tenant", f"must be given: {names} have a request {request_id!r} open"
             )
         return found[0] if found else None
 

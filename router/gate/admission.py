@@ -105,7 +105,7 @@ class Admission:
             DeadlineExceededError: the deadline passed during the wait.
         """
         if priority > self._least_urgent:
-            raise self._refusal("overload", "the router is overloaded and takes urgent ones only")
+            raise self._refusal("overload", "the router is overloaded: urgent requests only")
         now = asyncio.get_running_loop().time()
         self.check_key(principal)
         self._check_open()

@@ -155,7 +155,7 @@ class NixlTransport:
                 raise
         path = self._path(self._peers[peer.engine_id])
         if path == "nixl/ucx tcp" and peer.host == host_identity():
-            logger.warning("%s is on this host, but bytes take %s", peer.engine_id, path)
+            logger.warning("%s is on this host, but its bytes travel over %s", peer.engine_id, path)
         return path
 
     def disconnect(self, engine_id: str) -> None:

@@ -270,7 +270,7 @@ def test_an_engine_without_native_kernels_keeps_none_from_the_next(
     monkeypatch.setattr("baton_kernels.dispatch._loaded_native_ops", object)
     enable_native_kernels(enabled=False)
     check_batch_invariant(EngineConfig(batch_invariant=True), CPU, described)
-    with pytest.raises(ConfigError, match=r"^attention_backend: with batch_invariant it is native"):
+    with pytest.raises(ConfigError, match=r"^attention_backend: must be native"):
         check_batch_invariant(
             EngineConfig(batch_invariant=True, attention_backend="reference"), CPU, described
         )

@@ -359,7 +359,7 @@ async def test_the_journal_is_bounded_and_forgets_what_has_ended_first() -> None
         await begin("c")
         with pytest.raises(InvalidRequestError):
             await anext(client.resume("ended"))
-        with pytest.raises(OverloadedError, match="resumable: no more fit: 2 requests") as full:
+        with pytest.raises(OverloadedError, match="resumable: no room: 2 requests") as full:
             await begin("d")
         assert full.value.retry_delay_s == 1.0
         assert scene.journal.num_streams == 2
