@@ -12,7 +12,7 @@ _CASES = (*_PROMPTS, "decode 1", "decode 8", "decode 32", "decode 64")
 
 
 def _beside(pair: str, ours: str, case: str, least: float) -> Row:
-    """Our weights against the best of those peers' that the benchmark compares them with."""
+    """Return the row that compares our weights with the best peer of the same pair."""
 
     def measure(document: Json) -> Found:
         found = number(document, "ratio_to_best_peer", pair, case)
@@ -74,7 +74,7 @@ def _of_06b(kind: str) -> Source:
     )
 
 
-# What each kind of CPU was measured on, the instruction sets that kernels are built for.
+# Machine on which each kind of CPU was measured; kinds are the kernels' instruction sets.
 ENGINE_CPU = (
     _of_125m("x86-64-v4-bf16"),
     _of_125m("x86-64-v3"),

@@ -29,7 +29,7 @@ from benchmarks.runner.programs import admin_of
 from benchmarks.runner.run import Document, Run
 from benchmarks.security.hostile_shapes import GOALS, Watch, watching, worst_of
 from benchmarks.security.http2_attack import NUM_CONNECTIONS
-from tests.fakes.http2_tricks import TRICKS
+from tests.fakes.network.http2_tricks import TRICKS
 
 ATTACK = ("-m", "benchmarks", "--call", "benchmarks.security.http2_attack:attack_port")
 # Seconds after the attackers have left that still count for a row.
@@ -95,7 +95,7 @@ async def measure(
     number: int | None,
     seconds: float,
 ) -> Outcome:
-    """Attack all these ports at once, and return the worst that was seen."""
+    """Attack all these ports at once, and return the worst figures."""
     lost = set(lost_lines(folder))
     waited = cpu_waits(watch.deployment)
     watch.begin()
@@ -162,7 +162,7 @@ class Options:
     Attributes:
         seconds: time of each trick.
         mixed: seconds of all tricks at once; 0: none.
-        only: tricks whose name has this.
+        only: part of the tricks' names.
         logs: folder for the programs' logs.
     """
 

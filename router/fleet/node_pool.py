@@ -234,7 +234,7 @@ class NodePool:
             return  # removed or replaced already
         del self._nodes[node.engine_id]
         if not (on_purpose or node.is_draining):
-            if not self._is_held_up:  # else the node hung up on this router and did not die
+            if not self._is_held_up:  # otherwise the node hung up and is alive
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
@@ -328,8 +328,8 @@ class NodePool:
 
     def hang_up(self, node: Node, problem: str) -> None:
         """Remove a node that said something impossible; it may join again."""
-        logger.warning("hung up on %s, which says what cannot be: %s", node.name, problem)
-        self.remove(node, "says what cannot be", on_purpose=True)
+        logger.warning("hung up on %s, which said something impossible: %s", node.name, problem)
+        self.remove(node, "said something impossible", on_purpose=True)
         node.hang_up()
 
     def on_event(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:

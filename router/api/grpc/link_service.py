@@ -80,7 +80,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     outgoing.get_nowait()
                 call.cancel()  # the call only waits for commands, so cancelling it is safe
 
-        del first  # else the message would be kept as long as the link
+        del first  # otherwise the message would be kept as long as the link
         node = Node(
             registration,
             send,
@@ -143,7 +143,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         except InvalidRequestError as error:  # the message could not be parsed
             self._pool.hang_up(node, str(error))
         except Exception:  # the link just ends: without this line nobody would see why
-            logger.exception("the link of %s broke by what it said", node.name)
+            logger.exception("a message of %s broke its link", node.name)
         finally:
             self._pool.remove(node)
             outgoing.put_nowait(None)
