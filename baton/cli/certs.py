@@ -45,7 +45,7 @@ def dev(
         ),
     ] = "",
     tenant: Annotated[
-        str, typer.Option(help="With --name of a caller: whose it is; itself if empty.")
+        str, typer.Option(help="With --name of a caller: its tenant; empty: the name itself.")
     ] = "",
     host: Annotated[
         list[str] | None,
@@ -53,7 +53,9 @@ def dev(
     ] = None,
     prefill: Annotated[int, typer.Option(help="Prefill nodes: p0, p1, ...", min=0)] = 1,
     decode: Annotated[int, typer.Option(help="Decode nodes: d0, d1, ...", min=0)] = 1,
-    days: Annotated[float, typer.Option(help="How long they are valid.", min=0)] = 30.0,
+    days: Annotated[
+        float, typer.Option(help="Days for which the certificates are valid.", min=0)
+    ] = 30.0,
 ) -> None:
     """Make a throw-away CA with certificates for a router, nodes, a client and an operator.
 

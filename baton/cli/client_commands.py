@@ -61,15 +61,18 @@ def generate(
     choice: ChoiceOption = None,
     json_object: JsonObjectOption = False,
     seed: SeedOption = None,
-    n: Annotated[int, typer.Option(help="Outputs; more than one are printed at the end.")] = 1,
+    n: Annotated[int, typer.Option(help="Number of outputs; several are printed at the end.")] = 1,
     session_id: Annotated[
-        str, typer.Option(help="Requests of one session share a beginning: where it is cached.")
+        str,
+        typer.Option(help="Session; its requests go where their common beginning is cached."),
     ] = "",
-    priority: Annotated[int, typer.Option(help="Where requests wait, smaller goes first.")] = 0,
+    priority: Annotated[
+        int, typer.Option(help="Order among waiting requests; smaller goes first.")
+    ] = 0,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
-    """Complete a text; prints it as it is made."""
+    """Complete a text, and print the tokens as they come."""
     from baton.client.client import Client  # here, so that `--help` is fast
 
     with _interruptible():

@@ -61,8 +61,8 @@ class Given:
 def program(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let a command, whose name is one of `PROGRAMS`, read options from a file too."""
     settings = typer.Option(
-        help="TOML file of options, named like their variables: max_model_len = 4096. Above its "
-        "tables: of all programs; in [router], [prefill] and so on: of one.",
+        help="TOML file of options, such as max_model_len = 4096. Options above all tables are for "
+        "all programs; those in [router], [prefill] and so on are for one.",
         callback=_take_file,
         is_eager=True,
         expose_value=False,

@@ -30,27 +30,27 @@ from baton.processes.process import print_error
 app = CommandLine(
     no_args_is_help=True,
     add_completion=False,
-    help="Make and check the API keys of a router; what is in the file: docs/security.md.",
+    help="Make and check the API keys of a router. docs/security.md describes the file.",
 )
 
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Who gets the key.")],
+    name: Annotated[str, typer.Argument(help="Name of the caller that gets the key.")],
     role: Annotated[
         list[str] | None, typer.Option(help="infer, look, operate or join; may be repeated.")
     ] = None,
     tenant: Annotated[
-        str, typer.Option(help="Keys of one tenant share its requests; the name if empty.")
+        str, typer.Option(help="Tenant of the key, whose keys share limits; empty: the name.")
     ] = "",
     expires: Annotated[
-        str, typer.Option(help="A day (2027-01-31), or a number of days from now (90d).")
+        str, typer.Option(help="Last day (2027-01-31), or a number of days from now (90d).")
     ] = "",
     model: Annotated[
-        list[str] | None, typer.Option(help="A served model that it may use; all if not given.")
+        list[str] | None, typer.Option(help="Served model that the key may use; all if not given.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Append the entry to this file; else it is printed.")
+        Path | None, typer.Option(help="Append the entry to this file instead of printing it.")
     ] = None,
 ) -> None:
     """Print a new key, once, and the entry for the router's --api-keys-file, which is no secret."""

@@ -13,6 +13,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,6 +28,7 @@ from models.loading.gguf_weights import read_gguf
 from models.recipe import AttentionSpec
 from tests.fakes.gguf_conversion import converted, write_checkpoint
 from tests.numerics.gguf_families import GGUF_FAMILIES, SHAPE, common_fields
+from tests.numerics.gguf_table import PAGE, table
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 KINDS = ("F32", "F16", "Q8_0", "Q4_K")
@@ -109,6 +111,15 @@ def shape_of(folder: Path) -> dict[str, Any]:
 
 def test_every_architecture_has_a_row() -> None:
     assert {name.partition(" ")[0] for name in GGUF_FAMILIES} == set(ARCHITECTURES.names())
+
+
+def test_the_page_lists_every_case() -> None:
+    """After a change of the cases: run the program in `gguf_table`."""
+    results: dict[tuple[str, str], dict[int, bool]] = {}
+    for case in CASES:
+        name, kind, num_parts = case.values if isinstance(case, ParameterSet) else case
+        results.setdefault((str(name), str(kind)), {})[int(str(num_parts))] = True
+    assert table(results) in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", GGUF_FAMILIES)

@@ -48,11 +48,11 @@ class OutputFormat(enum.Enum):
 TenantOption = Annotated[
     str,
     typer.Option(
-        help="Whose request it is, when several tenants have one of that id; of a prompt, "
-        "whose it would be."
+        help="Tenant of the request, if several tenants have one with this id; of a prompt, the "
+        "tenant that would send it."
     ),
 ]
-OutputOption = Annotated[OutputFormat, typer.Option(help="For people, or for programs.")]
+OutputOption = Annotated[OutputFormat, typer.Option(help="table for people, json for programs.")]
 
 
 class AdminConnection:

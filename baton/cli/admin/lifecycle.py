@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 
-WaitOption = Annotated[bool, typer.Option("--wait", help="Return when it is done.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Return when the node is done.")]
 TimeoutOption = Annotated[
-    float, typer.Option(help="With --wait: give up after so long, seconds; exit code 4.", min=0)
+    float, typer.Option(help="With --wait: seconds until giving up, with exit code 4.", min=0)
 ]
 
 
@@ -74,7 +74,7 @@ def remove(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Part with it now; what it has is tried again on other nodes."
+            "--force", help="Remove the node now; its requests are tried again on other nodes."
         ),
     ] = False,
     wait: WaitOption = False,

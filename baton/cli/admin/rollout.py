@@ -70,9 +70,7 @@ def resume(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) ->
 
 @rollout.command("undo")
 def undo(
-    revision: Annotated[
-        str, typer.Argument(help="Which one; the one that came last if not given.")
-    ] = "",
+    revision: Annotated[str, typer.Argument(help="Revision; the newest if not given.")] = "",
     *,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,

@@ -51,7 +51,7 @@ def get_policy(
 
 @policy.command("set")
 def set_policy(
-    name: Annotated[str, typer.Argument(help="See `baton admin policy get`.")],
+    name: Annotated[str, typer.Argument(help="Policy, as `baton admin policy get` lists it.")],
     *,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
@@ -106,7 +106,7 @@ def log_level(
 
 def profile(
     name: ServerArgument,
-    seconds: Annotated[float, typer.Option(help="How long to watch.", min=0.1, max=60)] = 5.0,
+    seconds: Annotated[float, typer.Option(help="Seconds to watch.", min=0.1, max=60)] = 5.0,
     limit: Annotated[int, typer.Option(help="Functions to print.", min=1)] = 20,
     *,
     access: OperatorAccess,

@@ -60,7 +60,7 @@ def _group() -> None:
 @app.command()
 def quick(
     options: QuickOptions,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Measure tokens/s, time to first token, hand-off and memory's limit in two minutes.
 

@@ -67,9 +67,9 @@ class UpOptions:
     node_args: str = option("", help="More options of every node, as one string.")
     prefill_args: str = option("", help="More options of every prefill node, as one string.")
     decode_args: str = option("", help="More options of every decode node, as one string.")
-    log_folder: str = option("", help="Where logs go; a temporary folder if not given.")
+    log_folder: str = option("", help="Folder for logs; a temporary folder if not given.")
     admin_token: str = option(
-        "", is_secret=True, help="That admin calls must bring; none if empty."
+        "", is_secret=True, help="Token that admin calls must bring; empty: none."
     )
     tls_folder: str = option(
         "",
@@ -80,10 +80,9 @@ class UpOptions:
     drain_timeout_s: float = option(
         10.0,
         least=0,
-        help="When it is stopped, open requests have so long to end; a second Ctrl-C ends it at "
-        "once.",
+        help="Time for open requests to end after Ctrl-C; a second Ctrl-C ends everything at once.",
     )
-    ready_timeout_s: float = option(120.0, above=0, help="How long to wait for all nodes.")
+    ready_timeout_s: float = option(120.0, above=0, help="Time to wait until all nodes are ready.")
 
     def __post_init__(self) -> None:
         check_limits(self)
