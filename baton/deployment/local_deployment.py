@@ -493,7 +493,10 @@ class LocalDeployment:
     def _fork(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int
     ) -> Process | None:
-        """Fork a node from the template of all nodes; None if there is none that can fork."""
+        """Fork a node from the template of all nodes; None if there is none that can fork.
+
+        Once all nodes are ready, there is none: nodes that are restarted import all by themselves.
+        """
         if self._template is None:
             return None
         try:

@@ -64,7 +64,10 @@ PERSON = {
 
 
 def demo_questions() -> tuple[Question, ...]:
-    """Return questions of `make demo` beyond its first: a second turn, JSON, and a long prompt."""
+    """Return questions of `make demo` beyond its first, and the one that the status page suggests.
+
+    They are a second turn, JSON, and a long prompt.
+    """
     licence = LICENCE.read_text(encoding="utf-8")[:_LICENCE_CHARACTERS]
     turn = (
         SYSTEM,
@@ -72,6 +75,7 @@ def demo_questions() -> tuple[Question, ...]:
         {"role": "assistant", "content": "The capital of France is Paris."},
     )
     return (
+        Question("Who are you?", ("smollm", "assistant", "ai "), before=()),
         Question(
             "What is it famous for? Answer in one sentence.", ("paris", "eiffel", "art"), turn
         ),
