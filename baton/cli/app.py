@@ -23,7 +23,7 @@ _ENTRIES = {
     ),
     "doctor": Entry(
         "baton.cli.doctor.command:doctor",
-        "Check this machine for Baton, and say how to mend what it lacks.",
+        "Show what this machine offers Baton, with advice for what is missing.",
     ),
     "model": Entry("baton.cli.model_command:app", "Show what a model needs, before loading it."),
     "bench": Entry(

@@ -41,7 +41,7 @@ class TemplateError(Exception):
 
 
 class _Start(msgspec.Struct, frozen=True, tag="start"):
-    """Ask for a program; a descriptor for its output travels beside."""
+    """Ask for a program; the message carries a descriptor for its output."""
 
     arguments: list[str]
     environment: dict[str, str]

@@ -20,7 +20,7 @@ _STYLES = {Grade.OK: "green", Grade.SLOW: "yellow", Grade.BAD: "red"}
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Check this machine for Baton, and say how to mend what it lacks.
+    """Show what this machine offers Baton, with advice for what is missing.
 
     Starts and builds nothing. Exit code 1 if something keeps `baton up` from working.
     """
