@@ -17,7 +17,7 @@ class Shell(enum.Enum):
 
 
 def completion(
-    shell: Annotated[Shell, typer.Argument(help="Shell that reads the script.")],
+    shell: Annotated[Shell, typer.Argument(help="Shell for which to write the script.")],
 ) -> None:
     """Print a script for a shell to complete commands, options and names of nodes.
 

@@ -21,6 +21,7 @@ from baton.text.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.journal import Journal, JournalOptions
+from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryOptions
 from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
@@ -89,7 +90,9 @@ class GrpcScene:
         self.decode = AnsweringNode(self, NodeRole.DECODE)
         self.prefill.reach(self.decode)
         retries = RetryOptions(max_attempts=1, pair_timeout_s=0, return_timeout_s=0)
-        self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), retries)
+        self.dispatcher = RecordingDispatcher(
+            self.pool, LeastTokens(), Recoveries(self.pool, retries)
+        )
         intake = Intake(self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
         self.journal = Journal(options)
         self.service = InferenceService(

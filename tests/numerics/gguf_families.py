@@ -496,19 +496,3 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
         "SmolLM3ForCausalLM", {"num_hidden_layers": 5, "no_rope_layers": None}, _whole
     ),
 }
-
-KINDS = ("F32", "F16", "Q8_0", "Q4_K")
-Case = tuple[str, str, int]  # name of a family, type of the weights, number of parts
-# Every family with each type in one file and in three; gpt-oss with its own type besides.
-CASES: tuple[Case, ...] = (
-    *((name, kind, parts) for name in GGUF_FAMILIES for kind in KINDS for parts in (1, 3)),
-    ("gpt-oss", "MXFP4", 1),
-)
-
-
-def is_in_gate(case: Case) -> bool:
-    """Return whether the gate tests a case: one of each family, and the last one."""
-    name, kind, num_parts = case
-    index = list(GGUF_FAMILIES).index(name)
-    chosen = KINDS[index % len(KINDS)], 1 + 2 * (index % 2)
-    return (kind, num_parts) == chosen or kind not in KINDS

@@ -26,14 +26,8 @@ from models import ModelConfig
 from models.loading.gguf_weights import read_gguf
 from models.recipe import AttentionSpec
 from tests.fakes.gguf_conversion import converted, write_checkpoint
-from tests.numerics.gguf_families import (
-    CASES,
-    GGUF_FAMILIES,
-    SHAPE,
-    common_fields,
-    is_in_gate,
-)
-from tests.numerics.gguf_table import PAGE, table
+from tests.numerics.gguf_families import GGUF_FAMILIES, SHAPE, common_fields
+from tests.numerics.gguf_table import CASES, PAGE, is_in_gate, table
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1, 8, 2, 8]]

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 def explain(
     request_id: Annotated[str, typer.Argument(help="Id of one of the last requests.")] = "",
     prompt: Annotated[
-        str, typer.Option(help="Instead of a request: a text that might come now.")
+        str, typer.Option(help="Instead: a prompt, explained as if it came now.")
     ] = "",
     prompt_tokens: Annotated[
-        int, typer.Option(help="Instead of a text: its number of tokens, cached nowhere.", min=0)
+        int,
+        typer.Option(help="Instead: length of a prompt that no node has cached, tokens.", min=0),
     ] = 0,
     max_tokens: Annotated[
-        int, typer.Option(help="With --prompt or --prompt-tokens: output tokens.", min=1)
+        int, typer.Option(help="With --prompt or --prompt-tokens: number of output tokens.", min=1)
     ] = 128,
     tenant: TenantOption = "",
     *,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FingerprintArgument = Annotated[
     str,
     typer.Argument(
-        help="Fingerprint from `baton admin quarantine`, or its beginning; all: every one."
+        help="Fingerprint, or its beginning, from `baton admin quarantine`; all: all fingerprints."
     ),
 ]
 _SHOWN_CHARS = 12

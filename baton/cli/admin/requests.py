@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from baton.v1 import admin_pb2, types_pb2
 
 RequestArgument = Annotated[
-    str, typer.Argument(help="Id of a request, as `baton admin requests` lists it.")
+    str, typer.Argument(help="Id of a request, see `baton admin requests`.")
 ]
 _STYLES = {"running": "green", "failed": "red", "queued": "yellow"}
 
@@ -41,7 +41,7 @@ def requests(
     node: OptionalNodeArgument = "",
     limit: Annotated[int, typer.Option(help="Most requests of the router to list.", min=1)] = 20,
     open: Annotated[
-        bool, typer.Option("--open", help="List only requests of the router that are in progress.")
+        bool, typer.Option("--open", help="Of the router's requests, list only those in progress.")
     ] = False,
     *,
     access: OperatorAccess,

@@ -35,7 +35,10 @@ class _Sample:
 def top(
     interval_s: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.1)] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one update and end; works without a terminal.")
+        bool,
+        typer.Option(
+            "--once", help="Take two samples, print the result and end; also works without a tty."
+        ),
     ] = False,
     *,
     access: OperatorAccess,
