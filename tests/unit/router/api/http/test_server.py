@@ -25,8 +25,8 @@ from router.gate.admission_options import AdmissionOptions
 from router.intake import long_answers
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
-from tests.fakes.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
-from tests.fakes.nodes import make_pool
+from tests.fakes.router.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
+from tests.fakes.router.nodes import make_pool
 
 pytestmark = pytest.mark.medium
 
