@@ -28,7 +28,12 @@ _KEYS = "--api-keys-file"
 class RouterConfig:
     """Options of the router; raises ConfigError naming the field."""
 
-    model: str = option(help="Model folder, GGUF file, or hub id; weights are not read.")
+    model: str = option(
+        further="more_models",
+        help="Model folder, GGUF file, or hub id; weights are not read. Each one more is another "
+        "base model, with nodes of its own.",
+    )
+    more_models: tuple[str, ...] = ()
     listen: str = option(DEFAULT_ADDRESS, help="host:port to serve on.")
     policy: str = option("cost", choices=tuple(POLICIES.names()), help="Routing policy.")
     local_prefill: bool = option(
@@ -107,10 +112,20 @@ class RouterConfig:
         "", help='Web pages of this origin may call the HTTP API; "*": of all.'
     )
     served_model_name: str = option(
-        "", help="What HTTP clients call the model; as --model if not given."
+        "",
+        further="more_served_names",
+        help="What clients call the model; as --model if not given. With several models: "
+        "NAME=MODEL, with MODEL as in --model.",
     )
+    more_served_names: tuple[str, ...] = ()
     served_model_aliases: str = option(
-        "", help="More names that HTTP clients may call the model, divided by commas."
+        "", help="More names that clients may call the model, divided by commas."
+    )
+    names_file: str = option(
+        "",
+        help="TOML, a table per served name with model, adapter, request_defaults and "
+        "chat_template. If it exists, it holds all names, and the options for names must not be "
+        "given; `baton admin names` writes its changes there.",
     )
     request_defaults: str = option(
         "",
@@ -178,6 +193,11 @@ class RouterConfig:
             raise ConfigError(
                 "reuse_port: needs node_listen, or nodes would join any one of the processes"
             )
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All base models, as given."""
+        return (self.model, *self.more_models)
 
     def may_self_prefill(self, policy: str) -> bool:
         """Return whether decode nodes may compute prompts under this policy."""

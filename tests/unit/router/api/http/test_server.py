@@ -26,8 +26,9 @@ from router.gate.capacity import Capacity
 from router.intake import long_answers
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
+from router.names.metrics_page import MetricsPage
 from tests.fakes.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
-from tests.fakes.nodes import make_pool
+from tests.fakes.name_tables import one_base
 
 pytestmark = pytest.mark.medium
 
@@ -371,12 +372,12 @@ async def test_a_request_whose_time_is_up_is_told_so(scene: HttpScene) -> None:
 
 def test_an_address_that_is_taken_or_none_is_one_line() -> None:
     async def run() -> None:
-        pool = make_pool()
         scene = HttpScene()
         intake = Intake(scene.dispatcher, None, vocab_size=10, default_timeout_s=1.0)
+        names, page = one_base(scene.dispatcher, intake), MetricsPage({"m": RouterMetrics()})
         async with scene.running():
             for listen in (scene.url.removeprefix("http://"), "here"):
-                server = HttpServer(intake, pool, RouterMetrics(), model_name="m")
+                server = HttpServer(names, page)
                 with pytest.raises(ConfigError, match=r"^http_listen: "):
                     await server.start(listen)
 
