@@ -64,7 +64,7 @@ def make_all_bases(common: Common, readers: Sequence[EarlyReaders]) -> list[Base
     """Make the parts of all base models; raises ConfigError.
 
     Args:
-        readers: of each base model, made before threads began; empty: make them here.
+        readers: readers of each base model, made before threads began; empty: make them here.
     """
     made: list[BaseParts] = []
     for number, model in enumerate(common.config.models):

@@ -208,9 +208,10 @@ def _make_tracing(config: RouterConfig, names: NameTable) -> Tracing:
     """Make the tracing; raises ConfigError."""
     router_id = {"service.instance.id": names.bases[0].pool.router_id}
     tracing = Tracing(config.trace, service="baton-router", resource=router_id)
-    for base in names.bases if tracing.sink is not None else ():
-        spans = RequestSpans(_name_of(names, base), tracing.sink)
-        base.dispatcher.log.on_traced = spans.on_request_end
+    if tracing.sink is not None:
+        for base in names.bases:
+            spans = RequestSpans(_name_of(names, base), tracing.sink)
+            base.dispatcher.log.on_traced = spans.on_request_end
     return tracing
 
 

@@ -71,7 +71,7 @@ class NamedModels:
 
     Attributes:
         url: the HTTP API's.
-        address: of the gRPC API and the admin service.
+        address: address of the gRPC API and the admin service.
     """
 
     def __init__(
