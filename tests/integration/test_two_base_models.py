@@ -66,8 +66,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(folders, expected)
 
 
-@pytest.fixture
-def deployment(models: Models, tmp_path: Path) -> Iterator[LocalDeployment]:
+@pytest.fixture(scope="module")
+def deployment(
+    models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalDeployment]:
+    names_file = tmp_path_factory.mktemp("names") / "names.toml"
     demo, tuned = (str(folder) for folder in models.folders.values())
     config = LocalDeploymentConfig(
         model=demo,
@@ -75,7 +78,7 @@ def deployment(models: Models, tmp_path: Path) -> Iterator[LocalDeployment]:
         listen=free_address(),
         router_args=[
             "--served-model-name", f"demo={demo}", "--served-model-name", f"tuned={tuned}",
-            "--names-file", str(tmp_path / "names.toml"), "--no-local-prefill",
+            "--names-file", str(names_file), "--no-local-prefill", "--return-timeout-s", "150",
         ],
         node_args=["--dtype", "float32", "--num-blocks", "300"],
     )  # fmt: skip
@@ -95,7 +98,7 @@ def test_requests_in_random_order_while_a_node_of_each_is_killed(
         nonlocal num_done
         while wanted:
             name, number = wanted.pop()
-            completion = await client.generate(PROMPTS[number], PARAMS, timeout_s=120, model=name)
+            completion = await client.generate(PROMPTS[number], PARAMS, timeout_s=180, model=name)
             assert tuple(completion.token_ids) == models.expected[name, number], name
             num_done += 1
 
@@ -106,7 +109,7 @@ def test_requests_in_random_order_while_a_node_of_each_is_killed(
             await asyncio.to_thread(deployment.restart, name)
 
     async def run() -> None:
-        async with AsyncClient(deployment.config.listen) as client, asyncio.timeout(200):
+        async with AsyncClient(deployment.config.listen) as client, asyncio.timeout(250):
             await asyncio.gather(kill_one_of_each(), *(ask_all(client) for _ in range(NUM_AT_ONCE)))
 
     asyncio.run(run())
@@ -116,12 +119,13 @@ def test_requests_in_random_order_while_a_node_of_each_is_killed(
 def test_a_restarted_router_has_its_names_and_refuses_others_at_once(
     deployment: LocalDeployment, models: Models
 ) -> None:
+    wait_for_nodes(deployment)
     check(deployment, models, {"demo": "demo", "tuned": "tuned"})
     admin(deployment, "names", "alias", "chat", "tuned")
     admin(deployment, "names", "remove", "tuned")
     check(deployment, models, {"demo": "demo", "chat": "tuned"})
     deployment.restart("router")
-    wait_until(lambda: num_connected(deployment) == 4, "all nodes are back")
+    wait_for_nodes(deployment)
     check(deployment, models, {"demo": "demo", "chat": "tuned"})
     unknown = refused_in_s(deployment, "tuned", NotFoundError, "'demo', 'chat' are served")
     assert unknown < SOON_S
@@ -160,6 +164,11 @@ def refused_in_s(
         with pytest.raises(error, match=match):
             client.generate(PROMPTS[0], PARAMS, model=name)
         return time.monotonic() - began_at
+
+
+def wait_for_nodes(deployment: LocalDeployment) -> None:
+    """Wait until all four nodes have joined the router and reach a peer."""
+    wait_until(lambda: num_connected(deployment) == 4, "4 nodes", timeout_s=READY_TIMEOUT_S)
 
 
 def num_connected(deployment: LocalDeployment) -> int:
