@@ -14,6 +14,7 @@ from baton.link.words import REVISION, DecodeTime, NodeRegistration, NodeRole, S
 from baton.text.grammar_trials import EarlyGrammars
 from baton.version import __version__
 from engine.engine import Engine
+from engine.make_engine import make_engine
 from engine.rehearsal import rehearse
 from engine.step_profile import measure_decode_times, measure_step_times
 
@@ -104,7 +105,7 @@ def load_engine(
     if "weights" not in identity:  # the index lists files that are not needed
         identity["weights"] = weights_digest(folder)
     started = time.perf_counter()
-    engine = Engine(folder, config, identity, grammars=grammars)
+    engine = make_engine(folder, config, identity, grammars=grammars)
     spec = engine.kv_memory.spec
     logger.info(
         "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens in %s (%.0f MiB)",

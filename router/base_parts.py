@@ -12,22 +12,21 @@ from baton.checkpoint.model_identity import folder_identity
 from baton.link.beat_interval import BEAT_INTERVAL_S
 from router.api.grpc.link_service import NodePools
 from router.calls.dispatcher import Dispatcher
+from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryOptions
 from router.config import RouterConfig
 from router.fleet.base_pools import BasePools
 from router.fleet.join_gate import JoinGate
 from router.fleet.node_pool import NodePool
-from router.gate.admission import Admission
-from router.gate.admission_options import AdmissionOptions
-from router.gate.capacity import Capacity
+from router.gate.admission import Admission, make_admission
 from router.gate.overload import Overload
 from router.gate.rate_limits import RateLimits
 from router.gate.scaling import ScalingSignals
 from router.intake.cache_salts import make_salts
-from router.intake.early_readers import EarlyReaders
 from router.intake.fleet_metrics import ScalingCollector
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
+from router.intake.prompt_reader import EarlyReaders
 from router.names.base_model import BaseModel
 from router.names.given import names_given
 from router.names.names_file import NamesFile
@@ -115,11 +114,11 @@ def _make_base(
         pair_timeout_s=config.pair_timeout_s,
         return_timeout_s=config.return_timeout_s,
     )
-    capacity = _make_capacity(config.admission, pool)
-    admission = Admission(capacity, config.admission, common.rates)
-    dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
+    admission = make_admission(pool, config.admission, common.rates)
+    policy, recoveries = POLICIES.load(config.policy)(), Recoveries(pool, options)
+    dispatcher = Dispatcher(pool, policy, recoveries, admission)
     overload = common.overload if is_first else None
-    metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
+    metrics = RouterMetrics(pool, admission, overload, recoveries.suspects)
     scaling = _make_scaling(config, pool, admission)
     metrics.show(ScalingCollector(scaling))
     intake = make_intake(config, folder, limits, dispatcher, metrics, readers)
@@ -182,12 +181,3 @@ def _make_scaling(config: RouterConfig, pool: NodePool, admission: Admission) ->
         return state.expected_wait_s if state.num_queued else 0.0
 
     return ScalingSignals(pool, config.scaling, queue_s=queue_s, clock=pool.clock)
-
-
-def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
-    return Capacity(
-        lambda: pool.fleet,
-        options.prefill_window_s,
-        shared_prefill_window_s=options.shared_prefill_window_s,
-        clock=pool.clock,
-    )

@@ -46,8 +46,8 @@ from router.fleet.node_pool import NodePool
 from router.gate.overload import Level, Overload
 from router.gate.resources import watch_resources
 from router.gate.scaling import ScalingSignals
-from router.intake.early_readers import EarlyReaders
 from router.intake.intake import Intake
+from router.intake.prompt_reader import EarlyReaders
 from router.names.base_model import BaseModel
 from router.names.metrics_page import MetricsPage
 from router.names.table import NameTable

@@ -17,7 +17,7 @@ class Shell(enum.Enum):
 
 
 def completion(
-    shell: Annotated[Shell, typer.Argument(help="The shell that will read it.")],
+    shell: Annotated[Shell, typer.Argument(help="Shell for which to write the script.")],
 ) -> None:
     """Print a script that has a shell complete commands, options and names of nodes.
 

@@ -45,7 +45,7 @@ def revision_of(checkout: Path) -> str:
 def measure_steps(
     repetitions: int, num_steps: int, nano_vllm: Path | None
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """{load: {subject: [[schedule us, update us] of every step]}}, subjects taking turns."""
+    """Return {load: {subject: [[schedule us, update us] of every step]}}; subjects take turns."""
     prompts = Prompts.draw()
     samples: dict[str, dict[str, list[list[float]]]] = {
         load.name: {name: [] for name in subjects_of(load, nano_vllm)} for load in LOADS
@@ -65,7 +65,7 @@ def measure_steps(
 
 
 def pool_operations() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """{operation: (Baton's, the baseline's)}; each call handles GROUP blocks."""
+    """Return {operation: (Baton's, the baseline's)}; each call handles GROUP blocks."""
     pool = BlockPool(NUM_BLOCKS)
     hashes = [index.to_bytes(16, "little") for index in range(GROUP)]
     cached = pool.allocate(GROUP)
@@ -108,7 +108,7 @@ def pool_operations() -> dict[str, tuple[Callable[[], object], Callable[[], obje
 
 
 def measure_pool(repetitions: int, calls: int = 500) -> dict[str, dict[str, dict[str, float]]]:
-    """{operation: {subject: thousands of blocks per second}}."""
+    """Return {operation: {subject: thousands of blocks per second}}."""
     results = {}
     for operation, pair in pool_operations().items():
         speeds: tuple[list[float], list[float]] = ([], [])

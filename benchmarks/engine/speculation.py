@@ -34,14 +34,14 @@ from engine import LLM
 from examples.demo import fetch_model
 
 CODE = (
-    "baton/registry.py", "engine/core/extents.py", "engine/core/waiting_room.py",
+    "baton/registry.py", "engine/step_stretch.py", "engine/core/waiting_room.py",
     "engine/worker/host/cores.py", "baton/addresses.py", "engine/executors/uniproc.py",
 )  # fmt: skip
 PROSE = ("docs/determinism.md", "docs/routing.md", "docs/security.md", "docs/chat.md")
 EDIT = "Rename the first function of this file, and give back the whole file.\n\n```python\n{}\n```"
 SUMMARISE = "Summarise this text in its own words, sentence by sentence.\n\n{}"
 TASKS = {"editing code": (CODE, EDIT), "summarising": (PROSE, SUMMARISE)}
-PROMPT_TOKENS = 400  # of a file
+PROMPT_TOKENS = 400  # from each file
 NUM_DRAFTS = 5  # the default; Medusa heads: as many as there are
 DEMO = ROOT / "examples" / "demo_model"
 PEERS = "transformers"
@@ -72,7 +72,7 @@ class Row:
         acceptance_length: tokens that a request gets from a step with drafts.
         share_computed: share of steps and requests that checked drafts.
         step_cost: seconds of a step with drafts, drafting included, over one without.
-        why: reason of the number of drafts at the end, where that is chosen.
+        why: reason of the last number of drafts, if an engine chooses it.
     """
 
     name: str
@@ -123,7 +123,7 @@ def compare(
             outputs += llm.generate(prompts[first : first + batch], params)
         return [output.token_ids for output in outputs]
 
-    complete(plain)  # prompts are cached from now on: what is timed is decoding
+    complete(plain)  # caches the prompts, so that only decoding is timed
     complete(drafting)
     before, num_steps_before = drafting.metrics(), engine_steps(plain, drafting)
     speeds: dict[str, list[float]] = {"plain": [], "drafting": []}

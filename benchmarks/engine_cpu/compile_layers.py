@@ -146,7 +146,7 @@ def serve(way: str, dtype: str) -> None:
 
 
 def measure(dtype: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds of each case and way, and of what was compiled before, in turns."""
+    """Return median seconds of each case and way, and of compiling; ways take turns."""
     make_model(dtype)
     processes = {}
     for way in WAYS:
@@ -190,7 +190,7 @@ def measure(dtype: str, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def run(run: Run, rounds: int = 7) -> Document:
-    """Measure the decoder's seconds by way and case."""
+    """Measure the decoder's seconds per step, for each case and way of computing."""
     results = {dtype: measure(dtype, rounds) for dtype in ("bfloat16", "float32")}
     for dtype, cases in results.items():
         run.show(f"{dtype}, seconds", cases)

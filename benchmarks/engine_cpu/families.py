@@ -67,12 +67,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
             "first_k_dense_replace": 12,
-            "n_routed_experts": 8,  # of layers that it has not, but a config says it
+            "n_routed_experts": 8,  # required in a config, though no layer has them
             "num_experts_per_tok": 2,
         },
     ),
 }
-# Rows whose tokens use as many weights as the dense row's, counting only chosen experts.
+# Rows that use as many weights per token as the dense row (of experts, only the chosen ones).
 DENSE_ROW = "Qwen3"
 EXPERT_ROWS = ("Qwen3-MoE", "Mixtral")
 ATTENTION_ROWS = ("Qwen3", "DeepSeek-V2")
@@ -170,7 +170,7 @@ def measure_attention(row: str, options: Options) -> dict[str, float]:
 
 
 def print_attention(folder: str, threads: str, tokens: str, context: str) -> None:
-    """Print as JSON: seconds per token after both contexts, and how fast memory is."""
+    """Print as JSON: seconds per token after a short and a long context, and memory bandwidth."""
     import torch
 
     from baton.api.sampling_params import SamplingParams

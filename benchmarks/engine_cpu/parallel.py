@@ -1,4 +1,4 @@
-"""Measure what several ranks of one machine cost and bring: sums, decode, prompts, hand-off.
+"""Measure several ranks on one machine: times of sums, decode, prompts and hand-off.
 
 Sums are timed in two processes, side by side. Engines have a process each, in turns, and a Qwen3
 shape of about 125 million random weights in float32. Hand-overs are those of the demo model between
@@ -74,7 +74,7 @@ def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
         samples: dict[str, list[float]] = {"gloo": [], "shared memory": []}
         for _ in range(NUM_BURSTS):
             for name, group in (("gloo", gloo), ("shared memory", shared)):
-                group.all_reduce(tensor)  # ranks that come at unlike times meet here
+                group.all_reduce(tensor)  # ranks wait for each other here
                 for _ in range(SUMS_IN_BURST):
                     started = time.perf_counter()
                     group.all_reduce(tensor)
@@ -184,7 +184,7 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def measure_handovers() -> dict[str, dict[str, float]]:
-    """{shapes: medians of exposed transfer in ms, and descriptors per block and pair of ranks}."""
+    """Return medians of exposed transfer in ms, and descriptors per block and rank pair."""
     from baton import Client, SamplingParams
     from baton.api.outputs import PushReceipt
     from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
@@ -212,7 +212,7 @@ def measure_handovers() -> dict[str, dict[str, float]]:
                 if number:  # the first one warms up
                     pushes.setdefault((layout, name), []).append(receipt.receipt.decode.push)
 
-    # Where the kernel puts threads differs from start to start, so each is started more than once.
+    # The kernel places threads differently at each start, so each layout is started more than once.
     for _ in range(NUM_STARTS):
         for layout in LAYOUTS:
             for name in SHAPES:
@@ -273,7 +273,7 @@ def run(
     """Measure sums, engines and hand-overs.
 
     Args:
-        without: parts that are left out.
+        without: parts to leave out.
     """
     sums = {} if "sums" in without else measure_sums()
     engines = {} if "engines" in without else measure_engines(rounds)
@@ -286,7 +286,7 @@ def run(
 
 
 def print_engine(name: str, folder: str) -> None:
-    """Print an engine's figures as JSON; what a process of its own does."""
+    """Print an engine's figures as JSON, in a process of its own."""
     print(json.dumps(run_engine(name, Path(folder))))
 
 

@@ -29,7 +29,7 @@ _CASES = (
 
 
 def _beside(pair: str, ours: str, case: str, least: float) -> Row:
-    """Our weights against the best of those peers' that the benchmark compares them with."""
+    """Return the row that compares our weights with the best peer of the same pair."""
 
     def measure(document: Json) -> Found:
         found = number(document, "ratio_to_best_peer", pair, case)
@@ -96,7 +96,7 @@ def _of_06b(kind: str) -> Source:
     )
 
 
-# What each kind of CPU was measured on, the instruction sets that kernels are built for.
+# Machine on which each kind of CPU was measured; kinds are the kernels' instruction sets.
 ENGINE_CPU = (
     _of_125m("x86-64-v4-bf16"),
     _of_125m("x86-64-v3"),

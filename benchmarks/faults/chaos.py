@@ -58,8 +58,8 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
-RANK_DETECTION_S = 1.0  # from the signal until the router knows that the node is gone
-FLUSH_INTERVAL_S = 1.0  # what nodes have in their caches does not travel, and kills nobody
+RANK_DETECTION_S = 1.0  # from the signal until the router notices the loss
+FLUSH_INTERVAL_S = 1.0  # cached blocks do not travel, so no drill would hit
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ Action = Callable[[Site], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """Something that happens to a site under load; ``prepare`` comes before the load.
+    """Events that happen to a site under load; ``prepare`` runs before the load.
 
     Attributes:
         num_leavers: see `Load`.
@@ -167,10 +167,10 @@ async def wait_for_death(site: Site, name: str, point: str) -> None:
     while process.poll() is None:
         now = time.monotonic()
         if now > begin + 20:
-            process.kill()  # the next drill is not to meet it there
+            process.kill()  # so that the next drill does not meet it
             raise BatonError(f"{name} never came to where it should die")
         if now > flushed_at + FLUSH_INTERVAL_S:
-            with contextlib.suppress(BatonError):  # it may be dead by now
+            with contextlib.suppress(BatonError):  # the node may be dead by now
                 await asyncio.to_thread(flush_caches, site.address)
             flushed_at = time.monotonic()
         await asyncio.sleep(0.01)
@@ -236,7 +236,7 @@ def can_inject_faults() -> bool:
 
 
 async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Result:
-    """Load, the drill, the end of the load, and then the promises."""
+    """Run the load and the drill, end the load, then check the promises."""
     result = Result(drill.name)
     site.doomed.clear()
     site.detection_s = None
@@ -305,7 +305,7 @@ async def run_all(
             listen=free_address(),
             num_prefill=2,
             num_decode=2,
-            router_args=["--no-local-prefill"],  # it is the hand-off that is to fail
+            router_args=["--no-local-prefill"],  # the hand-off should fail
             node_args=[
                 *(*NODE_ARGS, *draft_args, "--kv-connector", kv_connector),
                 *(RANK_ARGS if chosen[len(results)].of_ranks else []),
@@ -357,7 +357,7 @@ def run(
 
     Args:
         short: two drills, nothing is saved.
-        only: drills whose name contains this; nothing is saved.
+        only: part of the drills' names; nothing is saved.
         seed: -1: any.
         speculative_method: none, ngram, or a drafter of the demo model.
     """
@@ -371,7 +371,7 @@ def run(
         for drill in drills()
         if only in drill.name
         and (drill.in_short or not short)
-        and not (drill.of_ranks and method in DRAFTERS)  # which draft in one rank alone
+        and not (drill.of_ranks and method in DRAFTERS)  # these draft with one rank only
     ]
     cases = make_cases(str(DEMO_MODEL), 12 if short else 32, seed)
     given = (concurrency, seed, run.console, kv_connector, method)

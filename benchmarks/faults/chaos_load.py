@@ -18,8 +18,8 @@ from engine.offline.llm import LLM
 
 PATIENCE_S = 0.1
 HUNG_S = 30.0
-RETRY_PAUSE_S = 0.1  # of a client that was told UNAVAILABLE
-LEAVER_TOKENS = 700  # of a prompt that is left amid its hand-off
+RETRY_PAUSE_S = 0.1  # before a client tries again after UNAVAILABLE
+LEAVER_TOKENS = 700  # of prompts whose client leaves during the hand-off
 VOCABULARY = 4000
 # Most prompts have several chunks, so that watermarks travel.
 CHUNK_TOKENS = 64
@@ -63,8 +63,8 @@ class Load:
 
     Attributes:
         leaving: share of the requests whose client leaves in the middle.
-        most: requests until it stops by itself.
-        num_leavers: more lanes, of clients that leave amid the hand-off, all of them.
+        most: number of requests after which the load stops by itself.
+        num_leavers: further lanes, whose clients all leave during the hand-off.
     """
 
     address: str
@@ -78,7 +78,7 @@ class Load:
     _stopping: bool = False
 
     async def run(self) -> None:
-        """Ends when each lane's last request has ended, after `stop`."""
+        """Run until `stop` is called and each lane's last request has ended."""
         async with AsyncClient(self.address) as client:
             lanes = [self._lane(client, lane) for lane in range(self.concurrency)]
             leavers = [self._leaver_lane(client, lane) for lane in range(self.num_leavers)]
@@ -125,7 +125,7 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
     leave_after, patience_s = None, HUNG_S
     if draw.random() < leaving:
         leave_after = draw.randrange(len(case.expected))
-        if draw.random() < 0.5:  # by the clock, most of them before their first token
+        if draw.random() < 0.5:  # at a random time, mostly before token 1
             patience_s = draw.uniform(0.0, PATIENCE_S)
     got: list[int] = []
     last_at, longest, attempts = time.monotonic(), 0.0, 1

@@ -1,4 +1,4 @@
-"""A deployment under chaos: what is done to its processes, and what they then say of themselves.
+"""Site: a deployment whose processes can be killed, stopped, restarted and inspected.
 
 Knows processes and the admin services; not what a drill is, nor what the load asks.
 """
@@ -26,9 +26,9 @@ from engine.executors.multiproc import RANKS_PREFIX
 
 READY_TIMEOUT_S = 60.0
 FREE_TIMEOUT_S = 10.0  # "within seconds"
-DETECTION_TIMEOUT_S = 2.0  # of a node that died or stopped, by the router
+DETECTION_TIMEOUT_S = 2.0  # until the router notices a dead or stopped node
 STOP_S = 5.0
-ORPHAN_TIMEOUT_S = 3.0  # of a node's processes when one of them has died
+ORPHAN_TIMEOUT_S = 3.0  # until a node's processes end after one died
 
 
 def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDeploymentConfig:
@@ -56,7 +56,7 @@ class Site:
         self.address = deployment.config.listen
         self.cases = cases
         self.draw = random.Random(seed)
-        self.doomed: set[str] = set()  # told to die in this drill
+        self.doomed: set[str] = set()  # nodes that should die in this drill
         self.detection_s: float | None = None
         self.undetected: list[str] = []
 
@@ -170,7 +170,7 @@ def held_blocks(router: str, alive: set[str]) -> str:
 
 
 def list_nodes(router: str) -> dict[str, str] | None:
-    """{name: address} of the nodes that are there; None when the router does not answer."""
+    """Return {name: address} of the router's nodes; None if the router does not answer."""
     try:
         with grpc.insecure_channel(router) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
@@ -181,7 +181,7 @@ def list_nodes(router: str) -> dict[str, str] | None:
 
 
 def ranks_of(node: int) -> list[int]:
-    """Process ids of a node's ranks, given that of the one that leads, which is the first."""
+    """Return the process ids of a node's ranks, the leader first, given the leader's."""
     others = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -43,7 +43,7 @@ NUM_CASES = 24
 MAX_TOKENS = 32
 CONCURRENCY = 4
 JOIN_TIMEOUT_S = 120.0
-SETTLED_S = 2.5  # behind the time in which the router sorts out who is there
+SETTLED_S = 2.5  # until the router has settled which nodes it serves
 TOKENS_PER_ORDER = 2000
 
 
@@ -169,7 +169,7 @@ async def foreign_first(fleet: Fleet, cases: Sequence[Case], order: Order) -> No
     fleet.start("foreign")
     await fleet.wait_for("foreign")
     async with AsyncClient(fleet.address) as client:
-        with contextlib.suppress(BatonError):  # it is no error that nobody answers
+        with contextlib.suppress(BatonError):  # failing is no error while no node serves
             case = cases[0]
             answer = await client.generate(case.prompt, case.params, timeout_s=3)
             order.errors.append(f"answered before a right node was there: {answer.token_ids}")

@@ -257,7 +257,7 @@ def _jobs(coroutines: list[Any]) -> Iterator[None]:
 
 
 def problems_of(drill: Drill, row: Row) -> list[str]:
-    """Return what the drill should not have shown."""
+    """Return a line for each broken promise of a drill."""
     problems = list(row["others"])
     if drill.poisoned:
         names = [doing.partition(":")[0] for doing in row["doings"]]
@@ -273,10 +273,10 @@ class Options:
     """Options: the drills to run, and the load.
 
     Attributes:
-        only: drills whose name contains this.
-        seeds: one that is drawn if there are none.
+        only: part of the drills' names.
+        seeds: seeds of the drills; by default a random one.
         kills: kills in the drill of kills.
-        requests: least requests of a drill.
+        requests: fewest requests of a drill.
     """
 
     only: str = ""

@@ -88,7 +88,7 @@ class Site:
         await self.joined.cluster.restart(name)
 
     def is_deadly(self, name: str, event: NodeEvent) -> bool:
-        """Return whether a node dies of the event that it is about to send; kill it if so."""
+        """Return whether the event that a node is about to send kills it; if so, kill it."""
         if self.drill.kills_at is None or not isinstance(event, tuple):
             return False
         role, index = self.drill.kills_at
@@ -218,7 +218,7 @@ async def run_drill(drill: Drill, seed: int) -> Row:
             "errors": site.errors,
             "killed_by_killer": len(site.killed_by_killer),
             "longest_s": round(site.longest_s, 2),
-            "quarantined": len(site.dispatcher.suspects.quarantined),
+            "quarantined": len(site.dispatcher.recoveries.suspects.quarantined),
         }
 
 
@@ -233,7 +233,7 @@ async def _count_missed_beats(site: Site) -> None:
 
 
 def problems_of(drill: Drill, row: Row) -> list[str]:
-    """Return what the drill should not have shown."""
+    """Return a line for each broken promise of a drill."""
     problems = [error for error in row["errors"] if not error.startswith(f"{KILLER}:")]
     if row["outcomes"].get("complete", 0) != NUM_REQUESTS:
         problems.append(f"{row['outcomes'].get('complete', 0)} of {NUM_REQUESTS} complete")
@@ -261,7 +261,7 @@ def run(run: Run, seeds: int = 20, only: str = "") -> Document:
 
     Args:
         seeds: number of seeds.
-        only: drills whose name contains this.
+        only: part of the drills' names.
     """
     results: Row = {}
     for drill in drills():

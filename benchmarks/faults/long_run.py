@@ -26,7 +26,7 @@ from benchmarks.runner.run import Run
 
 SURVIVORS = ("router", "p0", "d0")
 STANDSTILL_S = 3.0
-NUM_WARM_UP = 2  # standstills before the first look, as each process opens some things once
+NUM_WARM_UP = 2  # standstills before the first count, as each process opens some files once
 CONCURRENCY = 6
 NUM_LOOKS = 5
 SAMPLE_S = 5.0
@@ -61,7 +61,7 @@ def look(site: Site) -> dict[str, Usage]:
 
 
 def open_files(site: Site) -> dict[str, Counter[str]]:
-    """Return what the survivors' descriptors are, and of sockets who is at the other end."""
+    """List the files of the survivors' descriptors, and the other ends of their sockets."""
     found = {}
     for name in SURVIVORS:
         pid = site.deployment.child(name).process.pid
@@ -81,7 +81,7 @@ async def look_at_rest(site: Site) -> dict[str, Usage]:
     await site.repair()
     await wait_until_free(site)
     looks = []
-    for _ in range(NUM_LOOKS):  # a client that looks at the router counts there, too
+    for _ in range(NUM_LOOKS):  # the client's own connection counts at the router, too
         await asyncio.sleep(1.0)
         looks.append(look(site))
     return {name: min((one[name] for one in looks), key=order) for name in SURVIVORS}
@@ -202,7 +202,7 @@ class Options:
 
     Attributes:
         every: seconds between two faults.
-        only: one of the runs.
+        only: name of the only run to do.
     """
 
     standstills: int = 20

@@ -30,14 +30,14 @@ from benchmarks.faults.resilience_site import Site
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Run
 
-TIME_SCALE = 5.0  # of an H100 with an 8B model: fewer and longer steps load the machine less
+TIME_SCALE = 5.0  # slower than an H100 with an 8B model: fewer steps load the machine less
 SETTLE_S = 3.0
-BUSY = 0.5  # of the capacity, while nodes die
+BUSY = 0.5  # share of the capacity in use while nodes die
 # Of what the nodes do with 32 requests per pair open and no deadlines; of what they do in time that
 # is 0.7 and 4 (log).
 NORMAL, OVERLOAD = 0.5, 3.0
 WINDOW_S = 5
-NORMAL_TTFT = 1.5  # times the median of before is as before
+NORMAL_TTFT = 1.5  # up to this multiple of the earlier median counts as recovered
 # About the requests per second of one pair of these nodes; sets the load of the deaths drill.
 PAIR_RATE = 3.5
 
@@ -60,7 +60,7 @@ class Sizes:
     overload_s: float = 60.0
     after_s: float = 20.0
     timeout_s: float = 5.0
-    # What is promised. (How quick, and how exactly, is the machine's affair in a quick run.)
+    # Promises. (A quick run does not check times and exact numbers, which depend on the machine.)
     least_kept: float = 1.0
     refusal_limit_s: float = 0.05
 
@@ -205,11 +205,11 @@ class Sent(Protocol):
 def normal_again_s(before: Sequence[Sent], after: Sequence[Sent], ended_at: float) -> int:
     """Seconds after the overload from which on the median TTFT of each `WINDOW_S` is as before.
 
-    (Of single seconds some are slow by chance, without any overload.)
+    (Some single seconds are slow by chance, without any overload.)
     """
     limit_s = NORMAL_TTFT * statistics.median(sent.ttft_s or math.inf for sent in before)
     by_second: dict[int, list[float]] = {}
-    for sent in after:  # without a first token it was refused or late, and took forever
+    for sent in after:  # no first token (refused or late) counts as infinite
         by_second.setdefault(int(sent.sent_at - ended_at), []).append(sent.ttft_s or math.inf)
     late = [-1]
     for first in range(max(by_second, default=0) - WINDOW_S + 2):

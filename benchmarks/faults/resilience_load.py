@@ -16,10 +16,10 @@ from baton import AsyncClient, BatonError, SamplingParams
 from baton.api.errors import OverloadedError
 from sim_node.sim_model import output_tokens
 
-HUNG_S = 60.0  # behind its deadline, or without one
+HUNG_S = 60.0  # after the deadline, or after sending if there is none
 PROMPT_TOKENS = (400, 1600)
 OUTPUT_TOKENS = (20, 60)
-# One in three requests may have many more tokens than it gets: it ends at a stop token.
+# One in three requests ends at a stop token, long before its max_tokens.
 _STOPS, _ROOM = 1 / 3, 4
 _LAG_INTERVAL_S = 0.01
 

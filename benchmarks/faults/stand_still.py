@@ -22,7 +22,7 @@ from benchmarks.runner.run import Run
 
 NODE_ARGS = ("--long-prefill-token-threshold", str(CHUNK_TOKENS))
 AFTER_S = 2.0
-APART_S = 0.8  # of two deaths
+APART_S = 0.8  # between two deaths
 READY_TIMEOUT_S = 120.0
 DRILLS = (
     *(f"{name} stands still for {stop_s:g} s" for name in ("d0", "p0") for stop_s in (0.5, 3, 10)),
@@ -105,7 +105,7 @@ def run(
     """Run the drills with every seed.
 
     Args:
-        only: drills whose name contains this; nothing is saved.
+        only: part of the drills' names; nothing is saved.
     """
     drills = [drill for drill in DRILLS if only in drill]
     cases = make_cases(str(DEMO_MODEL), 32, first_seed)

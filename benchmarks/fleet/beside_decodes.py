@@ -35,8 +35,8 @@ from sim_node.virtual_time import VirtualTimeLoop
 CHUNK = 512
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
 PROMPTS_OF_A_USER = 24
-# A user pauses for up to so long. Without that all times are alike, and requests meet all steps of
-# a decode node at the same point.
+# Longest pause of a user. Without pauses all times would be equal, and requests would always meet
+# the steps of a decode node at the same point.
 LONGEST_PAUSE_S = 0.1
 # Prefill nodes, and whether decode nodes may compute prompts.
 SHAPES = {"colocated": (0, True), "split": (1, True), "split, no local prefill": (1, False)}
@@ -47,11 +47,11 @@ class Seen:
     """Times that users saw, in seconds.
 
     Attributes:
-        gaps_s: between two tokens.
+        gaps_s: times between two tokens.
         later_gaps_s: gaps without the one behind token 1 of each request. That gap is longer,
             because token 2 waits for a step of the decode node that has begun.
         num_alone: requests that a decode node served alone.
-        elapsed_s: until the last one ended.
+        elapsed_s: time until the last request ended.
     """
 
     gaps_s: list[float] = field(default_factory=list)
@@ -108,7 +108,7 @@ async def _use(dispatcher: Dispatcher, user: int, seen: Seen) -> None:
 
 
 def percentile(seconds: Sequence[float], part: float) -> float:
-    """Return the time that so great a part of all are at most."""
+    """Return the time that this share of the times do not exceed."""
     return sorted(seconds)[int(part * (len(seconds) - 1))]
 
 

@@ -118,7 +118,7 @@ def run(
     """Run every policy over every fleet and kind of traffic.
 
     Args:
-        only: a part of a traffic's name; nothing is saved.
+        only: part of a traffic's name; nothing is saved.
         main: four policies, not all.
     """
     jobs = make_jobs(sizes, only, {} if main else OTHERS)

@@ -58,7 +58,7 @@ class Machine:
     Attributes:
         chunk: most tokens of a step.
         num_chats: chats at the same time.
-        pause_s: between an answer and the next turn, on average.
+        pause_s: mean time between an answer and the next turn.
         rate: prompts of 512 tokens per second; long prompts come at an eighth of this rate.
     """
 
@@ -125,7 +125,7 @@ class Player:
         dispatcher.placer.place = place_at  # type: ignore[method-assign]
 
     def watch_steps(self, line: MeasuredLine) -> None:
-        """Keep what a decode node's line expects of each measurement that is added to it."""
+        """Record a decode node's expectation before each measurement is added to its line."""
         measure = line.measure
 
         def watched(units: float, seconds: float) -> None:

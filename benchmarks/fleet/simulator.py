@@ -148,7 +148,7 @@ async def measure(
     return {
         "num_nodes": 2 * num_pairs,
         "num_streams": num_streams,
-        # Fewer: sink or simulator were held up so long that a link was taken for dead.
+        # Fewer: sink or simulator stalled so long that a link counted as dead.
         "num_streams_at_end": num_running,
         "time_scale": time_scale,
         "idle_cpu_share": round(idle[1] / idle[2], 3),

@@ -42,7 +42,7 @@ from sim_node.options import SimOptions
 from sim_node.virtual_time import VirtualTimeLoop
 
 MESSAGE_S = 0.0005
-REDIAL_S = 0.5  # as `RouterLink` does
+REDIAL_S = 0.5  # as in `RouterLink`
 MODEL = {"vocab_size": 1024, "max_position_embeddings": 131_072}
 TIMEOUT_S = 1e6
 
@@ -206,7 +206,7 @@ class PoolLinks:
         lane = self._make_lane(self._submit)
 
         def send(command: RouterCommand) -> None:
-            if not isinstance(command, RouterBeat):  # the link's own
+            if not isinstance(command, RouterBeat):  # beats belong to the link
                 lane(command)
 
         return Node(self._registration, send, hang_up=self._broken.set)
@@ -215,7 +215,7 @@ class PoolLinks:
         self._pool.on_event(self._node, _as_rows(event) if isinstance(event, tuple) else event)
 
     def _make_lane(self, take: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that delivers things a little later, in order."""
+        """Return a function that delivers messages a little later, in order."""
         lane: deque[Any] = deque()
 
         def put(item: Any) -> None:

@@ -31,7 +31,7 @@ PATIENCE_S = 30.0
 
 
 def measure_push(device: str, report: Report) -> bool:
-    """Gigabytes per second of payload; a copy on the device moves twice as many bytes."""
+    """Measure payload in GB/s; a copy on the device moves twice as many bytes."""
     on_gpu = device != "cpu"
     tokens = TOKENS if on_gpu else 256
     report["copy on the device, GB/s of payload"] = copy_gb_per_s(device, 2**29) / 2
@@ -63,7 +63,7 @@ def measure_push(device: str, report: Report) -> bool:
 
 
 def make_cache(device: str, block_size: int, tokens: int) -> torch.Tensor:
-    """`[num_blocks, LAYERS, 2, KV_HEADS, block_size, HEAD_DIM]`."""
+    """Return a cache `[num_blocks, LAYERS, 2, KV_HEADS, block_size, HEAD_DIM]`."""
     shape = (tokens // block_size, LAYERS, 2, KV_HEADS, block_size, HEAD_DIM)
     return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 

@@ -47,7 +47,7 @@ from benchmarks.gpu.gpu_report import Report
 from benchmarks.runner.environment import ROOT
 from benchmarks.runner.run import Run
 
-LOG_LINES = 40  # of a part's output that are kept
+LOG_LINES = 40  # last lines of a part's output to keep
 KEY_WIDTH, VALUE_WIDTH = 44, 70
 
 
@@ -79,7 +79,7 @@ PARTS = {
     "ops": Part("gpu_tokens", "check_ops", 85),
 }
 BUDGET_S = 570.0
-LEAST_S = 5.0  # in less not even a process begins
+LEAST_S = 5.0  # too short even for a process to start
 
 
 def run_parts(
@@ -126,7 +126,7 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
         figures = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
         result: dict[str, object] = {"ok": False, **figures}
         if returned != "0":
-            result["ok"] = False  # what ends badly after its last figure is not right either
+            result["ok"] = False  # a part that fails after its last figure failed
             if "failed" not in result and "not run" not in result:
                 result["failed"] = (
                     f"exit code {returned}" if returned.lstrip("-").isdigit() else returned
@@ -166,7 +166,7 @@ def run_child(name: str, device: str, path: str) -> None:
         function = getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), part.function)
         report["ok"] = bool(function(device, report))
     except Exception as error:
-        missing = error.__cause__ or error  # one that tells of it may be raised in its place
+        missing = error.__cause__ or error  # the original error may be its cause
         if isinstance(missing, ModuleNotFoundError):
             report["not run"] = f"no module {missing.name}" if missing.name else str(missing)
             return

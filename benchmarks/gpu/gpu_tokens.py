@@ -1,4 +1,4 @@
-"""Parts of the GPU suite that ask whether what comes out is right, on the demo model.
+"""Parts of the GPU suite that check results, on the demo model.
 
 The tests of ops are those of `tests/`, run there.
 """
@@ -28,7 +28,7 @@ from baton_kernels.quantized import QuantizedFormat
 from benchmarks.gpu.gpu_report import Report
 from engine.executors.uniproc import worker_of
 
-Row = dict[str, float | str]  # as in gpu_timing.py, which needs more than a bare machine has
+Row = dict[str, float | str]  # as in gpu_timing.py, whose imports a bare machine lacks
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "demo_model")
 TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 40]
@@ -37,7 +37,7 @@ READY_TIMEOUT_S = 80.0
 MAX_PROCESSES = 12  # each has a context of half a GiB on the GPU
 WEIGHTS = tuple(one.value for one in QuantizedFormat)
 ROUNDING_WEIGHTS = ("int8", "fp8")
-MOST_DIFFERENCE = 0.05  # of logprobs, in the mean of a prompt
+MOST_DIFFERENCE = 0.05  # of logprobs, mean over a prompt
 OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
@@ -52,7 +52,7 @@ def check_ops(device: str, report: Report) -> bool:
         "--timeout=60", "-o", "addopts=--import-mode=importlib", "-W", "ignore",
         "--ignore=tests/kernels/test_aot.py", *tests,
     ]  # fmt: skip
-    if find_spec("xdist") is not None:  # most of the time goes into compiling
+    if find_spec("xdist") is not None:  # compiling takes most of the time
         command += ["--numprocesses", str(min(len(os.sched_getaffinity(0)), MAX_PROCESSES))]
     counts, failed = Counter[str](), list[str]()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
@@ -180,7 +180,7 @@ def measure_products(device: str, report: Report) -> bool:
 
 
 def check_quantized(device: str, report: Report) -> bool:
-    """Tokens with weights of few bits against those of their definition, in float32; and split.
+    """Compare tokens with 4- and 8-bit weights with those of their definition; also split.
 
     Where inputs are rounded, a bit of a sum may become a step of the next layer's inputs: there the
     prompts' logprobs are compared.
@@ -212,7 +212,7 @@ def check_quantized(device: str, report: Report) -> bool:
 
 
 def check_company(device: str, report: Report) -> bool:
-    """Tokens and logprobs, to the bit, of requests alone and with others; and split.
+    """Compare tokens and logprobs bit by bit, of requests alone and in a batch; also split.
 
     With ``batch_invariant``, which a CPU always is.
     """

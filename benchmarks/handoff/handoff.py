@@ -24,6 +24,7 @@ from benchmarks.runner.environment import DEMO_MODEL, summary
 from benchmarks.runner.run import Run
 from engine.core.request import Request
 from engine.engine import Engine
+from engine.make_engine import make_engine
 
 PROMPT_LENGTHS = (64, 256, 1000)
 FILES = {
@@ -62,9 +63,9 @@ def measure(num_requests: int) -> dict[int, list[Receipt]]:
 
 
 def measure_control(num_requests: int) -> dict[int, dict[str, dict[str, float]]]:
-    """{prompt tokens: milliseconds from commit to token 2, rested and busy}; nothing travels."""
+    """Return milliseconds from commit to token 2, rested and busy, by prompt tokens."""
     config = EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**28)
-    engine = Engine(DEMO_MODEL, config)
+    engine = make_engine(DEMO_MODEL, config)
     engine.kv_memory.tensor.zero_()
     draw = random.Random(1)
     params = SamplingParams(temperature=0.0, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What the hand-over of hybrids costs: layers with states beside layers that attend.
+"""Measure the hand-over of hybrids: models with state layers and attention layers.
 
 A router, a prefill and a decode node, small random checkpoints, one request at a time; prompts in
 chunks, with several block sizes. Each prompt comes twice: new, and with a new end behind what both
@@ -22,7 +22,7 @@ from benchmarks.runner.environment import summary
 PROMPT_LENGTHS = (1024, 4096, 16384)
 BLOCK_SIZES = (64, 256)  # a block has to hold a state: Granite needs 48 tokens of this shape
 CHUNK_TOKENS = 512
-NEW_END_TOKENS = 200  # behind a prompt that is known
+NEW_END_TOKENS = 200  # added to a cached prompt
 OUTPUT_TOKENS = 8
 READY_TIMEOUT_S = 120.0
 
@@ -84,7 +84,8 @@ def make_checkpoint(row: str, folder: Path) -> None:
 
 
 def measure(row: str, block_size: int, num_requests: int) -> dict[str, Any]:
-    """Return receipts' numbers by prompt length, for new prompts and known ones with a new end."""
+    """Return figures of receipts by prompt length, for new prompts and for cached ones that
+    continue with new tokens."""
     draw = random.Random(0)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     receipts: dict[int, dict[str, list[Receipt]]] = {

@@ -1,7 +1,8 @@
-"""What hides a hand-over behind the computation: the same requests, pushed in each mode, side by
-side in one run; and how soon, and at what cost, a decode node goes on.
+"""Compare how push modes hide a hand-over behind the computation, with equal requests in one run.
 
-A random checkpoint made on the fly, since what counts is its length and its bytes per token. One
+Also measures how soon, and at what cost, a decode node continues.
+
+The checkpoint is random, since only its prompts' lengths and bytes per token count. One
 router, prefill and decode node per mode, all running; the requests go to them in turn.
 """
 
@@ -224,7 +225,7 @@ def _modes_table(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, ob
 
 
 def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, float]:
-    """Bytes per second while posting, which on one host copies, against a copy in one process.
+    """Compare bytes per second while posting, a copy on one host, with a copy in one process.
 
     The fastest of each: they are not measured at the same moment, and others use the machine.
     """
@@ -235,9 +236,9 @@ def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, floa
 
 
 def copy_and_digest(num_bytes: int) -> dict[str, float]:
-    """Bytes per second of a plain copy, and of the digests of as many blocks of 128 KiB."""
+    """Return bytes per second of a plain copy, and of the digests of blocks of 128 KiB."""
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
-    target = torch.zeros_like(source)  # its pages are there
+    target = torch.zeros_like(source)  # its pages exist already
     digests, key = BlockDigests(memory_of(source)), BlockKey(bytes(32))
     written = Written("r", 1, range(len(source)), (0, 8), 0, range(len(source)))
     copy_s, digest_s = [], []
@@ -255,7 +256,7 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
 
 
 async def _join_a_batch(address: str) -> dict[str, object]:
-    """Requests that come while 32 others decode: steps from their commit to their first step."""
+    """Count steps from commit to first step, for requests that come while 32 others decode."""
     draw = random.Random(1)
     long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
     async with AsyncClient(address) as client:

@@ -44,7 +44,7 @@ PROMPT_TOKENS = 4096
 NUM_PROMPTS = 5
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
-Span = tuple[str, float, float]  # what, begin, end, by the clock of the machine
+Span = tuple[str, float, float]  # name, begin, end, by the machine's clock
 
 
 def record_process(folder: Path) -> None:
@@ -67,7 +67,7 @@ def record_process(folder: Path) -> None:
         def note(layer: int) -> None:
             nonlocal last
             spans.append(("layer", last, clock()))
-            if after_layer is not None:  # else all is pushed at the end
+            if after_layer is not None:  # otherwise everything is pushed at the end
                 after_layer(layer)
             last = clock()
 
@@ -108,7 +108,7 @@ def record_process(folder: Path) -> None:
 
 
 def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
-    """{what: spans in ms since the first layer began} of each prompt; ``token``: at the client."""
+    """Return each prompt's {what: spans in ms since its first layer began}."""
     asked: list[tuple[float, float, list[float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ[TRACE_VARIABLE] = folder

@@ -50,7 +50,7 @@ class Measured:
     """One request: its TTFT in seconds by the client's clock, and the router's receipt.
 
     Attributes:
-        empty_s: round trip of an empty call, right behind it.
+        empty_s: round trip of an empty call right after the request.
     """
 
     client_s: float
@@ -64,7 +64,7 @@ class Measured:
 
 
 class Prompts:
-    """Texts of so many tokens, no two with the same beginning."""
+    """Texts of given lengths in tokens, no two with the same beginning."""
 
     def __init__(self, model: str) -> None:
         self._tokenizer = Tokenizer(Path(model))

@@ -47,7 +47,7 @@ LATENT_BATCHES = (1, 8)
 LATENT_BLOCK_SIZE = 64
 PROMPTS = (4096, 8192, 16384)  # tokens
 PROMPT_HEADS = (16, 8, 128)  # of Qwen3-0.6B: query heads, KV heads, head dim
-PROMPT_LAYERS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))  # and what is linear
+PROMPT_LAYERS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))  # in, out
 PROMPT_ROWS = 2048  # of a step
 TARGET_PROMPT = 0.85
 LONG_CONTEXTS = ((4096, 8), (16384, 2))  # tokens, requests
@@ -155,7 +155,7 @@ def measure_attention(
     repetitions: int,
     cache_dtype: torch.dtype | None = None,
 ) -> list[dict[str, object]]:
-    """Paged decode attention, the backend in torch alone, and reading the same bytes in a row."""
+    """Measure paged decode attention, torch's backend, and plain reads of the same bytes."""
     cache_dtype = cache_dtype or dtype
     rows: list[dict[str, object]] = []
     for num_heads, num_kv_heads, head_dim in heads:
@@ -197,7 +197,7 @@ def measure_attention(
 
 
 def measure_prompts(repetitions: int) -> list[dict[str, object]]:
-    """Attention of a whole prompt, and linear layers of one step, by their products per second."""
+    """Measure products per second of a whole prompt's attention and of one step's linear layers."""
     rows: list[dict[str, object]] = []
     num_heads, num_kv_heads, head_dim = PROMPT_HEADS
     native = native_ops()
@@ -242,7 +242,7 @@ def measure_prompts(repetitions: int) -> list[dict[str, object]]:
 
 
 def measure_latents(repetitions: int) -> list[dict[str, object]]:
-    """Paged decode attention over latents: its share of bandwidth, and of what limits it."""
+    """Measure paged decode attention over latents: its share of bandwidth and of its limit."""
     rows: list[dict[str, object]] = []
     for dtype in (torch.float32, torch.bfloat16):
         square = torch.randn(1, 1024, 1024).to(dtype)
@@ -285,7 +285,7 @@ def measure_latents(repetitions: int) -> list[dict[str, object]]:
 
 
 def measure_linear(repetitions: int) -> list[dict[str, object]]:
-    """Packed weights in each storage type against F.linear in float32."""
+    """Compare packed weights in each storage type with F.linear in float32."""
     rows: list[dict[str, object]] = []
     native = native_ops()
     assert native is not None, "no native kernels: see the log"

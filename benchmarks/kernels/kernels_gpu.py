@@ -131,7 +131,7 @@ def kernels_of(step: Step, sizes: Sizes) -> dict[str, tuple[Callable[[], object]
 
 
 def torch_chains_of(step: Step, sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """Return each op as torch calls in a row, without a look back at the host."""
+    """Return each op as a chain of torch calls without a synchronization."""
     block_size = sizes.block_size
 
     def chain() -> Tensor:
@@ -163,7 +163,7 @@ def torch_chains_of(step: Step, sizes: Sizes) -> dict[str, Callable[[], object]]
 
 
 def stream(sizes: Sizes) -> Iterator[Row]:
-    """Bytes per second of inputs that no cache holds, against a copy of as many in this run."""
+    """Measure bytes per second of uncached inputs, against a copy of as many bytes."""
     copied = copy_gb_per_s(sizes.device, 2 * sizes.stream_bytes)
     yield {"part": "stream", "what": "copy", "GB/s": copied, "of copy": 1.0}
     width = max(sizes.hidden_size, sizes.intermediate_size // 3)
@@ -175,7 +175,7 @@ def stream(sizes: Sizes) -> Iterator[Row]:
 
 
 def launch(sizes: Sizes) -> Iterator[Row]:
-    """Microseconds of one step's op in a graph, by torch ops and by one kernel."""
+    """Measure microseconds of one step's op in a graph, by torch ops and by one kernel."""
     for num_tokens in sizes.step_tokens:
         step = Step.of(sizes, num_tokens)
         chains = torch_chains_of(step, sizes)
@@ -203,7 +203,7 @@ def _tensors(value: object) -> tuple[Tensor, ...]:
 
 
 def sampling(sizes: Sizes) -> Iterator[Row]:
-    """Microseconds of one token per row, and how many reads of the logits that is."""
+    """Measure microseconds of one token per row, also as a number of reads of the logits."""
     copied = copy_gb_per_s(sizes.device, 2 * sizes.stream_bytes)
     for num_rows in sizes.sampling_rows:
         # Peaked, as a model's: some hundred tokens have nearly all the weight.
@@ -240,7 +240,7 @@ def _sampler(values: Tensor, temperature: float, top_k: int, top_p: float) -> Ca
 
 
 def _in_torch(values: Tensor, temperature: float, top_k: int, top_p: float) -> Callable[[], Tensor]:
-    """The common way in torch: sort, cut, softmax, and a race of exponentials; no needless sort."""
+    """Sample as is common in torch: sort (if needed), cut, softmax, a race of exponentials."""
     if temperature == 0:
         return lambda: values.argmax(dim=-1)
     if not top_k and top_p >= 1:

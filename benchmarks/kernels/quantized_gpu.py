@@ -48,7 +48,7 @@ from baton_kernels.triton.fp8 import has_fp8  # noqa: E402
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 TINY_LAYERS = {"o": (48, 256)}
 TOKENS = (1, 8, 32, 64, 128, 256, 2048)
-CACHE_BYTES = 200e6  # weights of one measurement are no fewer
+CACHE_BYTES = 200e6  # fewest bytes of weights in one measurement
 ATOL, RTOL = 3e-2, 2e-2
 FORMATS = (
     *("int4", "int4, zero points", "int4, groups of 32", "int8-weight-only"),
@@ -102,7 +102,7 @@ class Case:
     Attributes:
         row: fields of the row that name the case.
         calls: calls of one product, each with weights in memory of its own.
-        weight: None: it is in bfloat16.
+        weight: the quantized weight; None: bfloat16.
         weight_bytes: bytes of the weight that one call reads.
         flops: operations of one call.
         expected: the right result; None: the result is not checked.

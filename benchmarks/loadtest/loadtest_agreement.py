@@ -35,7 +35,7 @@ from benchmarks.runner.environment import RESULTS
 from benchmarks.runner.run import Document, Run
 from tests.clients.environments import installed_version, interpreter
 
-NUM_NODES = 4  # of each kind: requests that come at once wait for nobody
+NUM_NODES = 4  # of each kind, enough that no request waits for another
 TIME_SCALE = 4.0
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 32
 WITHIN = 0.05
@@ -66,7 +66,7 @@ class Job:
     Attributes:
         url: URL of the HTTP API, without /v1.
         model: the folder with the tokenizer.
-        folder: an empty one; ``prompts`` is in it.
+        folder: a new folder, with the file ``prompts``.
     """
 
     load: Load
@@ -199,7 +199,7 @@ class Generator:
 
     Attributes:
         entry: a prompt as a line of the data set that it reads.
-        own_words: it puts so many before each prompt.
+        own_words: number of words that it puts before each prompt.
         environment: variables of its process.
     """
 
@@ -249,7 +249,7 @@ def play_fresh(
 
 
 def play(generator: Generator, job: Job) -> str:
-    """Run the program on its core; returns the end of what it said."""
+    """Run the program on its core; return the end of its output."""
     core = max(os.sched_getaffinity(0))
     log = job.folder / "log.txt"
     with (

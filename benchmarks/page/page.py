@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """Text of the row's last cell."""
+        """Text of the row's last cell: whether the target holds."""
         if self.found is None:
             return "not measured"
         return {True: "yes", False: "**missed**", None: ""}[self.found.holds]

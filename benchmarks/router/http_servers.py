@@ -224,7 +224,7 @@ def measure(name: str, num_streams: int, num_tokens: int) -> float:
 
 
 def cpu_ns(pid: int) -> int:
-    """CPU time of all threads of a process; finer than its clock ticks."""
+    """Return the CPU time of all threads of a process in ns; finer than clock ticks."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text(encoding="utf-8").split()[0]) for file in files)
 
@@ -232,7 +232,7 @@ def cpu_ns(pid: int) -> int:
 def run(
     run: Run, streams: Sequence[int] = (64, 256), tokens: int = 150, repeats: int = 3
 ) -> Document:
-    """Measure the servers in turns, so that all share the machine's moods."""
+    """Measure the servers in turns, so that other load on the machine hits all alike."""
     samples: dict[tuple[str, int], list[float]] = {}
     for _ in range(repeats):
         for num_streams in streams:

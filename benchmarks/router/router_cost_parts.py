@@ -1,4 +1,4 @@
-"""Surround the router of `router_cost.py` with nodes that only talk, a bare relay, its backend.
+"""Processes around the router of `router_cost.py`: nodes that only talk, a relay, its backend.
 
 Each is a process of its own. Knows no model.
 """
@@ -46,7 +46,7 @@ from baton.v1 import node_pb2_grpc
 
 RELAY_METHOD = "/benchmark.Relay/Stream"
 MESSAGE = bytes(60)
-IDLE_S = 0.002  # nothing is asked of a node: it leaves its core to others
+IDLE_S = 0.002  # pause of an idle node, which leaves its core to others
 PREFILL_RECEIPT = PrefillReceipt(
     queue_s=0.0, prefill_s=0.0, num_chunks=1, num_computed_tokens=8, num_cached_tokens=0
 )
@@ -71,7 +71,7 @@ async def steps(interval_s: float) -> AsyncIterator[None]:
 
 
 class TalkingNode:
-    """A node's end of a link, which sends one token per step for each request."""
+    """A node's end of a link; it sends one token per step for each request."""
 
     def __init__(self, registration: NodeRegistration, token_ids: list[int]) -> None:
         self._registration = registration

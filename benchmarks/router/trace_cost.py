@@ -82,8 +82,8 @@ def cost_when_off_us() -> float:
 
 
 def cost_when_on_us(endpoint: str) -> float:
-    """CPU of all that a router does for a traced request beyond one that is not: contexts, spans,
-    messages of them, and sending these from their thread."""
+    """Return the extra CPU time of a traced request in a router: contexts, spans, their messages,
+    and sending these from their thread."""
     number = 10_000
     tracing = Tracing(TraceOptions(trace_endpoint=endpoint))
     assert tracing.sink is not None
@@ -118,7 +118,7 @@ def cost_when_on_us(endpoint: str) -> float:
                     ).SerializeToString()
                 following.note_finished(FinishReason.LENGTH, RECEIPT)
             if index % 100 == 0:
-                time.sleep(0.02)  # as requests come: the exporter gets on meanwhile
+                time.sleep(0.02)  # as between requests; the exporter works meanwhile
         if is_traced:
             tracing.close()
         cpu_s[is_traced] = time.process_time() - began
@@ -140,7 +140,7 @@ def collecting() -> Iterator[str]:
 
 
 def collect() -> None:
-    """Run a collector that takes all and reads nothing; print its port."""
+    """Run a collector that accepts all spans unread; print its port."""
     handler = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
     service, method = EXPORT.strip("/").split("/")
     server = grpc.server(ThreadPoolExecutor(1))

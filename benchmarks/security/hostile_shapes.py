@@ -128,7 +128,7 @@ class Watch:
 
     def begin(self) -> None:
         self._base = self.sizes()
-        for child in self.deployment.children:  # one that starts with this shape
+        for child in self.deployment.children:  # base of a worker that starts later
             self._base.setdefault(f"{child.name} worker", 60.0)
         self.held = Held()
 
@@ -186,7 +186,7 @@ async def run_all(
         await asyncio.sleep(3)  # the first output is under way
         watch.begin()
         await asyncio.sleep(5)
-        quiet = watch.held  # of the machine itself
+        quiet = watch.held  # figures of the machine without attack
         for shape in shapes:
             watch.begin()
             began_at = time.perf_counter()
@@ -220,8 +220,8 @@ def run(run: Run, only: str = "", timeout: float = 20.0) -> Document:
     """Send every shape.
 
     Args:
-        only: shapes whose name has this.
-        timeout: seconds until a client leaves.
+        only: part of the shapes' names.
+        timeout: seconds after which a client leaves.
     """
     shapes = [shape for shape in all_shapes() if only in shape.name]
     listen, http_listen = free_address(), free_address()

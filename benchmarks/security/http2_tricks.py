@@ -95,7 +95,7 @@ async def measure(
     number: int | None,
     seconds: float,
 ) -> Outcome:
-    """Attack all these ports at once, and return the worst that was seen."""
+    """Attack all these ports at once, and return the worst figures."""
     lost = set(lost_lines(folder))
     waited = cpu_waits(watch.deployment)
     watch.begin()
@@ -163,7 +163,7 @@ class Options:
     Attributes:
         seconds: time of each trick.
         mixed: seconds of all tricks at once; 0: none.
-        only: tricks whose name has this.
+        only: part of the tricks' names.
         logs: folder for the programs' logs.
     """
 

@@ -38,7 +38,7 @@ TENANTS = {"victim": "", "attacker": "", "member": "team", "spy": "team"}
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One round as the attacker saw it; ``sent``: the victim had sent this prompt."""
+    """One round as the attacker saw it; ``sent`` tells whether the victim had sent its prompt."""
 
     sent: bool
     ttft_s: float
@@ -78,7 +78,7 @@ def running(*, keys: bool, more: Sequence[str]) -> Iterator[dict[str, Client]]:
 
 
 def ask(client: Client, prompt: list[int]) -> tuple[float, int]:
-    """Time to the first token, which is the only one, and how many were cached."""
+    """Return the time to the first and only token, and the number of cached tokens."""
     began = time.perf_counter()
     completion = client.generate(prompt, PARAMS, timeout_s=60)
     took_s = time.perf_counter() - began

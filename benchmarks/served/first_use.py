@@ -341,7 +341,7 @@ def ask(address: str, request: Request, pids: Sequence[int]) -> Timing:
 
 
 def measure(model: str, shape: str, kind: str, log: Path) -> Start:
-    """Start a system and send it requests of one kind, one behind another."""
+    """Start a system and send it requests of one kind, one after another."""
     chance = random.Random(f"{kind} {time.time()}")
     requests = [KINDS[kind](chance) for _ in range(NUM_REQUESTS)]
     with fresh_system(model, shape, log) as (pid, address, ready_s):
@@ -452,7 +452,7 @@ def _start_as_json(start: Start) -> dict[str, object]:
 
 
 def read_starts(kind: Mapping[str, Any]) -> list[Start]:
-    """Return what `as_json` wrote; processes with the first start alone."""
+    """Read the output of `as_json`; only the first start has processes."""
     return [
         Start(
             start["ready_s"],
@@ -477,7 +477,7 @@ def saved() -> dict[str, dict[str, list[Start]]]:
 def joined(
     before: Mapping[str, Mapping[str, list[Start]]], after: Mapping[str, Mapping[str, list[Start]]]
 ) -> dict[str, dict[str, list[Start]]]:
-    """Return the starts of both, by shape and kind."""
+    """Join the starts of two documents, by shape and kind."""
     return {
         shape: {
             kind: [*before.get(shape, {}).get(kind, []), *after.get(shape, {}).get(kind, [])]
@@ -500,7 +500,7 @@ def run(
     Args:
         kinds: kinds of requests.
         starts: fresh systems for each kind.
-        toy: the model in examples/demo_model.
+        toy: use the model in examples/demo_model.
         add: keep the starts that the file of results has.
     """
     if unknown := set(kinds) - set(KINDS):

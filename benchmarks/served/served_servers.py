@@ -33,7 +33,7 @@ from benchmarks.engine_cpu.engine_cpu import (
 )
 from benchmarks.loadtest.loadtest_fleet import baton_environment
 
-NAME = "served"  # under which each serves the model
+NAME = "served"  # name of the model on each server
 SPECIALS = ("<pad>", "<s>", "</s>")  # ids 0, 1 and 2, as the checkpoints' configs say
 MAX_MODEL_LEN = 2048
 KV_GIB = 2
@@ -53,7 +53,7 @@ class Job:
         cores: every core that the server may use.
         gguf: the GGUF file to serve; None: the checkpoint in ``folder``.
         max_model_len: tokens of a prompt and its output.
-        num_slots: requests at a time, where a server has to know.
+        num_slots: most requests at a time, for servers that have to know.
         slot_tokens: tokens of a prompt and its output, where each slot has memory of its own.
     """
 
@@ -73,7 +73,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server: its command, raises FileNotFoundError if it is not there; and its variables."""
+    """A server: its command, which raises FileNotFoundError if missing, and its variables."""
 
     command: Callable[[Job], list[str]]
     environment: Callable[[Job], dict[str, str]]
@@ -105,7 +105,7 @@ def words() -> Iterator[str]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a BPE tokenizer that has so many tokens: bytes, and words behind a space.
+    """Write a BPE tokenizer of ``vocab_size`` tokens: bytes, and words after a space.
 
     Each merge adds one letter to a shorter word, so a text of such words is read in one way, which
     is one token for each. Generators that draw tokens and send their text count as the server does.
@@ -376,7 +376,7 @@ def running(server: Server, job: Job, log: Path) -> Iterator[Live]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End it and what it started."""
+    """End a process and its children."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)

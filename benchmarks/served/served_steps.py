@@ -62,7 +62,7 @@ print(1000 * statistics.median(times))
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Milliseconds, as between two tokens: half of them, and 99 of 100, are at most so long."""
+    """Median and 99th percentile of the gaps between tokens, in milliseconds."""
 
     p50: float
     p99: float
@@ -83,7 +83,7 @@ def step_alone(model: str, threads: int) -> float:
 
 
 async def stream_times(client: AsyncClient, prompt: list[int], num_tokens: int) -> list[float]:
-    """Return when one stream was asked for and when each token came, in milliseconds."""
+    """Return the times of a stream's request and of each token, in milliseconds."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     times = [1000 * time.perf_counter()]
     async for delta in client.stream(prompt, params):

@@ -33,7 +33,7 @@ from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
 from engine.crash_dump import dump_crash
-from engine.engine import Engine
+from engine.make_engine import make_engine
 from engine.offline.answer import Answer
 from engine.offline.beam_search import (
     Beam,
@@ -72,7 +72,7 @@ class LLM:
         # In a batch nobody waits for a single token, so prompts are not cut for the sake of
         # decodes.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
-        self.engine = Engine(folder, EngineConfig(**options))
+        self.engine = make_engine(folder, EngineConfig(**options))
         self._answers: dict[str, Answer] = {}  # of requests in progress, by request id
         self._num_requests = 0
         self._dead = False

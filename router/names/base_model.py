@@ -38,7 +38,9 @@ class BaseModel:
         A request would otherwise wait for nodes that may never come.
         """
         pool = self.pool
-        if not pool.num_nodes and not pool.awaits_nodes(self.dispatcher.options.return_timeout_s):
+        if not pool.num_nodes and not pool.awaits_nodes(
+            self.dispatcher.recoveries.options.return_timeout_s
+        ):
             with self.metrics.accepting():
                 raise NodeUnavailableError(f"model: no node of {self.model!r} has joined")
 

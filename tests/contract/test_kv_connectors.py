@@ -387,7 +387,7 @@ def test_a_slow_path_within_one_host_is_warned_of(
     ]
     for end, other in (ends, ends[::-1]):
         assert end.connect(other.peer_info) == "nixl/ucx tcp"
-        assert f"{other.peer_info.engine_id} is on this host, but bytes take" in caplog.text
+        assert f"{other.peer_info.engine_id} is on this host, but its bytes travel" in caplog.text
     for end in ends:
         end.close()
 

@@ -22,6 +22,7 @@ from baton.text.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.journal import Journal, JournalOptions
+from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryOptions
 from router.fleet.node_pool import NodePool
 from router.intake.intake import Intake
@@ -99,7 +100,9 @@ class GrpcScene:
         self.decode = AnsweringNode(self, NodeRole.DECODE)
         self.prefill.reach(self.decode)
         retries = RetryOptions(max_attempts=1, pair_timeout_s=0, return_timeout_s=0)
-        self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), retries)
+        self.dispatcher = RecordingDispatcher(
+            self.pool, LeastTokens(), Recoveries(self.pool, retries)
+        )
         intake = Intake(self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
         self.journal = Journal(options)
         self.names = one_base(self.dispatcher, intake)

@@ -28,13 +28,13 @@ from baton.link.words import (
     PrefillCommand,
     RequestDelta,
 )
-from baton.telemetry.spans import Span, SpanSink
-from baton.telemetry.trace_context import TraceContext, random_id
+from baton.telemetry.spans import Span, SpanSink, TraceContext, random_id
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import RequestStatus
 from engine.engine import Engine
+from engine.make_engine import make_engine
 from kvconnector.base import TransferEvent
 from kvconnector.block_digests import BlockDigests
 from kvconnector.ends import Receiver, Sender
@@ -104,7 +104,9 @@ class CheckedEngine(Engine):
         expected_kv: Callable[[list[int]], torch.Tensor],
         identity: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        super().__init__(folder, config, identity)
+        made = make_engine(folder, config, identity)
+        parts = made._scheduler, made._grammars, made._speculation
+        super().__init__(made.executor, *parts, made.compatibility)
         self.expected_kv = expected_kv
 
     def schedule(self) -> SchedulerOutput:
@@ -233,7 +235,7 @@ class Cluster:
         self.p_id = engine_id
         self.p = make_prefill_node(
             engine_id,
-            Engine(self._folder, self._config),
+            make_engine(self._folder, self._config),
             self.network,
             self._take,
             self.clock,

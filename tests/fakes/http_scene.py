@@ -19,6 +19,7 @@ from baton.link.words import PrefillCommand, RequestError
 from baton.text.tokenizer import Tokenizer
 from router.api.http_server import HttpServer
 from router.api.ui.page import StatusPage
+from router.calls.recovery.recovery import Recoveries
 from router.gate.overload import Overload
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
@@ -57,7 +58,9 @@ class HttpScene:
         self.pool = make_pool(max_model_len=20_000)
         if pair:
             self.prefill, self.decode = join_pair(self.pool, max_model_len=max_model_len)
-        self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), NO_RETRIES)
+        self.dispatcher = RecordingDispatcher(
+            self.pool, LeastTokens(), Recoveries(self.pool, NO_RETRIES)
+        )
         self.metrics = RouterMetrics(self.pool)
         self.intake = intake = Intake(
             self.dispatcher,

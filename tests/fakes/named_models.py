@@ -20,6 +20,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grp
 from router.api.admin.service import AdminService
 from router.api.grpc.inference_service import InferenceService
 from router.api.http_server import HttpServer
+from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryOptions
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
@@ -46,7 +47,8 @@ class NamedModel:
         self.nodes: list[AnsweringNode] = []
         if has_nodes:
             self.join()
-        self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), RETRIES)
+        recoveries = Recoveries(self.pool, RETRIES)
+        self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), recoveries)
         metrics = RouterMetrics(self.pool)
         intake = Intake(
             self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0, metrics=metrics

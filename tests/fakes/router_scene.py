@@ -13,9 +13,10 @@ from baton.access.identity import Principal
 from baton.api.outputs import TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import NodeRole, PrefillCommand
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import TraceContext
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
+from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.policies.cost import Cost
 from router.policies.least_tokens import LeastTokens
@@ -62,9 +63,8 @@ class Scene:
         self.decodes = [self.join("d", i) for i in range(num_decode)]
         self.prefill, self.decode = self.prefills[0], self.decodes[0]
         self.connect()
-        self.dispatcher = Dispatcher(
-            self.pool, Cost() if may_self_prefill else LeastTokens(), options, budget
-        )
+        policy = Cost() if may_self_prefill else LeastTokens()
+        self.dispatcher = Dispatcher(self.pool, policy, Recoveries(self.pool, options, budget))
         self.outputs: list[TextDelta] = []
         self.reads = asyncio.Event()
         self.reads.set()

@@ -21,7 +21,7 @@ from baton.link.words import (
     split_request_id,
 )
 from decode_node.node import DecodeNode
-from engine.engine import Engine
+from engine.make_engine import make_engine
 from kvconnector.base import TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.protocol.messages import Message
@@ -29,6 +29,7 @@ from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
+from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.calls.wake_ups import WakeUps
 from router.fleet.node_pool import NodePool
@@ -117,9 +118,10 @@ class System:
         policy = POLICIES.load(setup.policy)()
         if setup.sometimes_alone:
             policy = SometimesAlone(policy)
-        self.dispatcher = Dispatcher(
-            self.pool, policy, RetryOptions(return_timeout_s=5.0), RetryBudget(clock=self.clock)
+        recoveries = Recoveries(
+            self.pool, RetryOptions(return_timeout_s=5.0), RetryBudget(clock=self.clock)
         )
+        self.dispatcher = Dispatcher(self.pool, policy, recoveries)
         self.dispatcher.epochs = itertools.count(1_000_000 * self._num_routers)
         busy_share = 1.0 if setup.router_is_busy else 0.0
         self.dispatcher.wake_ups = WakeUps(
@@ -162,7 +164,7 @@ class System:
         where = (self.network, process.emit, self.clock)
         digests = setup.kv_digests
         if is_prefill:
-            engine = Engine(setup.folder, config, IDENTITY)
+            engine = make_engine(setup.folder, config, IDENTITY)
             prefill = make_prefill_node(
                 engine_id, engine, *where, setup.push_mode, kv_digests=digests
             )

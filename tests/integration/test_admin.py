@@ -324,7 +324,7 @@ def test_drain_under_load_loses_nothing_then_resume_serves_and_remove_ends_the_p
     assert operator.run("node", "d0", code=3) == "error: there is no node 'd0'\n"
     # The last decode node is busy for longer than somebody wants to wait.
     busy = asyncio.run(_drain_for_too_short_a_time(router, operator))
-    assert busy.startswith("error: d1 is draining after the time is up: d1 is draining: 1 requests")
+    assert busy.startswith("error: d1 is still draining after --timeout-s: d1 is draining: 1")
     operator.run("remove", "d1", "--force")
     assert operator.run("node", "d1", code=3) == "error: there is no node 'd1'\n"
     assert deployment.child("d1").process.wait(20) == 0

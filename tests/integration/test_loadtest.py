@@ -202,7 +202,7 @@ def test_requests_that_all_fail_are_counted_by_kind(
     done = baton("loadtest", "run", "--target", target, *options, *ANY_LAG, cwd=tmp_path)
     assert done.returncode == 1
     assert "10 x INVALID_ARGUMENT: " in done.stdout
-    assert done.stderr == "error: no request of the measured window came through\n"
+    assert done.stderr == "error: no request of the measured window succeeded\n"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_faults_come_at_their_times_and_leave_no_block(tmp_path: Path) -> None:
         (["--target", "x", "--find-max-goodput"], "--find-max-goodput: needs --slo, and --rate"),
         (
             ["--target", "x", "--find-max-goodput", "--slo", "ttft=1", "--save-requests", "r"],
-            "--save-requests: is of a single run",
+            "--save-requests: is for a single run",
         ),
     ],
 )

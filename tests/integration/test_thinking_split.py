@@ -191,7 +191,7 @@ def test_what_is_wrong_is_refused_with_one_line(client: Any) -> None:
         ({"thinking_token_budget": -1}, "thinking_token_budget: must be a whole number from 0 to"),
         (
             {"reasoning": {"max_tokens": 3}, "thinking_token_budget": 4},
-            "thinking_token_budget: must be as reasoning.max_tokens, got 4",
+            "thinking_token_budget: must equal reasoning.max_tokens, got 4",
         ),
     ):
         with pytest.raises(openai.BadRequestError, match=message):

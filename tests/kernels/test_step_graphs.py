@@ -21,7 +21,7 @@ from engine import LLM
 from engine.executors.uniproc import worker_of
 from engine.worker.cuda_graphs import StepGraphs
 from engine.worker.graph_capture import DeviceCapture
-from engine.worker.graph_inputs import StagedStep
+from engine.worker.inputs.prepared_step import StagedStep
 from engine.worker.make_runner import make_model_runner
 from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
 from tests.kernels.conftest import DEVICE

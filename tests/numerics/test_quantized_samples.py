@@ -225,7 +225,7 @@ def test_the_last_columns_of_a_row_may_be_a_group_of_fewer() -> None:
     assert torch.equal(weight[:, :128], scales[:1].T.expand(rows, 128))
     assert torch.equal(weight[:, 128:], scales[1:].T.expand(rows, 64))
     other = QuantizationConfig("gptq", group_size=64)  # the rest's; 192 is no multiple of 96 then
-    with pytest.raises(ModelLoadError, match="2 groups of 192 columns: of which size is not known"):
+    with pytest.raises(ModelLoadError, match="2 groups of 192 columns: the group size is unknown"):
         read_one(parts, other).read()
 
 

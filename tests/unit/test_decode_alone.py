@@ -111,4 +111,4 @@ def test_zero_leaves_steps_unbounded_and_a_bound_below_a_step_is_refused() -> No
     with pytest.raises(ConfigError, match="max_step_stretch: must be 0 or above 1, got 1"):
         DecodeOptions(max_step_stretch=1.0)
     cluster = make_cluster(20, options=DecodeOptions(max_step_stretch=0.0))
-    assert cluster.d_engine._stretch is None
+    assert cluster.d_engine._figures._stretch is None

@@ -31,15 +31,17 @@ from baton.telemetry.receipt_table import format_bytes
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2, types_pb2
 
-RequestArgument = Annotated[str, typer.Argument(help="See `baton admin requests`.")]
+RequestArgument = Annotated[
+    str, typer.Argument(help="Id of a request, see `baton admin requests`.")
+]
 _STYLES = {"running": "green", "failed": "red", "queued": "yellow"}
 
 
 def requests(
     node: OptionalNodeArgument = "",
-    limit: Annotated[int, typer.Option(help="Of the router: at most so many.", min=1)] = 20,
+    limit: Annotated[int, typer.Option(help="Most requests of the router to list.", min=1)] = 20,
     open: Annotated[
-        bool, typer.Option("--open", help="Of the router: only those in progress.")
+        bool, typer.Option("--open", help="Of the router's requests, list only those in progress.")
     ] = False,
     *,
     access: OperatorAccess,

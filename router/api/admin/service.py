@@ -182,8 +182,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         what = request.WhichOneof("what")
         if what in ("prompt", "num_prompt_tokens") and not context.principal.is_operator:
             raise PermissionDeniedError(
-                "what: must be a request_id: what nodes would do with a prompt tells what others "
-                "do, for which the role look is needed"
+                "what: must be a request_id without the role look: where a prompt would go tells "
+                "about the requests of others"
             )
         match what:
             case "request_id":
@@ -227,14 +227,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListQuarantineRequest, context: Context
     ) -> admin_pb2.ListQuarantineResponse:
         """Return the requests that are refused because equal ones crashed nodes."""
-        return describe_quarantine([base.dispatcher.suspects for base in self._bases])
+        return describe_quarantine([base.dispatcher.recoveries.suspects for base in self._bases])
 
     async def ReleaseQuarantine(  # gRPC's naming
         self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
     ) -> admin_pb2.ReleaseQuarantineResponse:
         """Stop refusing some quarantined requests, or all."""
         num_released = sum(
-            base.dispatcher.suspects.release(request.fingerprint) for base in self._bases
+            base.dispatcher.recoveries.suspects.release(request.fingerprint) for base in self._bases
         )
         _note(context, f"release {request.fingerprint or 'all'}: {num_released}")
         return admin_pb2.ReleaseQuarantineResponse(num_released=num_released)
@@ -442,7 +442,7 @@ def _whose(context: Context, tenant: str, role: Role) -> str | None:
     if not principal.tenant:
         raise PermissionDeniedError(f"authorization: the role {role} is needed for this")
     if tenant not in ("", principal.tenant):
-        raise PermissionDeniedError(f"tenant: {principal.name} may mean requests of its own only")
+        raise PermissionDeniedError(f"tenant: {principal.name} may name only its own requests")
     return principal.tenant
 
 

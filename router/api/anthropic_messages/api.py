@@ -253,7 +253,7 @@ async def count_tokens(request: web.Request, options: HttpOptions) -> TokenCount
     given = await read_body(request, CountTokensRequest, options)
     served = request[SERVED]
     intake = served.intake
-    intake.check_key(request[PRINCIPAL])
+    intake.admission.check_key(request[PRINCIPAL])
     body = chat_request(given)
     with as_fields(FIELD_NAMES):
         prompt = chat_prompt(body, served.chat_template)

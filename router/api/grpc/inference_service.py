@@ -55,7 +55,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         max_timeout_s: float = math.inf,
     ) -> None:
         self._names = names
-        self._long_answers = names.bases[0].intake.long_answers
+        self._long_answers = names.bases[0].intake.answers.long
         self._journal = journal or Journal()
         self._max_timeout_s = max_timeout_s
 

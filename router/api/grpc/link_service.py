@@ -164,7 +164,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         except InvalidRequestError as error:  # the message could not be parsed
             pool.hang_up(node, str(error))
         except Exception:  # the link just ends: without this line nobody would see why
-            logger.exception("the link of %s broke by what it said", node.name)
+            logger.exception("a message of %s broke its link", node.name)
         finally:
             pool.remove(node)
             outgoing.put_nowait(None)

@@ -58,7 +58,7 @@ async def tokenize(request: web.Request, options: HttpOptions) -> Tokenized:
     """Answer a request to tokenize; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, TokenizeRequest, options)
     intake = request[SERVED].intake
-    intake.check_key(request[PRINCIPAL])
+    intake.admission.check_key(request[PRINCIPAL])
     token_ids = await intake.tokenize_only(
         _prompt(body, request[SERVED].chat_template),
         request[PRINCIPAL],
@@ -75,7 +75,7 @@ async def detokenize(request: web.Request, options: HttpOptions) -> Detokenized:
     """Answer a request to detokenize; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, DetokenizeRequest, options)
     intake = request[SERVED].intake
-    intake.check_key(request[PRINCIPAL])
+    intake.admission.check_key(request[PRINCIPAL])
     return Detokenized(await intake.reader.decode(body.tokens))
 
 

@@ -153,7 +153,7 @@ def safetensors(path: Path, header: object, num_bytes: int = 64, length: int | N
         ({"data_offsets": [0.0, 16.0]}, "data_offsets"),
         ({"data_offsets": "x"}, "data_offsets"),
         ({"data_offsets": [8, 24]}, "overlaps a"),
-        ({"shape": [5]}, "16 bytes are no"),
+        ({"shape": [5]}, "16 bytes cannot be"),
         ({"shape": [2**50]}, "shape"),
         ({"shape": [-4]}, "shape"),
         ({"shape": 4}, "shape"),

@@ -260,7 +260,7 @@ def patch(path: Path, old: bytes, new: bytes) -> None:
          "tokenizer.ggml.pre: missing"),
         (lambda path: write(path, vocabulary=changed(kind="bert")),
          "tokenizer.ggml.model: 'bert' is not supported; supported: gpt2, llama"),
-        (lambda path: write(path, vocabulary=changed(merges=["ab"])), "merges: 'ab' is no pair"),
+        (lambda path: write(path, vocabulary=changed(merges=["ab"])), "merges: 'ab' is not a pair"),
         (lambda path: write(path, vocabulary=changed(fields={"eos_token_id": 700})),
          "eos_token_id: must be one of 40 tokens, got 700"),
     ],
@@ -286,7 +286,7 @@ HOSTILE: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "length": (
         {"x": TEXTS + struct.pack("<QQ", 2, 2**64 - 1) + bytes(64)},
-        "truncated: byte",
+        "truncated: needs",
     ),
     "architecture": (
         {"general.architecture": TEXTS + struct.pack("<Q", 1) + text("llama")},

@@ -7,7 +7,7 @@ import pytest
 from baton.link.wire import command_from_proto, command_to_proto
 from baton.link.words import DecodeCommand, PrefillCommand
 from baton.serving.access_log import AccessEntry
-from baton.telemetry.trace_context import MAX_STATE_CHARS, TraceContext, parse_traceparent
+from baton.telemetry.spans import MAX_STATE_CHARS, TraceContext, parse_traceparent
 from baton.telemetry.trace_options import TraceOptions
 from baton.telemetry.tracing import NO_TRACING, Tracing
 from tests.fakes.router_scene import PARAMS

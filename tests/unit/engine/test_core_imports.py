@@ -23,7 +23,13 @@ def test_there_is_a_core() -> None:
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    "modules", [CORE, ["engine.executors", "engine.executors.base"], ["engine.engine"]]
+    "modules",
+    [
+        CORE,
+        ["engine.executors", "engine.executors.base"],
+        ["engine.engine"],
+        ["engine.make_engine"],
+    ],
 )
 def test_the_core_loads_no_torch_and_no_link(modules: list[str]) -> None:
     code = f"""

@@ -22,10 +22,10 @@ from engine.sampling.device_sampling import (
 )
 from engine.worker.cuda_graphs import captured_sizes, reason_against_graphs
 from engine.worker.device_choice import check_allocator
-from engine.worker.graph_inputs import GraphInputs, StagedStep
+from engine.worker.graph_inputs import GraphInputs
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs import request_rows
-from engine.worker.inputs.prepared_step import PreparedStep
+from engine.worker.inputs.prepared_step import PreparedStep, StagedStep
 from tests.fakes.engine_parts import make_request
 from tests.fakes.prepared_steps import attention_groups
 from tests.fakes.sampling import sampling_input

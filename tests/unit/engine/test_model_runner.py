@@ -11,6 +11,7 @@ from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
+from engine.make_engine import make_engine
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 PARAMS = [
@@ -22,7 +23,7 @@ PARAMS = [
 
 
 def start() -> tuple[Engine, list[Request]]:
-    engine = Engine(DEMO, EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**24))
+    engine = make_engine(DEMO, EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**24))
     requests = [
         Request.create(
             str(index),

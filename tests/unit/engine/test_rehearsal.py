@@ -16,13 +16,14 @@ from engine.core.request import Request
 from engine.core.step_plan import SHARE, StepHooks, StepPlan
 from engine.engine import Engine
 from engine.executors.base import PendingStep
+from engine.make_engine import make_engine
 from engine.rehearsal import rehearse
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 
 
 def load_demo(**options: Any) -> Engine:
-    return Engine(DEMO, EngineConfig(device="cpu", num_blocks=32, num_threads=1, **options))
+    return make_engine(DEMO, EngineConfig(device="cpu", num_blocks=32, num_threads=1, **options))
 
 
 def answer(engine: Engine) -> list[int]:

@@ -14,13 +14,14 @@ from engine.core.request import Request
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.engine import Engine
 from engine.executors.base import PendingStep
+from engine.make_engine import make_engine
 from engine.step_profile import measure_decode_times, measure_step_times
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 
 
 def load_demo(**options: Any) -> Engine:
-    return Engine(DEMO, EngineConfig(device="cpu", num_blocks=32, num_threads=1, **options))
+    return make_engine(DEMO, EngineConfig(device="cpu", num_blocks=32, num_threads=1, **options))
 
 
 def answer(engine: Engine) -> list[int]:

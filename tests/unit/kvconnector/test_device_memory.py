@@ -12,6 +12,7 @@ import torch
 
 from kvconnector.base import BlockPush, KVReservation
 from kvconnector.block_digests import BlockDigests
+from kvconnector.blocks import Slices
 from kvconnector.ends import Receiver, Sender
 from kvconnector.io import IoLoop
 from kvconnector.layout import KVMemory
@@ -22,7 +23,6 @@ from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.seals import Channels
 from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS, Piece
-from kvconnector.slices import Slices
 from kvconnector.transports.in_memory import InMemoryTransport
 from kvconnector.transports.nixl.transport import NixlTransport, _Peer
 from kvconnector.transports.paths import (

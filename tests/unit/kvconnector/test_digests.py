@@ -20,7 +20,7 @@ from kvconnector.base import (
     TransferKey,
 )
 from kvconnector.block_digests import BlockDigests, digests_are_wanted
-from kvconnector.blocks import LayerRange
+from kvconnector.blocks import LayerRange, Slices
 from kvconnector.ends import Receiver, Sender
 from kvconnector.protocol.actions import Action, Drop, Input, Posted, Send, Write, WriteEnded
 from kvconnector.protocol.digests import DigestTeller, SentDigests, Written
@@ -28,7 +28,6 @@ from kvconnector.protocol.messages import Digests, Verified, Watermark, decode, 
 from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.seals import Channels, peek
 from kvconnector.protocol.transfer import MAX_ATTEMPTS, Piece
-from kvconnector.slices import Slices
 from kvconnector.transports.in_memory import InMemoryTransport, _Done
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.kv_memories import memory_of

@@ -181,7 +181,7 @@ def test_shapes_become_options() -> None:
     "text", ["", "1", "1:0", "0:1", "colocated:0", "colocated", "1:1+far", "a:b"]
 )
 def test_a_shape_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="deployments: must be of colocated:N"):
+    with pytest.raises(ConfigError, match="deployments: must be colocated:N"):
         Deployment.parse(text)
 
 

@@ -14,7 +14,7 @@ from router import base_parts, program
 from router.api import http_server
 from router.api.grpc.journal import JournalOptions
 from router.config import RouterConfig
-from router.intake.early_readers import EarlyReaders
+from router.intake.prompt_reader import EarlyReaders
 from router.intake.text_options import TextOptions
 
 DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"

@@ -11,8 +11,7 @@ import pytest
 from baton.api.errors import BatonError
 from baton.api.outputs import FinishReason
 from baton.link.words import DecodeCommand, PrefillCommand
-from baton.telemetry.spans import Span, SpanKind
-from baton.telemetry.trace_context import TraceContext, parse_traceparent
+from baton.telemetry.spans import Span, SpanKind, TraceContext, parse_traceparent
 from router.calls.recovery.retry_budget import RetryOptions
 from router.request_spans import RequestSpans
 from tests.fakes.nodes import failure, token, token_1

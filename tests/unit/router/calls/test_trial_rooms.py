@@ -203,7 +203,7 @@ def test_ordinary_requests_wait_where_there_is_no_other_node() -> None:
 
     async def run() -> None:
         scene = Scene(options=OPTIONS)
-        rooms, fleet = scene.dispatcher.suspects.rooms, scene.pool.fleet
+        rooms, fleet = scene.dispatcher.recoveries.suspects.rooms, scene.pool.fleet
         await scene.call(params=SamplingParams(max_tokens=3, seed=1))
         [begun] = scene.decode.of(DecodeCommand)
         scene.prefill.say(token("a", 0, 0, epoch=begun.epoch))

@@ -217,7 +217,7 @@ async def test_what_is_less_urgent_is_refused_first() -> None:
     admission.shed(0)
     for priority in (-5, 0):
         await enter(priority)
-    with pytest.raises(OverloadedError, match="takes urgent ones only") as refused:
+    with pytest.raises(OverloadedError, match="urgent requests only") as refused:
         await enter(1)
     assert refused.value.retry_delay_s
     assert admission.state().num_refused == {"overload": 1}

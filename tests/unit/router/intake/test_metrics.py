@@ -14,7 +14,7 @@ from baton.link.words import NodeBeat, NodeRole, PeerReport
 from baton.serving.connection_limits import ConnectionCounts
 from router.calls.recovery.suspects import Suspects
 from router.fleet.load.forecast import PrefillForecast
-from router.gate.admission import Admission
+from router.gate.admission import Admission, make_admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
 from router.gate.overload import Overload
@@ -50,7 +50,7 @@ def values(metrics: RouterMetrics) -> dict[str, float]:
 
 def test_every_metric_is_described_in_the_document() -> None:
     pool = make_pool()
-    admission = Admission(Capacity(lambda: pool.fleet))
+    admission = make_admission(pool)
     metrics = RouterMetrics(pool, admission, Overload(), Suspects(pool))
     metrics.show_connections(ConnectionCounts())
     text = metrics.text().decode()

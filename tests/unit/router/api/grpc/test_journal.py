@@ -55,7 +55,7 @@ async def test_what_a_tenant_keeps_makes_room_for_its_own() -> None:
 async def test_one_stream_is_bounded_while_it_runs() -> None:
     journal = Journal(JournalOptions(max_bytes=2**16))
     journal.keep("long", b"", endless(), tenant="a")
-    with pytest.raises(OverloadedError, match=r"^resumable: no more of this request fits"):
+    with pytest.raises(OverloadedError, match=r"^resumable: the request's output is too long"):
         async for _ in journal.read("long", 0, tenant="a"):
             pass
     assert journal.num_bytes < 2**15

@@ -72,7 +72,7 @@ async def test_a_response_without_stream_has_only_so_many_logprobs(
         assert response.status == status
         if not stream:
             error = (await response.json())["error"]
-            assert error["message"] == "logprobs: a response without stream may have 10 together"
+            assert error["message"] == "logprobs: a response without stream may have 10 in all"
 
 
 @on_http()
