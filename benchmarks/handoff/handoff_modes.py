@@ -31,7 +31,7 @@ from benchmarks.runner.environment import summary
 from kvconnector.block_digests import BlockDigests
 from kvconnector.protocol.digests import Written
 from kvconnector.protocol.pair_keys import BlockKey
-from tests.fakes.kv_memories import memory_of
+from tests.fakes.handoff.kv_memories import memory_of
 
 LENGTHS = (256, 1024, 4096, 16384)  # tokens
 

@@ -41,8 +41,8 @@ from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind
 from router.intake.metrics import RouterMetrics
 from router.policies.cost import Cost
-from tests.fakes.nodes import HandNode, make_pool, make_registration
-from tests.fakes.router_scene import Scene
+from tests.fakes.router.nodes import HandNode, make_pool, make_registration
+from tests.fakes.router.router_scene import Scene
 
 NUM_REQUESTS, NUM_BLOCKS = 4096, 2**20
 SETTLE_S = 2.0

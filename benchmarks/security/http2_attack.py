@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.fakes.http2_tricks import TRICKS
-from tests.fakes.raw_http2 import RawHttp2
+from tests.fakes.network.http2_tricks import TRICKS
+from tests.fakes.network.raw_http2 import RawHttp2
 
 NUM_CONNECTIONS = 8
 # Callers are limited by address: attackers must not use up other clients' limits.

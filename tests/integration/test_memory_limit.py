@@ -12,7 +12,8 @@ import urllib.request
 import pytest
 
 from baton.processes.free_address import free_address
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S
 
 
 def complete(address: str) -> tuple[int, dict[str, str], str]:

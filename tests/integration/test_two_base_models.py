@@ -18,12 +18,11 @@ from typer.testing import CliRunner
 from baton import AsyncClient, Client, SamplingParams
 from baton.api.errors import NodeUnavailableError, NotFoundError
 from baton.cli.app import app
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from baton.v1 import admin_pb2, admin_pb2_grpc
+from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, described_nodes, run_deployment
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(350)]
 
@@ -72,18 +71,13 @@ def deployment(
 ) -> Iterator[LocalDeployment]:
     names_file = tmp_path_factory.mktemp("names") / "names.toml"
     demo, tuned = (str(folder) for folder in models.folders.values())
-    config = LocalDeploymentConfig(
-        model=demo,
-        more_models=[tuned],
-        listen=free_address(),
-        router_args=[
-            "--served-model-name", f"demo={demo}", "--served-model-name", f"tuned={tuned}",
-            "--names-file", str(names_file), "--no-local-prefill", "--return-timeout-s", "150",
-        ],
-        node_args=["--dtype", "float32", "--num-blocks", "300"],
-    )  # fmt: skip
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    router_args = [
+        "--served-model-name", f"demo={demo}", "--served-model-name", f"tuned={tuned}",
+        "--names-file", str(names_file), "--return-timeout-s", "150",
+    ]  # fmt: skip
+    with run_deployment(
+        "--num-blocks", "300", model=demo, more_models=[tuned], router_args=router_args
+    ) as running:
         yield running
 
 
@@ -173,10 +167,8 @@ def wait_for_nodes(deployment: LocalDeployment) -> None:
 
 def num_connected(deployment: LocalDeployment) -> int:
     """Return how many nodes have joined the router and reach a peer."""
-    with grpc.insecure_channel(deployment.config.listen) as channel:
-        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-        try:
-            nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2).nodes
-        except grpc.RpcError:
-            return 0
+    try:
+        nodes = described_nodes(deployment).values()
+    except grpc.RpcError:
+        return 0
     return sum(any(peer.connected for peer in node.peers) for node in nodes)

@@ -1,6 +1,6 @@
 """A GGUF file of every architecture: its fields, its tensors and its tokens are the checkpoint's.
 
-A file is converted by tests/fakes/gguf_conversion.py from a checkpoint that transformers makes.
+transformers makes a checkpoint, and tests/fakes/checkpoints/gguf_conversion.py converts it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine import LLM
 from models import ModelConfig
 from models.loading.gguf_weights import read_gguf
 from models.recipe import AttentionSpec
-from tests.fakes.gguf_conversion import converted, write_checkpoint
+from tests.fakes.checkpoints.gguf_conversion import converted, write_checkpoint
 from tests.numerics.gguf_families import GGUF_FAMILIES, SHAPE, common_fields
 from tests.numerics.tiny_models import make_hugging_face_model, save
 

@@ -17,7 +17,7 @@ from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from node_runtime.collector import NodeCollector
 from router.gate.admission import make_admission
 from router.intake.metrics import RouterMetrics
-from tests.fakes.nodes import make_pool
+from tests.fakes.router.nodes import make_pool
 from tests.unit.router.intake.test_metrics import RECEIPT
 
 # What vLLM's dashboards and the Gateway API Inference Extension ask for, but for prefixes.

@@ -23,8 +23,8 @@ from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton.checkpoint.model_folder import config_digest, find_model_folder, weights_digest
 from baton.checkpoint.model_identity import folder_identity
 from baton.text.tokenizer import Tokenizer
-from tests.fakes.gguf_files import Vocabulary, plain_vocabulary, write_gguf
-from tests.fakes.vocabularies import VOCABULARIES, original, random_text
+from tests.fakes.checkpoints.gguf_files import Vocabulary, plain_vocabulary, write_gguf
+from tests.fakes.checkpoints.vocabularies import VOCABULARIES, original, random_text
 
 F32 = GGMLQuantizationType.F32
 FIELDS: dict[str, int | float | str] = {

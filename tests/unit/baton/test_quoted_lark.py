@@ -9,7 +9,7 @@ import pytest
 
 from baton.api.errors import InvalidRequestError
 from baton.text.quoted_lark import quoted_lark
-from tests.fakes.family_grammars import FamilyTokens
+from tests.fakes.answers.family_grammars import FamilyTokens
 
 PATCH = """\
 start: begin hunk+ end

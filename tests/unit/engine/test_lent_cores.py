@@ -20,8 +20,8 @@ from baton_kernels.huge_pages import huge_pages
 from engine.make_engine import make_engine
 from engine.worker.host.lent_cores import LentCores, lent_cores
 from engine.worker.host.pages_ahead import PagesAhead
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 FIRST_CORE = str(min(os.sched_getaffinity(0)))
 Placed = tuple[int, frozenset[int], int, frozenset[int]]
 

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.api.sampling_params import SamplingParams
-from baton.engine_config import EngineConfig
 from engine import step_profile
-from engine.core.request import Request
 from engine.core.step_plan import StepHooks, StepPlan
-from engine.engine import Engine
 from engine.executors.base import PendingStep
-from engine.make_engine import make_engine
 from engine.step_profile import measure_decode_times, measure_step_times
-
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
-
-
-def load_demo(**options: Any) -> Engine:
-    return make_engine(DEMO, EngineConfig(device="cpu", num_blocks=32, num_threads=1, **options))
-
-
-def answer(engine: Engine) -> list[int]:
-    params = SamplingParams(max_tokens=8, temperature=0)
-    engine.add_request(
-        Request.create(
-            "a", [*range(5, 45)], params, seed=0, eos_token_ids=frozenset(), max_model_len=99
-        )
-    )
-    tokens: list[int] = []
-    while engine.requests:
-        for output in engine.step().outputs:
-            tokens += output.token_ids
-    return tokens
+from tests.fakes.engine.demo_engine import answer, load_demo
 
 
 def test_steps_of_one_a_few_and_most_tokens_are_measured() -> None:

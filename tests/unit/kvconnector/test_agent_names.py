@@ -11,8 +11,8 @@ import torch
 from baton.api.errors import TransferError
 from kvconnector.peer_info import RankMemory
 from kvconnector.transports.nixl.transport import NixlTransport
-from tests.fakes.kv_link import BLOCK_SHAPE, numbers
-from tests.fakes.kv_memories import memory_of
+from tests.fakes.handoff.kv_link import BLOCK_SHAPE, numbers
+from tests.fakes.handoff.kv_memories import memory_of
 
 pytestmark = pytest.mark.nixl
 

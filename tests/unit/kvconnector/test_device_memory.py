@@ -32,10 +32,10 @@ from kvconnector.transports.paths import (
     judge_path,
 )
 from kvconnector.transports.scratch import Scratch
-from tests.fakes.cuda import FakeCuda, OnDevice
-from tests.fakes.kv_memories import PlainMemory, manifest, memory_of
-from tests.fakes.virtual_clock import VirtualClock
-from tests.fakes.waiting import wait_until
+from tests.fakes.engine.cuda import FakeCuda, OnDevice
+from tests.fakes.handoff.kv_memories import PlainMemory, manifest, memory_of
+from tests.fakes.time.virtual_clock import VirtualClock
+from tests.fakes.time.waiting import wait_until
 
 KEY = BlockKey(b"1" * 32)
 WRITTEN = Written("r", 0, [0, 1], (0, 2), 0, [0, 1])

@@ -19,8 +19,8 @@ from kvconnector.protocol.actions import Connect, ConnectEnded, Meet
 from kvconnector.protocol.messages import Commit, Digests, Grant, Quiet, decode, encode
 from kvconnector.protocol.receiver import ReceiveMachine
 from kvconnector.protocol.seals import peek
-from tests.fakes.kv_memories import manifest
-from tests.fakes.peer_infos import peer_info
+from tests.fakes.handoff.kv_memories import manifest
+from tests.fakes.handoff.peer_infos import peer_info
 
 (GROUP,) = manifest(2, 4, 4).groups
 GROUP_OF_TOO_MANY_LAYERS = msgspec.structs.replace(GROUP, num_places=1)

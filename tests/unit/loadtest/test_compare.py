@@ -28,7 +28,7 @@ from loadtest.report.report_compare import (
 )
 from loadtest.report.verdict import judge_comparison, values_of
 from loadtest.slo import Slo
-from tests.fakes.load_targets import Answer, ScriptedTarget, run_virtually
+from tests.fakes.outside.load_targets import Answer, ScriptedTarget, run_virtually
 from tests.unit.loadtest.test_page import assert_numbers_are_those_of
 
 pytestmark = pytest.mark.large

@@ -26,8 +26,8 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.gate.admission import make_admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.rate_limits import TOKENS
-from tests.fakes.grpc_scene import expected, params, served
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.grpc_scene import expected, params, served
+from tests.fakes.router.router_scene import asynchronous
 
 CALLS = inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods_by_name
 

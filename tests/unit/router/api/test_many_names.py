@@ -20,8 +20,8 @@ from baton.api.errors import (
 from baton.serving.rpc import open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from router.names.served_name import ServedName
-from tests.fakes.grpc_scene import params
-from tests.fakes.named_models import NamedModel, NamedModels
+from tests.fakes.router.grpc_scene import params
+from tests.fakes.router.named_models import NamedModel, NamedModels
 
 pytestmark = pytest.mark.medium
 AT_ONCE_S = 5.0  # far below the 30 s for which a request waits for nodes

@@ -21,8 +21,8 @@ from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
 from router.calls.placing import MAX_EXPECTING
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
-from tests.fakes.nodes import HandNode, failure, token, token_1
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.nodes import HandNode, failure, token, token_1
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 LENGTH = FinishReason.LENGTH
 OPTIONS = RetryOptions(

@@ -11,8 +11,8 @@ from baton.api.errors import NodeUnavailableError, RequestCancelledError
 from baton.link.words import NodeBeat
 from router.calls.recovery.retry_budget import RetryBudget
 from router.fleet.node import SILENT_BEATS
-from tests.fakes.nodes import HandNode, failure
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.nodes import HandNode, failure
+from tests.fakes.router.router_scene import Scene, asynchronous
 from tests.unit.router.calls.test_retries import OPTIONS, last, scene_of, until_attempt
 
 

@@ -27,9 +27,9 @@ from router.calls.recovery.suspects import (
 from router.fleet.lost_nodes import Loss, LostNodes
 from router.fleet.node import LegDelta
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import HandNode, join_pair, make_pool, make_registration, token
-from tests.fakes.router_scene import Scene, asynchronous
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.router.nodes import HandNode, join_pair, make_pool, make_registration, token
+from tests.fakes.router.router_scene import Scene, asynchronous
+from tests.fakes.time.virtual_clock import VirtualClock
 
 Command = TypeVar("Command")
 

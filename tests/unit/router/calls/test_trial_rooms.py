@@ -15,10 +15,10 @@ from router.calls.recovery.retry_budget import RetryOptions
 from router.calls.recovery.trial_rooms import TrialRooms
 from router.fleet.fleet import Fleet
 from router.fleet.node import LegDelta
-from tests.fakes.nodes import HandNode, join_pair, make_pool, token
-from tests.fakes.router_scene import Scene
-from tests.fakes.virtual_clock import VirtualClock
-from tests.fakes.virtual_loop import VirtualLoop
+from tests.fakes.router.nodes import HandNode, join_pair, make_pool, token
+from tests.fakes.router.router_scene import Scene
+from tests.fakes.time.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_loop import VirtualLoop
 
 OPTIONS = RetryOptions(first_pause_s=0.001, longest_pause_s=0.002)
 

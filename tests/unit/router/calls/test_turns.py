@@ -13,9 +13,9 @@ from router.calls.recovery.retry_budget import RetryOptions
 from router.calls.wake_ups import TURNS_AT_ONCE, WOKEN_AT_ONCE, Turns, WakeUps
 from router.fleet import node
 from router.fleet.node import LegDelta
-from tests.fakes.http_scene import until
-from tests.fakes.nodes import HandNode, join_pair, make_pool, make_registration, token
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.http_scene import until
+from tests.fakes.router.nodes import HandNode, join_pair, make_pool, make_registration, token
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 NUM_CALLS = 48
 

@@ -11,7 +11,7 @@ from baton.checkpoint.model_identity import SIMULATED
 from baton.link.words import NodeRegistration, NodeRole
 from router.fleet.base_pools import BasePools
 from router.fleet.node_pool import NodePool
-from tests.fakes.nodes import make_registration
+from tests.fakes.router.nodes import make_registration
 
 
 def pool(**identity: str) -> NodePool:

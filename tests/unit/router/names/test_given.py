@@ -9,8 +9,8 @@ import pytest
 from baton.api.errors import ConfigError
 from router.names.base_model import BaseModel
 from router.names.given import names_given
-from tests.fakes.named_models import NamedModel
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.named_models import NamedModel
+from tests.fakes.router.router_scene import asynchronous
 
 
 def bases(*models: str) -> list[BaseModel]:

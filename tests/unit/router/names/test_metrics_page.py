@@ -8,7 +8,7 @@ from baton.api.outputs import FinishReason, TextDelta
 from router.gate.overload import Overload
 from router.intake.metrics import RouterMetrics
 from router.names.metrics_page import MetricsPage
-from tests.fakes.nodes import make_pool
+from tests.fakes.router.nodes import make_pool
 from tests.unit.router.intake.test_metrics import RECEIPT
 
 

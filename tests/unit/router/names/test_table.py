@@ -21,8 +21,8 @@ from router.names.defaults import NameDefaults
 from router.names.names_file import NamesFile
 from router.names.served_name import ServedName
 from router.names.table import NameTable
-from tests.fakes.named_models import NamedModel, NamedModels
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.named_models import NamedModel, NamedModels
+from tests.fakes.router.router_scene import asynchronous
 
 DIGEST = "0123456789abcdef" * 4
 

@@ -14,7 +14,7 @@ from router.calls.decisions import DecisionLog
 from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Candidate, RouteQuery
 from router.policies.cost import Cost
-from tests.fakes.fleets import FleetBook, names
+from tests.fakes.router.fleets import FleetBook, names
 
 DOCS = Path(__file__).parents[4] / "docs" / "routing.md"
 

@@ -29,8 +29,8 @@ from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from router.api.grpc.journal import JournalOptions
 from router.gate.admission import make_admission
 from router.gate.admission_options import AdmissionOptions
-from tests.fakes.grpc_scene import TOKENIZER, breakable, expected, params, served
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.grpc_scene import TOKENIZER, breakable, expected, params, served
+from tests.fakes.router.router_scene import asynchronous
 
 # ---------------------------------------------------------------- one output
 

@@ -10,7 +10,7 @@ import pytest
 from baton.api.errors import OverloadedError
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.grpc.journal import MAX_READERS, Journal, JournalOptions
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.router_scene import asynchronous
 
 
 async def running() -> AsyncGenerator[TextDelta, None]:

@@ -40,9 +40,9 @@ from router.fleet.node_claims import (
     registration_problem,
 )
 from router.fleet.node_pool import MAX_KEPT_CHARS, NodePool
-from tests.fakes.http_scene import until
-from tests.fakes.nodes import DECODE_RECEIPT, HandNode, failure, make_pool, make_registration
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.http_scene import until
+from tests.fakes.router.nodes import DECODE_RECEIPT, HandNode, failure, make_pool, make_registration
+from tests.fakes.router.router_scene import asynchronous
 
 
 class Reader:

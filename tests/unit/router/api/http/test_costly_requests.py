@@ -15,8 +15,8 @@ from router.api.http import completions, exchange
 from router.api.http.logprobs import TokenTexts
 from router.intake import long_answers
 from router.intake.prompt_reader import PromptReader
-from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, events_of, on_http
+from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
 pytestmark = pytest.mark.medium
 

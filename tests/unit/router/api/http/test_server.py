@@ -26,8 +26,8 @@ from router.intake import long_answers
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.names.metrics_page import MetricsPage
-from tests.fakes.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
-from tests.fakes.name_tables import one_base
+from tests.fakes.router.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
+from tests.fakes.router.name_tables import one_base
 
 pytestmark = pytest.mark.medium
 
