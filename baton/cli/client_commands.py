@@ -84,7 +84,7 @@ def generate(
     served_name: ServedNameOption = "",
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
-    """Complete a text; prints it as it is made."""
+    """Complete a text, and print the tokens as they come."""
     from baton.client.client import Client  # here, so that `--help` is fast
 
     with _interruptible():

@@ -29,7 +29,6 @@ from engine.worker.input_batch import InputBatch
 BATCH_SIZES = (1, 8, 32)
 PROMPT_TOKENS = 128
 WARM_UP_STEPS = 5
-TARGET_SHARE = 0.10  # at the largest batch
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
     "random": SamplingParams(temperature=0.8, ignore_eos=True),
@@ -217,7 +216,6 @@ def run(run: Run, repetitions: int = 3, steps: int = 60) -> Document:
         "prompt_tokens": PROMPT_TOKENS,
         "repetitions": repetitions,
         "steps_per_repetition": steps,
-        "target_share_outside_at_batch_32": TARGET_SHARE,
     }
     shares = summarize(measure(repetitions, steps))
     fill = measure_fill()

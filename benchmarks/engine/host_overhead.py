@@ -15,11 +15,8 @@ own. No figure here is a GPU's: a real driver's calls come on top of every launc
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import json
-import operator
-import os
 import shutil
 import statistics
 import subprocess
@@ -37,6 +34,7 @@ import torch
 
 from benchmarks.engine.fake_gpu import FakeGPU
 from benchmarks.runner.environment import DEMO_MODEL, ROOT
+from benchmarks.runner.own_process import call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 BATCHES = (1, 32, 256)
@@ -51,23 +49,6 @@ LAYER_STEPS = 60
 BURSTS_MS = (0.0, 0.5, 2.0, 5.0)
 DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 2.0, 64
 SWITCH_INTERVALS_MS = (5.0, 0.5)  # the interpreter's own, and a short one
-# Where each is in the figures of a revision, and the most that it may be. Eager layers: a prompt's
-# and a decode's.
-TARGETS: dict[str, tuple[float, tuple[tuple[str, ...], ...]]] = {
-    "launches of an eager layer us": (
-        45,
-        tuple(
-            ("eager layer us", step, "launches", "median")
-            for step in (f"prompt chunk of {CHUNK}", "decode")
-        ),
-    ),
-    "runner's part of a decode step us, batch 256": (
-        400,
-        (("decode step us", "batch 256", "runner", "median"),),
-    ),
-    "graph nodes per layer": (9, (("graph nodes", "per layer"),)),
-}
-
 Figures = dict[str, float]
 REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # older revisions do not
 
@@ -387,18 +368,9 @@ def measure(parts: list[str]) -> dict[str, Any]:
 def measure_apart(tree: Path, parts: Sequence[str]) -> dict[str, Any]:
     """Measure a tree in a process of its own."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-        subprocess.run(
-            [
-                *(sys.executable, "-P", "-m", "benchmarks", "--call"),
-                *("benchmarks.engine.host_overhead:measure_into", file.name, *parts),
-            ],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "kernels", ROOT))),
-                "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0",
-            },
-            cwd=tree, check=True,
-        )  # fmt: skip
+        environment = own_environment(tree, OMP_NUM_THREADS="1", TRITON_INTERPRET="0")
+        words = call_words("benchmarks.engine.host_overhead:measure_into", file.name, *parts)
+        subprocess.run(words, env=environment, cwd=tree, check=True)
         found: dict[str, Any] = json.load(file)
         return found
 
@@ -429,18 +401,6 @@ def merged(runs: list[Any]) -> Any:
     return min(runs)
 
 
-def missed(found: dict[str, Any]) -> list[str]:
-    """Return a line for each target that a revision's figures miss; skip parts not measured."""
-    lines = []
-    for what, (most, places) in TARGETS.items():
-        for place in places:
-            if place[0] in found:
-                value: Any = functools.reduce(operator.getitem, place, found)
-                if value > most:
-                    lines.append(f"{what}: at most {most:g}, got {value:g} ({', '.join(place)})")
-    return lines
-
-
 def measure_into(path: str, *parts: str) -> None:
     """Measure the tree that is imported; write its figures as JSON."""
     Path(path).write_text(json.dumps(measure(list(parts))), encoding="utf-8")
@@ -469,8 +429,6 @@ def run(
     for name, found in results.items():
         for part, figures in found.items():
             run.show(f"{name}: {part}", figures)
-    run.problems += [f"missed: {line}" for line in missed(results["now"])]
     shape = {"layer": SHAPE, "context": CONTEXT, "device_step_ms": DEVICE_STEP_MS}
     shape |= {"rounds": rounds, "against": against or None}
-    shape["targets"] = {what: most for what, (most, _) in TARGETS.items()}
     return {"shape": shape, **results}

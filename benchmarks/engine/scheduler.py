@@ -31,7 +31,6 @@ from benchmarks.runner.environment import summary
 from benchmarks.runner.run import Document, Run
 from engine.core.block_pool import BlockPool
 
-TARGET_US = 1000
 GROUP = 16  # blocks per call of the block pool
 
 
@@ -166,7 +165,6 @@ def run(
         "block_size": BLOCK_SIZE,
         "repetitions": repetitions,
         "steps_per_repetition": steps,
-        "target_step_us": TARGET_US,
     }
     if nano_vllm is not None:
         shape["nano_vllm_revision"] = revision_of(nano_vllm)

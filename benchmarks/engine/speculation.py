@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.packaged_model import SMOLLM2
-from benchmarks.runner.environment import RESULTS, ROOT
+from benchmarks.runner.environment import ROOT
 from benchmarks.runner.run import Run
 from engine import LLM
 from examples.demo import fetch_model
@@ -98,6 +98,12 @@ def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
     return found
 
 
+def beginnings(llm: LLM, options: Options) -> list[list[int]]:
+    """Return prompts of functions that begin."""
+    assert llm.tokenizer is not None
+    return [llm.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
+
+
 def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[int, ...]]]:
     """Return tokens per second, and the outputs."""
     started = time.monotonic()
@@ -106,12 +112,7 @@ def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[i
 
 
 def compare(
-    name: str,
-    plain: LLM,
-    drafting: LLM,
-    prompts: list[list[int]],
-    batch: int,
-    options: Options,
+    name: str, plain: LLM, drafting: LLM, prompts: list[list[int]], batch: int, options: Options
 ) -> Row:
     """Complete prompts in batches with both engines in turns."""
     params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True)
@@ -211,13 +212,9 @@ def compare_drafters(
     """Measure one of the demo model's drafters that have weights."""
     of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**28}
     plain = LLM(str(DEMO), **of_engine)
-    assert plain.tokenizer is not None
-    prompts = [plain.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
+    prompts = beginnings(plain, options)
     folder = draft_model if method == "draft_model" else DEMO / method
-    drafts = {
-        "speculative_method": method,
-        "speculative_model": str(folder),
-    }
+    drafts = {"speculative_method": method, "speculative_model": str(folder)}
     adaptive = LLM(str(DEMO), **of_engine, **drafts)
     fixed = LLM(str(DEMO), **of_engine, **drafts, adaptive_speculation=False)
     name = f"demo model, {method}"
@@ -255,9 +252,7 @@ def compare_peers(
     for task, (files, text) in TASKS.items():
         prompts = prompts_of(reader, files[: options.prompts], text)
         add(compare_transformers(task, peer, prompts, options, **drafts))
-    reader = LLM(str(DEMO), dtype="float32", kv_cache_bytes=2**26)
-    assert reader.tokenizer is not None
-    prompts = [reader.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
+    prompts = beginnings(LLM(str(DEMO), dtype="float32", kv_cache_bytes=2**26), options)
     peer, assistant = load_peer(DEMO), load_peer(draft_model)
     assistant.generation_config.num_assistant_tokens = NUM_DRAFTS
     given = {"assistant_model": assistant}
@@ -289,11 +284,7 @@ def measure(part: str, console: Console, options: Options) -> list[Row]:
 
 
 def run(
-    run: Run,
-    part: Sequence[str] = PARTS,
-    tokens: int = 128,
-    repetitions: int = 3,
-    prompts: int = 4,
+    run: Run, part: Sequence[str] = PARTS, tokens: int = 128, repetitions: int = 3, prompts: int = 4
 ) -> None:
     """Compare one part after the other; results of other parts are kept.
 
@@ -303,8 +294,7 @@ def run(
         prompts: prompts of each kind.
     """
     options = Options(tokens, repetitions, prompts)
-    written = RESULTS / "speculation.json"
-    parts = json.loads(written.read_text(encoding="utf-8"))["parts"] if written.exists() else {}
+    parts = run.saved().get("parts", {})
     environment = run.environment
     for name in part:
         now = {key: environment[key] for key in ("date", "git_revision", "cpu", "load_average")}

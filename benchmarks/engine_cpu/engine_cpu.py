@@ -9,9 +9,7 @@ down. Refuses to know: how an engine is called, see engine_cpu_subjects.py.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.runner.checkpoints import random_checkpoint
 from benchmarks.runner.environment import ROOT
+from benchmarks.runner.own_process import answer_of, own_environment
 from benchmarks.runner.run import Document, Run
 
 BUILD = ROOT / "build" / "engine_cpu"
@@ -132,21 +132,10 @@ RUN_LIMIT_S = 1800
 
 def make_checkpoint(work: Work) -> Path:
     """Make the random checkpoint once, with the demo model's tokenizer, as converters need one."""
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    shape = {**work.shape, **ids}
     folder = BUILD / work.folder
-    if not (folder / "model.safetensors").exists():
-        import torch
-        import transformers
-
-        torch.manual_seed(0)
-        transformers.utils.logging.disable_progress_bar()
-        ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-        config = transformers.Qwen3Config(**work.shape, **ids)
-        torch.set_default_dtype(getattr(torch, work.dtype))
-        transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-        torch.set_default_dtype(torch.float32)
-        for path in (ROOT / "examples" / "demo_model").glob("tokenizer*"):
-            shutil.copy(path, folder)
-    return folder
+    return random_checkpoint(folder, "Qwen3ForCausalLM", shape, work.dtype, with_tokenizer=True)
 
 
 def python_of(peer: str) -> Path:
@@ -208,9 +197,6 @@ def time_engine(
 
     Raises SubprocessError or ValueError.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    if subject.split()[0] not in PEERS:
-        environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     script = Path(__file__).parent / "engine_cpu_subjects.py"
     given = {
         "--subject": subject,
@@ -219,22 +205,25 @@ def time_engine(
         "--tokens": options.tokens,
         "--repetitions": options.repetitions,
     }
-    words = [str(word) for pair in given.items() for word in pair]
+    words = [word for pair in given.items() for word in pair]
+    found: dict[str, float | str] = answer_in(
+        python, script, *words, "--cases", *options.cases, threads=options.threads
+    )
+    return found
+
+
+def answer_in(python: Path, *words: object, threads: int) -> Any:
+    """Run a script with the Python of an engine; return the JSON that it prints last.
+
+    Raises SubprocessError or ValueError.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if python == Path(sys.executable):
+        environment = own_environment(OMP_NUM_THREADS=str(threads))
     # What lies beside the script (-P), or where we are called, would shadow packages of theirs
     # ("kernels").
-    done = subprocess.run(
-        [str(python), "-P", str(script), *words, "--cases", *options.cases],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-        env=environment,
-        cwd=BUILD,
-    )
-    results: dict[str, float | str] = json.loads(
-        next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
-    )
-    return results
+    BUILD.mkdir(parents=True, exist_ok=True)
+    return answer_of([python, "-P", *words], RUN_LIMIT_S, env=environment, cwd=BUILD)
 
 
 def measure(
@@ -255,7 +244,7 @@ def measure(
             except KeyboardInterrupt:
                 missing |= {name: "interrupted" for name, cases in best.items() if not cases}
                 return {name: cases for name, cases in best.items() if cases}, missing
-            except (subprocess.SubprocessError, ValueError, StopIteration) as error:
+            except (subprocess.SubprocessError, ValueError) as error:
                 missing[subject] = reason_of(error)
                 continue
             for case, rate in found.items():

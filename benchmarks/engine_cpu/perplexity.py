@@ -35,6 +35,8 @@ DEMO_TEXTS = (
     "models/gpu/packing.py",
     "benchmarks/engine_cpu/compile_layers.py",
     "benchmarks/kernels/quantized_gpu.py",
+    "benchmarks/router/router_site.py",
+    "benchmarks/runner/answers.py",
 )
 BASE, ON_GPUS = "fp32", "on GPUs: "
 OTHERS = [

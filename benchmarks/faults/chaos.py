@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -26,7 +26,7 @@ from rich.console import Console
 from baton.api.errors import BatonError
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
-from benchmarks.faults.chaos_load import BROKEN, CHUNK_TOKENS, Case, Load, make_cases
+from benchmarks.faults.chaos_load import BROKEN, CHUNK_TOKENS, Load, make_cases, under_load
 from benchmarks.faults.chaos_site import (
     DETECTION_TIMEOUT_S,
     READY_TIMEOUT_S,
@@ -37,6 +37,7 @@ from benchmarks.faults.chaos_site import (
     list_nodes,
     wait_until_free,
 )
+from benchmarks.runner.answers import Case
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Run
 
@@ -69,8 +70,8 @@ class Result:
     name: str
     counts: dict[str, int] = field(default_factory=dict)
     retried: int = 0
-    num_drafts: int = 0
-    num_accepted_drafts: int = 0
+    drafts: int = 0
+    accepted_drafts: int = 0
     detection_s: float | None = None
     recovery_s: float = 0.0
     free_after_s: float | None = None
@@ -248,20 +249,19 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     except BatonError as error:
         result.broken.append(str(error))
     load = Load(site.address, site.cases, concurrency, seed, num_leavers=drill.num_leavers)
-    running = asyncio.create_task(load.run())
-    try:
-        await site.some_time()
-        await drill.action(site)
-        await asyncio.sleep(1.5)
-    except BatonError as error:
-        result.broken.append(str(error))
-    finally:
-        load.stop()
-        await running
+    async with under_load(load):
+        try:
+            await site.some_time()
+            await drill.action(site)
+            await asyncio.sleep(1.5)
+        except BatonError as error:
+            result.broken.append(str(error))
     result.counts = dict(sorted(load.counts().items()))
     result.retried = sum(answer.attempts > 1 for answer in load.answers)
-    result.num_drafts = sum(answer.num_drafts for answer in load.answers)
-    result.num_accepted_drafts = sum(answer.num_accepted_drafts for answer in load.answers)
+    receipts = [answer.receipt for answer in load.answers if answer.receipt is not None]
+    decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
+    result.drafts = sum(decode.num_drafts for decode in decodes)
+    result.accepted_drafts = sum(decode.num_accepted_drafts for decode in decodes)
     result.detection_s = site.detection_s
     complete = [answer for answer in load.answers if answer.outcome == "complete"]
     result.recovery_s = max((answer.longest_gap_s for answer in complete), default=0.0)
@@ -319,8 +319,8 @@ async def run_all(
             while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
                 drill = chosen[len(results)]
                 result = await run_drill(site, drill, concurrency, seed + len(results))
-                if draft_args and not result.num_accepted_drafts:
-                    result.broken.append(f"{result.num_drafts} drafts, and none was right")
+                if draft_args and not result.accepted_drafts:
+                    result.broken.append(f"{result.drafts} drafts, and none was right")
                 results.append(result)
                 mark = "; ".join(result.broken) or "holds"
                 console.print(f"{drill.name}: {result.counts} {mark}", highlight=False)
@@ -377,19 +377,9 @@ def run(
     given = (concurrency, seed, run.console, kv_connector, method)
     results = asyncio.run(run_all(chosen, cases, *given))
     run.problems += [f"{r.name}: {'; '.join(r.broken)}" for r in results if r.broken]
-    drills_by_name = {
-        r.name: {
-            "counts": r.counts,
-            "retried": r.retried,
-            "drafts": r.num_drafts,
-            "accepted_drafts": r.num_accepted_drafts,
-            "detection_s": r.detection_s,
-            "recovery_s": r.recovery_s,
-            "free_after_s": r.free_after_s,
-            "broken": r.broken,
-        }
-        for r in results
-    }
+    drills_by_name = {r.name: asdict(r) for r in results}
+    for row in drills_by_name.values():
+        del row["name"]
     run.show("drill", drills_by_name)
     if not short and not only:
         document = {

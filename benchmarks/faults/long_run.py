@@ -19,7 +19,7 @@ from typing import Literal
 import psutil
 
 from baton.deployment.local_deployment import LocalDeployment
-from benchmarks.faults.chaos_load import BROKEN, Load, make_cases
+from benchmarks.faults.chaos_load import BROKEN, Load, make_cases, under_load
 from benchmarks.faults.chaos_site import Site, demo_deployment, wait_until_free
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Run
@@ -46,13 +46,9 @@ class Usage:
     @classmethod
     def of(cls, pid: int) -> Usage:
         """Read the usage of a living process."""
-        folder = Path(f"/proc/{pid}")
-        resident = int((folder / "statm").read_text().split()[1]) * 4096
-        return cls(
-            len(list((folder / "fd").iterdir())),
-            len(list((folder / "task").iterdir())),
-            round(resident / 2**20, 1),
-        )
+        process = psutil.Process(pid)
+        resident_mib = round(process.memory_info().rss / 2**20, 1)
+        return cls(process.num_fds(), process.num_threads(), resident_mib)
 
 
 def look(site: Site) -> dict[str, Usage]:
@@ -137,16 +133,12 @@ async def measure(site: Site, what: str, options: Options) -> dict[str, object]:
     before, files = await look_at_rest(site), open_files(site)
     samples: list[dict[str, Usage]] = []
     load = Load(site.address, site.cases, CONCURRENCY, options.seed, leaving=0.05)
-    running = asyncio.create_task(load.run())
-    sampling = asyncio.create_task(sample(site, samples))
-    try:
+    async with under_load(load):
+        sampling = asyncio.create_task(sample(site, samples))
         if what == "standstills":
             faults = await stand_still_often(site, options.standstills)
         else:
             faults = await soak(site, options.minutes, options.every)
-    finally:
-        load.stop()
-        await running
         sampling.cancel()
     after, opened = await look_at_rest(site), open_files(site)
     found: dict[str, object] = {

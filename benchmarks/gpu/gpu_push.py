@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 
 from benchmarks.gpu.gpu_report import Report
 from benchmarks.kernels.gpu_timing import copy_gb_per_s
+from benchmarks.runner.own_process import call_words, own_environment
 from kvconnector.layout import KVLayout
 from kvconnector.transports.nixl.agent import NixlAgent
 
@@ -92,8 +92,8 @@ def _push(
 @contextmanager
 def _receiver(device: str, block_size: int, tokens: int, folder: str) -> Iterator[None]:
     """Run the other process."""
-    call = ("--call", "benchmarks.gpu.gpu_push:receive", device, block_size, tokens, folder)
-    child = subprocess.Popen([sys.executable, "-m", "benchmarks", *map(str, call)])
+    call = call_words("benchmarks.gpu.gpu_push:receive", device, block_size, tokens, folder)
+    child = subprocess.Popen(call, env=own_environment())
     try:
         yield
     finally:

@@ -21,12 +21,15 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import psutil
+import tokenizers
 import torch
 import transformers
 
 from baton import AsyncClient, Client, Receipt, SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeployment
+from benchmarks.runner.checkpoints import random_checkpoint
+from benchmarks.runner.deployments import deployed, receipt_of
 from benchmarks.runner.environment import summary
 from kvconnector.block_digests import BlockDigests
 from kvconnector.protocol.digests import Written
@@ -58,7 +61,6 @@ MAC_MODES = {name: MODES[name] for name in ("layers", "layers, digests")}
 TRANSPORTS = {"nixl": ((), ""), "nixl, tcp": ((), "tcp"), "tls": (TLS, "")} | {
     "tls, digests": ((*TLS, "--kv-digests"), "")
 }
-READY_TIMEOUT_S = 300.0
 IDLE_S = 10.0
 NUM_DECODING = 32
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -66,21 +68,15 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 def make_checkpoint(folder: Path) -> Path:
     """Make a model of eight layers with 8 KiB of KV per token, for long prompts in little time."""
-    config = transformers.Qwen3Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=17000,
-        eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer())
+    shape = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
+        "max_position_embeddings": 17000, "eos_token_id": 1,
+    }  # fmt: skip
+    random_checkpoint(folder, "Qwen3ForCausalLM", shape)
+    vocabulary = {f"<{index}>": index for index in range(512)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -92,18 +88,12 @@ def running(ways: Mapping[str, Way]) -> Iterator[dict[str, LocalDeployment]]:
         folder = make_checkpoint(Path(path))
         deployments = {}
         for name, way in ways.items():
-            config = LocalDeploymentConfig(
-                model=str(folder),
-                listen=free_address(),
-                router_args=["--no-local-prefill"],
-                node_args=["--kv-cache-memory", "256M", "--no-prefix-cache", *way.node_args],
-                prefill_args=["--push", way.push],
-            )
+            node_args = ["--kv-cache-memory", "256M", "--no-prefix-cache", *way.node_args]
             given = {"UCX_TLS": way.ucx_tls} if way.ucx_tls else {}
             with mock.patch.dict(os.environ, given):  # nodes have it from their start on
-                deployments[name] = stack.enter_context(LocalDeployment(config))
-        for deployment in deployments.values():
-            deployment.wait_ready(READY_TIMEOUT_S)
+                deployments[name] = stack.enter_context(
+                    deployed(folder, node_args=node_args, prefill_args=["--push", way.push])
+                )
         yield deployments
 
 
@@ -169,9 +159,7 @@ def measure_transports(num_requests: int) -> dict[str, object]:
 
 
 def collect_receipts(
-    deployments: dict[str, LocalDeployment],
-    num_requests: int,
-    lengths: Sequence[int] = LENGTHS,
+    deployments: dict[str, LocalDeployment], num_requests: int, lengths: Sequence[int] = LENGTHS
 ) -> dict[tuple[str, int], list[Receipt]]:
     """Return receipts of the same requests by mode and prompt length."""
     receipts: dict[tuple[str, int], list[Receipt]] = {}
@@ -183,10 +171,8 @@ def collect_receipts(
             prompt = draw.choices(range(2, 500), k=length)
             for mode, deployment in deployments.items():
                 with Client(deployment.config.listen) as client:
-                    receipt = client.generate(prompt, PARAMS).receipt
-                assert receipt is not None
-                assert receipt.decode is not None
-                assert receipt.decode.num_forwards == PARAMS.max_tokens - 1
+                    receipt, decode = receipt_of(client, prompt, PARAMS)
+                assert decode.num_forwards == PARAMS.max_tokens - 1
                 if index or length > 1024:
                     receipts.setdefault((mode, length), []).append(receipt)
     return receipts
@@ -292,23 +278,13 @@ def idle_cpu(deployment: LocalDeployment) -> dict[str, float]:
     """Return the percent of a core that each process takes at rest."""
 
     def seconds() -> dict[str, float]:
-        tick = os.sysconf("SC_CLK_TCK")
-        found = {}
-        for child in deployment.children:
-            stat = Path(f"/proc/{child.process.pid}/stat").read_text(encoding="ascii")
-            fields = stat.rpartition(")")[2].split()
-            found[child.name] = (int(fields[11]) + int(fields[12])) / tick  # user and system
-        return found
+        return {
+            child.name: sum(psutil.Process(child.process.pid).cpu_times()[:2])
+            for child in deployment.children
+        }
 
     before = seconds()
     time.sleep(IDLE_S)
     return {
         name: round((after - before[name]) / IDLE_S * 100, 2) for name, after in seconds().items()
     }
-
-
-def _byte_tokenizer() -> object:
-    import tokenizers
-
-    vocabulary = {f"<{index}>": index for index in range(512)}
-    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))

@@ -43,6 +43,7 @@ from triton import TritonError  # noqa: E402
 
 from baton_kernels.attention import ATTENTION_BACKENDS  # noqa: E402
 from baton_kernels.attention.base import AttentionMetadata  # noqa: E402
+from benchmarks.kernels.attention_steps import attention_step  # noqa: E402
 
 Call = Callable[[], Tensor]
 # Name -> module with flash_attn_func and flash_attn_with_kvcache. FlashAttention 3 has no release
@@ -97,28 +98,6 @@ class Cell:
         return 4.0 * self.batch * self.num_heads * self.head_dim * seen
 
 
-def metadata_of(cell: Cell, device: str) -> tuple[AttentionMetadata, Tensor]:
-    """Return a step of the cell with scattered blocks, and its table ``[batch, blocks]``."""
-    blocks = -(-cell.seq_len // cell.block_size)
-    table = torch.randperm(cell.batch * blocks, device=device).view(cell.batch, blocks)
-    positions = torch.arange(cell.prefix, cell.seq_len, device=device)  # [query_len]
-    slots = table[:, positions // cell.block_size] * cell.block_size + positions % cell.block_size
-    starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.query_len
-    metadata = AttentionMetadata(
-        num_requests=cell.batch,
-        num_tokens=cell.batch * cell.query_len,
-        query_start_loc=starts,
-        seq_lens=torch.full((cell.batch,), cell.seq_len, dtype=torch.int32, device=device),
-        block_table=table.to(torch.int32),
-        slot_mapping=slots.flatten(),
-        max_query_len=cell.query_len,
-        max_seq_len=cell.seq_len,
-        query_lens=(cell.query_len,) * cell.batch,
-        seq_lens_host=(cell.seq_len,) * cell.batch,
-    )
-    return metadata, table
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Times of one layer, in microseconds."""
@@ -130,7 +109,8 @@ class Measured:
 
 def measure_cell(cell: Cell, device: str) -> Measured:
     """Time ours, and every library that can."""
-    metadata, table = metadata_of(cell, device)
+    metadata = attention_step(cell.batch, cell.query_len, cell.seq_len, cell.block_size, device)
+    table = metadata.block_table.long()
     shape = (2, cell.num_kv_heads, cell.block_size, cell.head_dim)
     # Block-major, all layers inside a block.
     cache = torch.randn(table.numel(), cell.num_layers, *shape, device=device, dtype=cell.dtype)

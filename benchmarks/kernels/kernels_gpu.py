@@ -283,7 +283,7 @@ def measure(device: str, parts: tuple[str, ...] = tuple(PARTS)) -> Iterator[Row]
 
 def run(
     run: Run,
-    groups: Sequence[Literal["small", "attention", "products", "tiles"]] = (
+    groups: Sequence[Literal["small", "attention", "products"]] = (
         "small",
         "attention",
         "products",
@@ -294,7 +294,6 @@ def run(
     """Measure groups of kernels; each has a file of results.
 
     Args:
-        groups: tiles: products with other tiles, the fastest first; no results.
         parts: parts of the group of small kernels.
         dry_run: tiny shapes on the CPU.
     """
@@ -307,11 +306,9 @@ def run(
             rows = list(attention_gpu.measure(device))
             more["peers"] = dict(zip(("here", "missing"), attention_gpu.peers(), strict=True))
             run.show("decode, library / ours, geometric mean", attention_gpu.geometric_mean(rows))
-        elif group == "products":
-            rows = list(quantized_gpu.measure(device))
         else:
-            rows = list(quantized_gpu.sweep(device))
+            rows = list(quantized_gpu.measure(device))
         run.show(group, rows)
         run.problems += [str(row) for row in rows if "failed" in row]
-        if device != "cpu" and group != "tiles":
+        if device != "cpu":
             run.save({**more, "rows": rows}, FILES[group])

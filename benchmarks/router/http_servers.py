@@ -13,7 +13,6 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import msgspec
 import uvloop
 
 from benchmarks.runner.environment import summary
+from benchmarks.runner.own_process import call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 TICK_S = 0.03
@@ -203,9 +203,10 @@ async def read_nothing(port: int) -> None:
 
 def measure(name: str, num_streams: int, num_tokens: int) -> float:
     """CPU microseconds of the server's process per token, after a first round to warm up."""
-    serving = ("--call", "benchmarks.router.http_servers:serve", name)
-    words = ["-m", "benchmarks", *serving, str(num_streams), str(num_tokens)]
-    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as process:
+    words = call_words("benchmarks.router.http_servers:serve", name, num_streams, num_tokens)
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env=own_environment()
+    ) as process:
         os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
         assert process.stdout is not None
         port = int(process.stdout.readline())

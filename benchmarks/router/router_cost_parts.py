@@ -17,13 +17,7 @@ import grpc.aio
 import uvloop
 
 from baton.access.tls import TlsOptions, read_tls
-from baton.api.outputs import (
-    DecodeReceipt,
-    FinishReason,
-    PrefillReceipt,
-    PushReceipt,
-    RequestDelta,
-)
+from baton.api.outputs import DecodeReceipt, FinishReason, PrefillReceipt, PushReceipt, RequestDelta
 from baton.checkpoint.model_identity import folder_identity
 from baton.link import wire
 from baton.link.words import (
@@ -112,18 +106,11 @@ class TalkingNode:
             self._said.append(PeerReport(command.engine_id, True, "none"))
         elif isinstance(command, PrefillCommand):
             finish = None if command.decode_engine_id else FinishReason.LENGTH
-            self._said.append(
-                (
-                    RequestDelta(
-                        command.request_id,
-                        0,
-                        (next(self._token_ids),),
-                        finish,
-                        epoch=command.epoch,
-                        prefill=PREFILL_RECEIPT,
-                    ),
-                )
-            )
+            delta = RequestDelta(
+                command.request_id, 0, (next(self._token_ids),), finish, epoch=command.epoch,
+                prefill=PREFILL_RECEIPT,
+            )  # fmt: skip
+            self._said.append((delta,))
         elif isinstance(command, DecodeCommand):
             max_tokens = command.sampling_params.max_tokens
             self._active[command.epoch] = [command.request_id, 1, max_tokens]
@@ -135,16 +122,10 @@ class TalkingNode:
         for epoch, request in self._active.items():
             request_id, index, num_tokens = request
             if index + 1 == num_tokens:
-                ended.append(
-                    RequestDelta(
-                        request_id,
-                        index,
-                        (5,),
-                        FinishReason.LENGTH,
-                        epoch=epoch,
-                        decode=DECODE_RECEIPT,
-                    )
+                last = RequestDelta(
+                    request_id, index, (5,), FinishReason.LENGTH, epoch=epoch, decode=DECODE_RECEIPT
                 )
+                ended.append(last)
                 continue
             epochs.append(epoch)
             indexes.append(index)

@@ -38,6 +38,7 @@ from baton.link.words import (
     PrefillCommand,
 )
 from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.own_process import answer_of, call_words
 from benchmarks.runner.run import Document, Run
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
@@ -205,10 +206,7 @@ class Scene:
         )
         p_engine, d_engine = make_engine(DEMO_MODEL, config), make_engine(DEMO_MODEL, config)
         make = KV_CONNECTORS.load(connector)
-        transports = {
-            P: make(P, p_engine.kv_memory),
-            D: make(D, d_engine.kv_memory),
-        }
+        transports = {P: make(P, p_engine.kv_memory), D: make(D, d_engine.kv_memory)}
         self.infos = {name: transport.peer_info for name, transport in transports.items()}
         kinds = [BlockDigests(e.kv_memory) if has_digests else None for e in (p_engine, d_engine)]
         taps = {name: cast(KVTransport, Tap(t, self)) for name, t in transports.items()}
@@ -496,25 +494,14 @@ SCENES = {
 
 def run_scene(name: str, num_attacks: int) -> dict[str, Any]:
     """Run one scene in a process of its own, as the attack may end the process."""
-    started = time.perf_counter()
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks", "--call"),
-            *("benchmarks.security.forged_kv:attack_in", name, str(num_attacks)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=SCENE_LIMIT_S,
-    )
-    lines = done.stdout.splitlines()
-    found: dict[str, Any] = json.loads(lines[-1]) if done.returncode == 0 and lines else {}
-    if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-    return {
-        "exit_code": done.returncode,
-        "seconds": round(time.perf_counter() - started, 1),
-        **found,
-    }
+    started, code, found = time.perf_counter(), 0, dict[str, Any]()
+    try:
+        words = call_words("benchmarks.security.forged_kv:attack_in", name, num_attacks)
+        found = answer_of(words, SCENE_LIMIT_S)
+    except subprocess.CalledProcessError as error:
+        code = error.returncode
+        print(error.stderr[-2000:], file=sys.stderr)
+    return {"exit_code": code, "seconds": round(time.perf_counter() - started, 1), **found}
 
 
 def attack_in(name: str, num_attacks: str) -> None:

@@ -31,7 +31,8 @@ from benchmarks.engine_cpu.engine_cpu import (
     make_checkpoint,
     python_of,
 )
-from benchmarks.loadtest.loadtest_fleet import baton_environment
+from benchmarks.runner.checkpoints import ids_of, tokenizer_document
+from benchmarks.runner.own_process import own_environment
 
 NAME = "served"  # name of the model on each server
 SPECIALS = ("<pad>", "<s>", "</s>")  # ids 0, 1 and 2, as the checkpoints' configs say
@@ -116,25 +117,12 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     new = list(islice(words(), vocab_size - len(tokens)))
     tokens += [f"Ġ{word}" for word in new]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": number, "content": text, "special": True, **added}
-            for number, text in enumerate(SPECIALS)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": byte_level | {"use_regex": True},
-        "post_processor": None,
-        "decoder": byte_level | {"use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: number for number, token in enumerate(tokens)},
-            "merges": [[f"Ġ{word[:-1]}", word[-1]] for word in new],
-        },
-    }
+    byte_level["use_regex"] = True
+    merges = [[f"Ġ{word[:-1]}", word[-1]] for word in new]
+    document = tokenizer_document(
+        {"type": "BPE", "vocab": ids_of(tokens), "merges": merges},
+        specials=SPECIALS, pre_tokenizer=byte_level, decoder=byte_level,
+    )  # fmt: skip
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
@@ -232,10 +220,6 @@ def baton(*options: str) -> Callable[[Job], list[str]]:
     return command
 
 
-def own_environment(job: Job) -> dict[str, str]:
-    return baton_environment()
-
-
 def vllm(job: Job) -> list[str]:
     return [
         *(str(python_of("vllm").with_name("vllm")), "serve", str(as_safetensors(job))),
@@ -263,12 +247,8 @@ def others_environment() -> dict[str, str]:
     known = folder / "vllm-0+cpu.dist-info"
     known.mkdir(parents=True, exist_ok=True)
     (known / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
-    return {
-        **os.environ,
-        "PYTHONPATH": str(folder),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return {**os.environ, "PYTHONPATH": str(folder), **offline}
 
 
 def llama_server() -> Path:
@@ -333,8 +313,8 @@ def llamacpp(job: Job) -> list[str]:
 
 
 SERVERS = {
-    "baton colocated": Server(baton("--prefill", "0"), own_environment),
-    "baton split": Server(baton(), own_environment),
+    "baton colocated": Server(baton("--prefill", "0"), lambda job: own_environment()),
+    "baton split": Server(baton(), lambda job: own_environment()),
     "vllm": Server(vllm, vllm_environment),
     "llamacpp": Server(llamacpp, lambda job: dict(os.environ)),
 }

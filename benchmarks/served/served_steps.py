@@ -29,8 +29,7 @@ from typing import Literal
 
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from benchmarks.runner.deployments import deployed
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Document, Run
 
@@ -38,7 +37,6 @@ SHAPES = {"colocated": (0, 1), "split": (1, 1)}  # prefill and decode nodes
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 NUM_USERS, NUM_REQUESTS = 4, 24
 BUSY_PROMPT_TOKENS, BUSY_OUTPUT_TOKENS = 512, 64
-READY_TIMEOUT_S = 120.0
 MOST = 1.25  # a gap of a stream alone, over a step of an engine alone
 
 ENGINE_ALONE = """
@@ -134,15 +132,12 @@ def percentiles(gaps: list[float]) -> Gaps:
 def serve(options: Options, shape: str, threads: int, seed: int) -> dict[str, Gaps]:
     """Start a deployment, and measure its streams."""
     num_prefill, num_decode = SHAPES[shape]
-    config = LocalDeploymentConfig(
-        model=options.model, listen=free_address(), num_prefill=num_prefill, num_decode=num_decode,
+    with deployed(
+        options.model, num_prefill=num_prefill, num_decode=num_decode,
         node_args=["--num-threads", str(threads), *options.node_args.split()],
         decode_args=options.decode_args.split(), router_args=options.router_args.split(),
-        lend_cores=False,
-    )  # fmt: skip
-    with LocalDeployment(config) as deployment:
-        deployment.wait_ready(READY_TIMEOUT_S)
-        return asyncio.run(measure(config.listen, seed))
+    ) as deployment:  # fmt: skip
+        return asyncio.run(measure(deployment.config.listen, seed))
 
 
 def median_of(rounds: list[dict[str, Gaps]], load: str) -> Gaps:

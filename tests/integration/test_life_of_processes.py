@@ -58,7 +58,9 @@ def baton_up(
 def programs_of(up: subprocess.Popen[str]) -> list[psutil.Process]:
     """The router and the nodes, which may be children of a template."""
     children = psutil.Process(up.pid).children()
-    templates = [one for one in children if "baton.processes.program_template" in one.cmdline()]
+    # A template becomes a reaper when all nodes are ready.
+    names = ("program_template", "program_reaper")
+    templates = [one for one in children if any(name in str(one.cmdline()) for name in names)]
     forked = [program for template in templates for program in template.children()]
     return [one for one in children if one not in templates] + forked
 

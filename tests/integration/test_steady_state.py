@@ -108,13 +108,11 @@ def stand_still(deployment: LocalDeployment, name: str) -> None:
     process = deployment.child(name).process
     process.send_signal(signal.SIGSTOP)
     try:
-        wait_until(
-            lambda: name not in node_names(deployment.config.listen), "the router to miss it"
-        )
+        wait_until(lambda: name not in node_names(deployment), "the router to miss it")
         time.sleep(STANDSTILL_S - 1.0)  # its peer misses it, too
     finally:
         process.send_signal(signal.SIGCONT)
-    wait_until(lambda: name in node_names(deployment.config.listen), "the node to be back")
+    wait_until(lambda: name in node_names(deployment), "the node to be back")
     deployment.wait_ready(READY_TIMEOUT_S)
 
 

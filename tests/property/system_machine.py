@@ -58,7 +58,7 @@ def known_contents() -> dict[BlockHash, torch.Tensor]:
     contents: dict[BlockHash, torch.Tensor] = {}
     for salt in SALTS:
         kv = ((p, reference_kv(tuple(p))) for p in prompts)
-        contents |= contents_of(reference().engine.compatibility | IDENTITY, kv, salt)
+        contents |= contents_of({**reference().engine.compatibility, **IDENTITY}, kv, salt)
     return contents
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
-from baton.link.words import NodeRole
+from baton.link.words import NodeRole, StepTime
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
@@ -14,9 +14,16 @@ from tests.fakes.router.nodes import make_registration
 
 
 class FleetBook:
-    """Prefill nodes p0, p1, ... and decode nodes d0, d1, ..., each reaching all of the others."""
+    """Prefill nodes p0, p1, ... and decode nodes d0, d1, ..., each reaching all of the others.
 
-    def __init__(self, num_prefill: int, num_decode: int) -> None:
+    Args:
+        step_times: profile of every node; empty: nodes have none.
+    """
+
+    def __init__(
+        self, num_prefill: int, num_decode: int, step_times: tuple[StepTime, ...] = ()
+    ) -> None:
+        self._step_times = step_times
         self.shared = SharedRates(kv_bytes_per_token=131_072)
         self.now = 0.0
         self.prefills = [self._node(f"p{i}", NodeRole.PREFILL) for i in range(num_prefill)]
@@ -29,7 +36,9 @@ class FleetBook:
 
     def _node(self, name: str, role: NodeRole) -> NodeLoad:
         registration = dataclasses.replace(
-            make_registration(name, role, max_model_len=10_000), num_blocks=20_000
+            make_registration(name, role, max_model_len=10_000),
+            num_blocks=20_000,
+            step_times=self._step_times,
         )
         return NodeLoad(registration, self.shared, lambda: self.now)
 

@@ -184,7 +184,7 @@ class System:
             version="1",
             address="",
             peer_info=peer_info,
-            compatibility=engine.compatibility,
+            compatibility=dict(engine.compatibility),
             max_model_len=engine.max_model_len,
             num_blocks=engine.num_blocks,
             block_size=BLOCK_SIZE,

@@ -55,6 +55,13 @@ def test_prompts_and_decodes_of_one_and_several_requests_sample_in_every_way(
     rehearse(engine)
     assert noted.kinds() == {(1, True), (1, False), (6, True), (6, False)}
     assert len(noted.plans) == 4, "a start must not take much longer for it"
+
+
+def test_a_node_that_never_decodes_rehearses_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_demo()
+    noted = Noted(engine, monkeypatch)
+    rehearse(engine, decodes=False)
+    assert noted.kinds() == {(1, True), (6, True)}
     params = {new.sampling_params for plan in noted.plans for new in plan.new_rows}
     assert {one.temperature for one in params} == {0, 1}
     assert any(one.top_p < 1 and one.top_k and one.min_p for one in params)
