@@ -267,8 +267,8 @@ class Engine:
         Steps with drafts are not measured.
 
         Args:
-            limit: times that such a step may take, above 1. None: only the engine's
-                ``prefill_tokens_beside_decodes`` bounds them.
+            limit: longest such step, as a multiple of a decode-only step; above 1. None: only the
+                engine's ``prefill_tokens_beside_decodes`` bounds them.
         """
         least = max(self.executor.config.prefill_tokens_beside_decodes // _LEAST_PART, 1)
         self._stretch = None if limit is None else StepStretch(limit, least)

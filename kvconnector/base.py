@@ -1,4 +1,4 @@
-"""KV connector: what prefill and decode nodes say to it, and what they hear.
+"""KV connector: the messages and events between prefill and decode nodes and their connector.
 
 Knows blocks and peers; knows no Request, no scheduler and no gRPC. The protocol (start, grant,
 push, commit) is written once, in `protocol/`, over any transport (`transports/base.py`).
@@ -25,7 +25,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that a decode node needs to continue a request, beside the KV.
+    """All that a decode node needs to continue a request, besides the KV.
 
     A node ignores fields that it does not know, and uses defaults for absent ones. A field that
     a node cannot do without needs a new version.
@@ -50,8 +50,8 @@ class BlockPush:
     Attributes:
         first_block: index of ``block_ids[0]`` among the prompt's blocks that travel.
         num_tokens: prompt tokens that are complete once these blocks have arrived; 0 unless whole
-            blocks travel, as some layers alone complete no token.
-        record: set in the last push of a request and only there.
+            blocks travel, because some layers alone complete no token.
+        record: set only in the last push of a request.
         layers: the layers that travel; None: all of them.
         is_computed: returns whether the GPU has finished these blocks; called on the I/O thread.
             None: they are finished.
@@ -75,9 +75,9 @@ class KVReservation:
         engine_id: the prefill node that may write.
         block_ids: the decode node's blocks in order, one per travelling block of the prompt from
             ``first_block`` on.
-        first_block: number of the prompt's travelling blocks that the decode node has already.
-        groups: KV group of each travelling block of the prompt, those before ``first_block``
-            included; empty: there is only one group.
+        first_block: number of the prompt's travelling blocks that the decode node already has.
+        groups: KV group of each travelling block of the prompt, including those before
+            ``first_block``; empty: there is only one group.
     """
 
     request_id: str

@@ -1,6 +1,6 @@
-"""Blocks by their numbers: ranges of layers, runs of neighbours, and which numbers there are.
+"""Block numbers: ranges of layers, runs of neighbouring blocks, and checks of ids and layers.
 
-Refuses to know: memory, and what lies in it.
+Refuses to know: memory, the content of blocks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ LayerRange = tuple[int, int]  # from the first layer up to, not including, the s
 
 
 def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
-    """Cut layers into at most ``num_groups`` ranges, as equal as can be, the larger ones first.
+    """Cut layers into at most ``num_groups`` nearly equal ranges; larger ones come first.
 
-    What is behind the last range cannot hide behind a layer's computation, so it is no larger.
+    The push of the last range cannot hide behind a layer's computation, so that range is smallest.
     """
     num_groups = min(num_groups, num_layers)
     size, larger = divmod(num_layers, num_groups)
@@ -23,8 +23,9 @@ def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
 
 
 def count_runs(local: Sequence[int], remote: Sequence[int]) -> int:
-    """Ranges of memory that a copy of blocks ``local[i]`` to ``remote[i]`` consists of, when
-    neighbours that follow each other on both sides are one."""
+    """Count the memory ranges in a copy of blocks ``local[i]`` to ``remote[i]``; blocks that are
+    neighbours on both sides share a range.
+    """
     steps = zip(pairwise(local), pairwise(remote), strict=True)
     num_breaks = sum(b - a != 1 or d - c != 1 for (a, b), (c, d) in steps)
     return num_breaks + 1 if local else 0
@@ -37,6 +38,6 @@ def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
 
 
 def check_layers(layers: LayerRange | None, num_layers: int) -> None:
-    """Raise ValueError unless there are such layers, for the same reason."""
+    """Raise ValueError unless these layers exist: a bad address can kill the receiver."""
     if layers is not None and not 0 <= layers[0] < layers[1] <= num_layers:
         raise ValueError(f"layers: must be a range within 0 to {num_layers}, got {layers}")

@@ -1,9 +1,9 @@
 """Slices: the parts of a unit that each rank of one node writes to each rank of another.
 
     P, 2 ranks        D, 1 rank            heads of rank 0 -> a range for each layer, of keys and
-    [0 1] [2 3]  ->   [0 1 2 3]            of values; where both have the same: one range, all of it
+    [0 1] [2 3]  ->   [0 1 2 3]            of values; with equal ranks: one range, the whole unit
 
-A slice travels from one rank to one other rank. Slices follow from two manifests alone.
+A slice travels from one rank to one other rank. Two manifests alone decide the slices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ranges = tuple[tuple[int, int], ...]  # (first byte, number of bytes) within a r
 
 
 class Pair(NamedTuple):
-    """A rank that writes, and the rank that it writes to."""
+    """A writing rank, and the rank that it writes to."""
 
     writer: int
     reader: int
@@ -33,7 +33,7 @@ class Slices:
         readers: manifest of the node that receives.
 
     Attributes:
-        is_whole: whether there is one rank on both sides, so that a unit is one range.
+        is_whole: whether both nodes have one rank, so that a unit is one range.
     """
 
     def __init__(self, writers: KVManifest, readers: KVManifest) -> None:
@@ -43,11 +43,11 @@ class Slices:
         self._sums: dict[LayerRange | None, tuple[int, int]] = {}
 
     def of(self, kind: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        """Return the ranges of each pair of ranks that shares any, in the order of the pairs.
+        """Return the ranges of each pair of ranks that shares any, in order of the pairs.
 
         Args:
-            kind: a kind of units; see `kinds`.
-            layers: the layers, counted as if one rank had the whole unit; None: all layers.
+            kind: a kind of unit; see `kinds`.
+            layers: range of layers of the whole unit, over all ranks; None: all layers.
         """
         if layers == (0, self._writers.layers_per_unit):
             layers = None
@@ -57,7 +57,7 @@ class Slices:
         return self._copies[key]
 
     def _find(self, group: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        if self.is_whole:  # padding of smaller groups included
+        if self.is_whole:  # includes the padding of smaller groups
             num_bytes = self._writers.unit_bytes()
             first, end = layers or (0, self._writers.layers_per_unit)
             layer_bytes = num_bytes // self._writers.layers_per_unit
@@ -70,7 +70,7 @@ class Slices:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Return for each group the first group whose units are cut in the same way."""
+        """Return, for each group, the first group whose units are cut in the same way."""
         if self.is_whole:
             return (0,) * len(self._writers.groups)
         first: dict[tuple[RankCopy, ...], int] = {}
@@ -111,7 +111,7 @@ class Slices:
         return self._sum(layers)[0]
 
     def num_ranges(self, layers: LayerRange | None) -> int:
-        """Return the ranges of one block over all slices, for the kind with the most."""
+        """Return the most ranges of one block over all slices, among all kinds."""
         return self._sum(layers)[1]
 
     def _sum(self, layers: LayerRange | None) -> tuple[int, int]:

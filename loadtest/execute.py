@@ -1,4 +1,4 @@
-"""What `baton loadtest run` does once its options are checked: play, print, write, and judge."""
+"""Executes `baton loadtest run` after its options are checked: play, print, write, judge."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from loadtest.targets.base import TargetOptions
 class Job:
     """The work of one command; a sweep or a search replaces the plan's load, step by step.
 
-    Raises ConfigError when made of what does not go together.
+    Raises ConfigError for parts that do not fit together.
     """
 
     plan: LoadPlan
@@ -75,7 +75,7 @@ async def execute(job: Job) -> int:
     if job.up is None:
         return await _play(job, Site(job.pids), stop)
     async with started(job.up, stop) as (site, address):
-        # (Operators may send prompts, too; where there are no keys nobody needs one.)
+        # (Operators may send prompts, too; without keys, nobody needs one.)
         api_key = job.options.api_key or site.admin_token
         options = dataclasses.replace(job.options, url=f"grpc://{address}", api_key=api_key)
         auditor = Auditor(address, site.admin_token)
@@ -157,7 +157,7 @@ def shown(options: TargetOptions) -> dict[str, Any]:
 
 
 def judge(results: Sequence[RunResult]) -> int:
-    """Return the exit code, and print a line for each that is not 0."""
+    """Print a line for each reason to fail, and return the exit code."""
     if any(result.was_stopped for result in results):
         print_error("the run was stopped before its end")
         return EXIT_STOPPED

@@ -33,13 +33,13 @@ _MAX_FRESH_SEED = 2**31
 
 
 def fresh_seed() -> int:
-    """Return a random seed, most probably unused so far."""
+    """Return a random seed that is probably unused."""
     return secrets.randbelow(_MAX_FRESH_SEED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options that both commands have; raises ConfigError naming the field."""
+    """The options of both commands; raises ConfigError naming the field."""
 
     node_args: str = option("", help="More options of every node, as one string.")
     router_args: str = option("", help="More options of the router, as one string.")

@@ -1,12 +1,12 @@
-"""LoadPlan and Search: what runs are to do, complete and checked.
+"""LoadPlan and Search: the checked description of a run or of a search.
 
 Knows no target, no clock and no result.
 
-Three ways to say when requests are sent:
+There are three ways to time requests:
 
     OpenLoop     at times that do not depend on the answers
-    ClosedLoop   by so many users, each of whom waits for an answer before asking again
-    TraceReplay  when a trace says, slowed down or not
+    ClosedLoop   by a number of users, each of whom waits for an answer before asking again
+    TraceReplay  at a trace's times, maybe slowed down
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from loadtest.report.confidence import MAX_REPEATS
 from loadtest.slo import NO_SLO, Slo
 
 ARRIVALS = ("constant", "poisson", "gamma")
-# Each user is a task, and each request a message that is made ahead of its time.
+# Each user is a task, and each request is a message that is made in advance.
 MAX_USERS, MAX_RATE_PER_S = 100_000, 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLoop:
-    """An open loop: so many requests per second, however the server does.
+    """An open loop: requests at a fixed rate, however the server does.
 
     Attributes:
         arrivals: one of ARRIVALS.
@@ -58,7 +58,7 @@ class OpenLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """A closed loop: users who wait for their answers; they begin evenly over the warm-up.
+    """A closed loop: users who wait for their answers; they start evenly over the warm-up.
 
     Attributes:
         think_s: mean pause between an answer and the next request, exponential.
@@ -95,25 +95,25 @@ class LoadPlan:
     """The load and its limits; checked when made, raises ConfigError naming the option.
 
     Attributes:
-        input_lengths: tokens of prompts, a shared prefix not included; a trace has its own.
-        prefix_groups: requests are drawn into so many groups; 0: none.
+        input_lengths: prompt lengths in tokens, without a shared prefix; a trace has its own.
+        prefix_groups: number of groups into which requests are drawn; 0: none.
         prefix_tokens: length of the common beginning of all prompts of a group.
         cancel_rate: share of requests that the client cancels before their end.
-        seed: seed of all draws. Another seed makes other prompts, of a trace or data set, too.
-        round: number of a repetition with the same seed. Each repetition has other prompts, as a
-            server may have cached those of the one before.
-        turns: turns of a conversation, whose prompts repeat all that was said before. A turn is
-            sent when the previous answer has come. An open loop starts conversations at its rate.
+        seed: seed of all draws. Another seed makes other prompts, also of a trace or data set.
+        round: number of a repetition with the same seed. Each has other prompts, as a server may
+            have cached those of the previous one.
+        turns: turns per conversation, whose prompts repeat all earlier messages. A turn is sent
+            after the previous answer. An open loop starts conversations at its rate.
         turn_pause_s: mean pause between an answer and the next turn, exponential.
         dataset: a file of prompts or conversations to be sent instead of random token ids.
-        tokenizer: a folder with tokenizer.json, which counts the tokens of a data set's answers;
-            None: outputs are as long as the option for output lengths says.
+        tokenizer: a folder with tokenizer.json, to count the tokens of a data set's answers; None:
+            the option for output lengths decides.
         warmup_s: requests that are scheduled before this time are not measured.
         duration_s: no request is scheduled after this time; None: no limit.
         num_requests: most requests of a run; None: no limit.
         vocab_size: prompts are drawn from token ids below this number.
-        timeout_s: limit for one request, from its sending on.
-        drain_timeout_s: requests that are open so long after the last sending are given up.
+        timeout_s: limit for one request, from its sending.
+        drain_timeout_s: time after the last sending at which open requests are given up.
         max_lag_s: the generator's own lag (p99) above which a run's figures are not valid.
     """
 
@@ -199,8 +199,8 @@ class Search:
 
     Attributes:
         attainment: share of requests that must keep the SLO.
-        precision: the search ends when the lowest rate that fails is at most so much above the
-            highest that holds.
+        precision: the search ends when the lowest failing rate exceeds the highest holding rate by
+            at most this fraction.
     """
 
     attainment: float = option(

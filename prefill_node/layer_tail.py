@@ -20,8 +20,8 @@ class LayerTail:
         sender: takes the pushes.
         layer_groups: ranges of a block's layers, in order; each is pushed once its last layer is
             computed.
-        num_layers: number of layers of the model, if blocks cannot be cut: then they have one
-            range, which ends with the last layer.
+        num_layers: number of the model's layers, if blocks cannot be cut: whole blocks are then
+            pushed after the last layer; None: blocks are cut.
         fence: returns a query whether a GPU has computed all launched work; see `KVMemory.fence`.
 
     Attributes:

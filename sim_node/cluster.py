@@ -260,7 +260,7 @@ class SimCluster:
     async def _inject(
         self, per_minute: float, act: Callable[[str], Coroutine[None, None, None]]
     ) -> None:
-        """Do something to a node drawn at random, so often per node."""
+        """Disturb random nodes, at this rate per node, until cancelled."""
         if not per_minute:
             return
         while True:

@@ -50,7 +50,7 @@ class HubName:
 
     @classmethod
     def parse(cls, model: str) -> HubName | None:
-        """Read OWNER/NAME, OWNER/NAME:QUANTIZATION, hf:// and either, or hf://OWNER/NAME/FILE.gguf.
+        """Read OWNER/NAME or OWNER/NAME:QUANTIZATION, maybe after hf://; or hf://OWNER/NAME/FILE.gguf.
 
         Returns None for anything else.
         """

@@ -69,7 +69,7 @@ class PackedFile:
 
     Attributes:
         content: all bytes of the file.
-        index: what its writer wrote beside the tensors.
+        index: JSON that describes the tensors.
         data_bytes: size of the tensors, which come first.
     """
 

@@ -23,7 +23,7 @@ _ENTRIES = {
     ),
     "doctor": Entry(
         "baton.cli.doctor.command:doctor",
-        "Show what this machine can do for Baton, and what to do about what it lacks.",
+        "Show what this machine offers Baton, with advice for what is missing.",
     ),
     "model": Entry("baton.cli.model_command:app", "Show what a model needs, before loading it."),
     "bench": Entry(

@@ -37,7 +37,7 @@ PROGRAMS: Registry[type[Any]] = Registry(
         "loadtest-compare": "loadtest.options:CompareOptions",
     },
 )
-# A fleet is measured from outside: entries for all programs of the fleet are none of theirs.
+# These measure a fleet from outside, so entries for all programs of the fleet do not apply.
 _NOT_OF_A_FLEET = ("loadtest-run", "loadtest-compare")
 CONFIG = "config"
 _META = "baton.config_file"

@@ -84,7 +84,7 @@ def check(file: Annotated[Path, typer.Argument(help="An --api-keys-file.")]) -> 
 
 @app.command()
 def convert(file: Annotated[Path, typer.Argument(help="A file of name:key lines.")]) -> None:
-    """Print the entries of a file of the old form, in which the keys stood in the clear."""
+    """Convert a file of the old form, with plain keys: print its entries in the present form."""
     try:
         text, short = convert_lines(read_text(file))
     except BatonError as error:

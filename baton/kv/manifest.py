@@ -287,7 +287,7 @@ class RankCopy(NamedTuple):
 def unit_copies(
     writers: KVManifest, readers: KVManifest, group: int, layers: tuple[int, int] | None = None
 ) -> tuple[RankCopy, ...]:
-    """Return which rank of one node writes which bytes of a group's unit to which of another.
+    """Return the byte ranges that ranks of one node write into a unit of another node's ranks.
 
     Each byte of a reader is written once. If several writers have it, readers are spread over them.
 

@@ -125,8 +125,8 @@ class ServingState(Enum):
 class StepDeltas(msgspec.Struct, frozen=True):
     """Results of one engine step, as a router receives them.
 
-    Most of it are rows: one token of a request and nothing else. (Nodes emit plain deltas; the wire
-    packs them into rows.)
+    Most results are rows: one token of a request and nothing else. (Nodes emit plain deltas; the
+    wire format packs them into rows.)
 
     Attributes:
         epochs: each row's attempt, and so its request: a router's epochs never repeat.

@@ -40,7 +40,7 @@ class TemplateError(Exception):
 
 
 class _Start(msgspec.Struct, frozen=True):
-    """Ask for a program; a descriptor for its output travels beside."""
+    """Ask for a program; the message carries a descriptor for its output."""
 
     arguments: list[str]
     environment: dict[str, str]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# How many times the wanted number of blocks to choose among. More candidates give longer extents,
-# but stray further from the free list's order.
+# The number of free blocks to choose among, as a multiple of the wanted number. More candidates
+# give longer extents, but stray further from the free list's order.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # enough for long runs when many blocks are wanted
 # More than `FEW_EXTENTS` extents, shorter than `SHORT_EXTENT` blocks, slow a transfer more than

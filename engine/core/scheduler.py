@@ -420,7 +420,7 @@ class Scheduler:
             if not fits and not self._allocate_or_preempt(request, target):
                 if self._num_steps_in_flight:
                     return None
-                break  # the request itself was preempted: it was the last
+                break  # the request was the last one, so it was preempted itself
             budget -= self._add(request, num_tokens, scheduled)
         return budget
 
@@ -594,7 +594,7 @@ class Scheduler:
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
-        if not request.num_tokens_in_flight:  # else `update` frees, when no step writes there
+        if not request.num_tokens_in_flight:  # otherwise `update` frees, once no step writes there
             self.kv_cache_manager.free(request)
 
 

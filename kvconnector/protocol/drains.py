@@ -1,12 +1,11 @@
-"""Drains: dead peers whose last bytes may still lie in a socket of ours.
+"""Drains: dead peers whose last bytes may still lie in one of our sockets.
 
-On TCP the transport writes into our memory what our own thread reads from a socket. A process that
-is dead posts nothing more, but up to its send buffer and our receive buffer of what it had posted
-is read, and written, afterwards; removing the peer changes nothing in that (docs/log.md). The
-transport does not say when a socket is empty. Each successful read goes on until it finds nothing,
-and what the kernel still hands over between two reads it does at once, or when a timer of some
-200 ms has fired: so a few reads over a longer time leave nothing. Time alone would be worthless: a
-thread that stood still has read nothing.
+On TCP, the transport reads bytes from a socket on our own thread, and writes them into our memory.
+A dead process posts nothing more, but bytes in its send buffer and in our receive buffer are still
+read and written; removing the peer does not stop that (docs/log.md). The transport does not tell
+when a socket is empty. Each successful read continues until it finds nothing. Between two reads,
+the kernel delivers further bytes at once, or when a timer of some 200 ms fires. So a few reads over
+a longer time leave nothing. Time alone would prove nothing, as a stopped thread reads nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ class _Drain:
 
 
 class Drains:
-    """All such peers of one receiver."""
+    """The dead peers of one receiver."""
 
     def __init__(self) -> None:
         self._drains: dict[str, _Drain] = {}
 
     def add_dead_peer(self, engine_id: str, now: float, num_reads: int) -> None:
-        """Note a dead peer, whose death was noticed after ``num_reads`` reads of the transport."""
+        """Add a dead peer, whose death was noticed after ``num_reads`` reads of the transport."""
         self._drains.setdefault(engine_id, _Drain(now, num_reads))
 
     def take_done(self, now: float, num_reads: int) -> list[str]:

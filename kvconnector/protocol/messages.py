@@ -1,4 +1,4 @@
-"""What sender and receiver say to each other. Short, typed, checked when decoded.
+"""Messages between sender and receiver: short, typed, checked when decoded.
 
 P -> D   Hello     are you there?                     D -> P   HelloAck  yes; try a write here
 P -> D   SelfTest  written, at this speed             D -> P   SelfTestResult

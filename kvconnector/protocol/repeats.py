@@ -1,4 +1,4 @@
-"""Repeats: messages that are sent again until they are answered or not needed any more.
+"""Repeats: messages that are sent again until they are answered or no longer needed.
 
 Without repeats, a message that is lost without an error would hold its request until the deadline.
 Every repeated message is idempotent.
@@ -29,7 +29,7 @@ class Repeats:
 
     def __init__(self) -> None:
         self._repeats: dict[TransferKey, Repeat] = {}
-        self._next_at = math.inf  # no message is due before
+        self._next_at = math.inf  # no message is due before this time
 
     def __len__(self) -> int:
         return len(self._repeats)

@@ -29,7 +29,7 @@ class InMemoryTransport:
 
     Args:
         engine_id: name of this node.
-        memory: that peers write to.
+        memory: the KV memory that peers write to.
     """
 
     # The "network": all open ends of this process.

@@ -1,4 +1,4 @@
-"""Target: what a load test asks of a server, and what it hears. Knows no plan and no clock."""
+"""Target: the interface between a load test and a server. Knows no plan and no clock."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")
 
 
 class TargetError(BatonError):
-    """A request did not get its whole answer.
+    """A request did not get its complete answer.
 
     Args:
-        kind: by which errors are counted: the server's status, or what broke.
+        kind: name by which errors are counted: the server's status, or what broke.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -48,7 +48,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         num_tokens: tokens of the text; None: the server does not say.
         num_chars: length of the text, where ``num_tokens`` is None.
-        finish_reason: the server's word for why the output ended, when it has.
+        finish_reason: the server's reason why the output ended; empty before.
         usage: token counts of the whole request so far.
         receipt: Baton's receipt.
     """
@@ -90,20 +90,21 @@ class Target(Protocol):
     """A connected server."""
 
     def describe(self) -> dict[str, str]:
-        """Return what the target says of itself, for the report."""
+        """Return the target's description of itself, for the report."""
         ...
 
     def prepare(self, prompt: Prompt, output_length: int) -> bytes:
-        """Make a request message: exactly so many tokens, the most probable ones.
+        """Make a request message for exactly ``output_length`` tokens, the most probable ones.
 
-        Made ahead of time, so that sending takes none.
+        Called in advance, so that sending takes no time.
         """
         ...
 
     def stream(self, payload: bytes) -> AsyncGenerator[Frame, None]:
-        """Send a request, yield what arrives as it does; closing the generator cancels it.
+        """Send a request, and yield frames as they arrive; closing the generator cancels the
+        request.
 
-        Never queues on this side. Raises TargetError when the answer is not whole.
+        Never queues requests here. Raises TargetError for an incomplete answer.
         """
         ...
 

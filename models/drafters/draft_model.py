@@ -40,12 +40,13 @@ class DraftModel:
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
         """See ``LayersDrafter``."""
-        if self._model.config.vocab_size < self._vocab_size:  # padding that it does not have
+        # The target may have padding that the drafter lacks.
+        if self._model.config.vocab_size < self._vocab_size:
             token_ids = token_ids.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(token_ids, context)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See ``LayersDrafter``; of padding that it alone has nothing is told."""
+        """See ``LayersDrafter``; omits padding that only the drafter has."""
         return self._model.compute_logits(hidden)[:, : self._vocab_size]
 
 

@@ -1,8 +1,8 @@
 """EAGLE (Li et al., arXiv 2401.15077, with EAGLE-2 and HASS) and EAGLE-3 (arXiv 2503.01840).
 
 Layouts: the authors' own (``fc``, ``layers.0`` or ``midlayer``), and that of ``speculators``
-(``fusion_fc``, ``transformer``; its EAGLE-3 as the authors', with ``layers.0``). What a checkpoint
-has is seen by its tensors, for its config does not always say.
+(``fusion_fc``, ``transformer``; its EAGLE-3 is like the authors', with ``layers.0``). The tensors
+show a checkpoint's layout, as its config does not always name it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _layout(
     names: Mapping[str, str],
     config: ModelConfig,
 ) -> StateLayout:
-    """See by its tensors what a checkpoint has."""
+    """Find a checkpoint's layout by its tensors."""
     target, fields = source.model.config, source.fields()
     is_third = _layer_name(names, "hidden_norm.weight") in stored
     state_layers: tuple[int, ...] = ()

@@ -41,7 +41,7 @@ class Turns:
         self._num_left = self._at_once
         while self._waiting and self._num_left:
             turn = self._waiting.popleft()
-            if not turn.done():  # else its call was cancelled
+            if not turn.done():  # otherwise its call was cancelled
                 turn.set_result(None)
                 self._num_left -= 1
         self._is_counting = self._num_left < self._at_once

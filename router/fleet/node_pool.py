@@ -234,7 +234,7 @@ class NodePool:
             return  # removed or replaced already
         del self._nodes[node.engine_id]
         if not (on_purpose or node.is_draining):
-            if not self._is_held_up:  # else the node hung up on this router and did not die
+            if not self._is_held_up:  # otherwise the node hung up and is alive
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)

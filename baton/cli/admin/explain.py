@@ -44,7 +44,7 @@ def explain(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Show the places that the routing policy looked at, and what it made of each.
+    """Show the places that the routing policy considered, and their costs.
 
     Also tells why this many draft tokens were computed. With REQUEST_ID, shows the places as they
     were then; with --prompt or --prompt-tokens, as they are now.

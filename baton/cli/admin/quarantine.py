@@ -69,7 +69,7 @@ def release(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Refuse a quarantined request no longer."""
+    """Stop refusing a quarantined request."""
     name = "" if fingerprint == "all" else fingerprint
     with connection(access) as admin:
         found = admin.call("ReleaseQuarantine", fingerprint=name)

@@ -64,7 +64,7 @@ def pause(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> 
 
 @rollout.command("resume")
 def resume(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
-    """Have the shares follow the nodes that there are again; ends `pause` and `undo`."""
+    """Let the shares follow the present nodes again; ends `pause` and `undo`."""
     _show(_ask_all(access, "ChangeRollout", action=Action.RESUME.value), output)
 
 

@@ -112,7 +112,7 @@ def profile(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """See what a node's engine, or the router (named `router`), spends its time on.
+    """Show where a node's engine, or the router (named `router`), spends its time.
 
     Samples the thread's stack 200 times a second while it serves. Time in C code (torch's, too)
     counts for the Python function that called it.

@@ -53,12 +53,12 @@ def choose_attention_backend(
 
     Args:
         device: device of the KV cache, for example ``"cpu"`` or ``"cuda:0"``.
-        override: a name from ``ATTENTION_BACKENDS`` that the user insists on.
+        override: a name from ``ATTENTION_BACKENDS`` to use in place of the automatic choice.
         block_size: tokens per block of the KV cache.
-        fp8: the KV cache is of float8.
+        fp8: whether the KV cache is float8.
         latent: whether the cache holds one vector per token instead of keys and values (MLA).
-        sinks: each head has one.
-        half: queries and cache have 16 bits.
+        sinks: whether each head has an attention sink.
+        half: whether queries and cache have 16 bits.
         invariant: whether a query's result must not depend on the rest of the batch.
 
     Returns:
@@ -94,7 +94,7 @@ def choose_attention_backend(
 
 
 def _invariant(device: torch.device | str, override: str | None) -> str:
-    """Return the backend of a device whose results depend on no company."""
+    """Return the backend whose results for a query do not depend on the rest of the batch."""
     name = "native" if str(device).startswith("cpu") else "triton_invariant"
     if override not in (None, name):
         raise ConfigError(f"attention_backend: with batch_invariant it is {name}, got {override}")

@@ -80,7 +80,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     outgoing.get_nowait()
                 call.cancel()  # the call only waits for commands, so cancelling it is safe
 
-        del first  # else the message would be kept as long as the link
+        del first  # otherwise the message would be kept as long as the link
         node = Node(
             registration,
             send,

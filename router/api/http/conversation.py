@@ -279,7 +279,7 @@ def _text_or_calls(
 
 
 def _grammar_of_calls(grammar: str) -> StructuredOutput:
-    """Return what holds an output to calls; raises InvalidRequestError of the tools' size."""
+    """Return a constraint to this grammar; raises InvalidRequestError if it is too large."""
     num_bytes = len(grammar.encode(errors="surrogatepass"))
     if num_bytes > MAX_TEXT_BYTES:
         raise InvalidRequestError(

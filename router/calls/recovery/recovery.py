@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # A lost node, an unreachable peer or a broken engine: another node may succeed.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
-# By then a silent node has been heard again, or the router has declared it lost.
+# After this time, a silent node was either heard again or declared lost.
 _VERDICT_S = 2.0
 
 

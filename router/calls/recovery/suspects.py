@@ -103,7 +103,7 @@ class Suspects:
         self._lost_with: OrderedDict[str, set[Loss]] = OrderedDict()  # by fingerprint
         self._num_suspects: Counter[Loss] = Counter()
         self._tried: Counter[str] = Counter()  # fingerprint -> trials now
-        # Of calls that ended before the node's fate was known.
+        # Verdicts on calls that ended before their node's fate was known.
         self._open_verdicts: list[Verdict] = []
 
     # ------------------------------------------------------------------ quarantine
@@ -112,7 +112,7 @@ class Suspects:
         """Raise PoisonRequestError if an equal request was ended as poison."""
         if self._open_verdicts:
             self._settle_verdicts()
-        if self._quarantined:  # else hashing the prompt is wasted
+        if self._quarantined:  # otherwise, hashing the prompt is wasted
             self.check_fingerprint(self.fingerprint(call))
 
     def check_fingerprint(self, fingerprint: str) -> None:
