@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.adapters.digest import AdapterError
 from baton.api.bounded_files import parse_object, read_file
 from baton.api.errors import ModelLoadError
+
+T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 256
@@ -71,7 +73,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 
 
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
     """Return the value of the first pattern that matches the end of a module's name, as in PEFT."""
     for pattern, value in patterns.items():
         if re.match(rf"(?:.*\.)?(?:{pattern})$", module):
@@ -138,7 +140,8 @@ class _Fields:
     def rank(self, name: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value <= MAX_RANK:
             raise self.wrong(name, f"must be a rank of 1 to {MAX_RANK}, got {_shown(value)}")
-        return value
+        rank: int = value
+        return rank
 
     def alpha(self, name: str, value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -146,7 +149,7 @@ class _Fields:
             raise self.wrong(name, f"must be a number up to {_MAX_ALPHA:g}, got {_shown(value)}")
         return float(value)
 
-    def patterns(self, name: str, read: Any) -> dict[str, Any]:
+    def patterns(self, name: str, read: Callable[[str, Any], T]) -> dict[str, T]:
         """Read values by pattern of module names."""
         found = self.values.get(name) or {}
         if not isinstance(found, dict) or len(found) > _MAX_PATTERNS:
