@@ -9,37 +9,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
 
 from baton.adapters.digest import AdapterDigest
 from baton.adapters.files import Adapter
 from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
-from baton.engine_config import EngineConfig
-from baton.kv.block_hash import BlockHash, BlockHasher, cache_namespace
-from baton.text.grammar_trials import EarlyGrammars
+from baton.kv.block_hash import BlockHash
 from engine.adapters import DEFAULT_CACHE_BYTES, AdapterTable
-from engine.core.drafts import ALL, is_drafted_for
+from engine.core.drafts import is_drafted_for
 from engine.core.grammar import GrammarState
-from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
+from engine.core.kv_cache_manager import GrantedBlocks
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.executors import EXECUTORS
 from engine.executors.base import Executor, PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sampling.mask_threads import MaskThreads
-from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
+from engine.speculation.speculation import Speculation
 from engine.step_figures import StepFigures
-from engine.step_stretch import StepStretch
 
-# A step beside decodes may compute this fraction (1/8) of its most prompt tokens even if it becomes
-# too long. Fewer tokens per step would read all weights more often for the same prompt.
-_LEAST_PART = 8
-
-_NOBODYS: Mapping[str, str] = MappingProxyType({})
 AfterLayer = Callable[[int], None]
 _StepInFlight = tuple[SchedulerOutput, PendingStep]
 
@@ -61,76 +49,39 @@ class Engine:
 
     def __init__(
         self,
-        model_folder: Path,
-        config: EngineConfig,
-        identity: Mapping[str, str] = _NOBODYS,
-        executor: Executor | None = None,
-        grammars: EarlyGrammars | None = None,
+        executor: Executor,
+        scheduler: Scheduler,
+        grammars: GrammarCompiler,
+        speculation: Speculation | None,
+        compatibility: Mapping[str, str],
     ) -> None:
-        """Load the model and allocate the cache.
+        """Join the parts; `make_engine` makes them.
 
         Args:
-            identity: identity of the model folder (`folder_identity`), which makes hashes of cached
-                KV equal on all nodes; without it, hashes are valid in this process only.
-            executor: computes the steps; None: make the one that the options name.
-            grammars: see `GrammarCompiler`.
-
-        Raises:
-            ModelLoadError: the folder is missing, incomplete or unsupported.
-            ConfigError: an option does not fit the model or the machine.
+            executor: has loaded the model and allocated the cache.
+            scheduler: schedules over the blocks of that cache.
+            grammars: compiles requests' grammars.
+            speculation: the scheduler's `DraftPolicy`; None: no drafts.
+            compatibility: properties that KV depends on.
         """
-        config = find_drafter(config)
-        if executor is None:
-            executor = EXECUTORS.load(config.executor_name)(model_folder, config)
         self.executor = executor
-        config = executor.config
         self.model_config, self.dtype = executor.model_config, executor.dtype
         self.kv_memory, self.max_model_len = executor.kv_memory, executor.max_model_len
         self.num_blocks = self.kv_memory.num_blocks
         self.eos_token_ids = self.model_config.eos_token_ids
-        self.compatibility = {
-            **identity,
-            "dtype": self.dtype,
-            "linear_weights": executor.linear_weights,
-            "kv_cache_dtype": self.kv_memory.dtype,
-            "block_size": str(config.block_size),
-            "kv_layout": self.kv_memory.manifest.layout,
-        }
-        if config.num_lookahead_drafts:  # the drafter's KV lies beside the model's
-            self.compatibility["drafter"] = drafter_identity(config, model_folder)
-        kv_cache_manager = KVCacheManager(
-            self.num_blocks,
-            config.block_size,
-            sliding_windows=self.kv_memory.spec.sliding_windows,
-            hasher=_hasher(config, self.compatibility) if config.prefix_cache else None,
-        )
-        self.block_pool = kv_cache_manager.block_pool
-        self._masks = MaskThreads()
-        self._speculation = make_speculation(config, self.model_config.vocab_size)
-        self._scheduler = Scheduler(
-            kv_cache_manager,
-            max_num_requests=config.max_num_requests,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            prefill_tokens_beside_decodes=config.prefill_tokens_beside_decodes,
-            preemption=config.preemption,
-            drafting=self._speculation,
-            masks=self._masks,
-        )
-        cache_bytes = config.adapter_cache_bytes
+        self.compatibility = compatibility
+        self.block_pool = scheduler.kv_cache_manager.block_pool
+        self._scheduler, self._grammars, self._speculation = scheduler, grammars, speculation
+        self._figures = StepFigures(scheduler, executor)
+        cache_bytes = executor.config.adapter_cache_bytes
         self.adapters = AdapterTable(
             executor,
-            config.max_adapters,
+            executor.config.max_adapters,
             DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes,
         )
-        self._grammars = GrammarCompiler(
-            model_folder, self.model_config.vocab_size, self.eos_token_ids, grammars
-        )
-        self._figures = StepFigures(self._scheduler, executor)
         self.last_scheduled: SchedulerOutput | None = None
         self._in_flight: _StepInFlight | None = None
         self._busy_until = 0.0  # when the device finished the previous step
-        self._stretch: StepStretch | None = None
 
     # ------------------------------------------------------------------ requests
 
@@ -236,7 +187,7 @@ class Engine:
         Raises:
             ConfigError: no thread or descriptor is left.
         """
-        self._masks.start()
+        self._scheduler.masks.start()
         self._grammars.prepare()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
@@ -329,8 +280,7 @@ class Engine:
             limit: longest such step, as a multiple of a decode-only step; above 1. None: only the
                 engine's ``prefill_tokens_beside_decodes`` bounds them.
         """
-        least = max(self.executor.config.prefill_tokens_beside_decodes // _LEAST_PART, 1)
-        self._stretch = None if limit is None else StepStretch(limit, least)
+        self._figures.limit_stretch(limit)
 
     def step(self) -> StepResult:
         """Run one step: schedule, execute, update."""
@@ -342,8 +292,7 @@ class Engine:
         self._settle_adapters()
         for request, grammar in self._grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
-        num_beside = ALL if self._stretch is None else self._stretch.num_tokens()
-        scheduled = self._scheduler.schedule(num_beside)
+        scheduled = self._scheduler.schedule(self._figures.num_beside_decodes())
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled
 
@@ -410,8 +359,6 @@ class Engine:
             seconds = output.ended_at - self._busy_until
             self._speculation.note_step(scheduled, seconds, output.drafting_s)
         self._busy_until = output.ended_at
-        if self._stretch is not None and scheduled.decodes and not scheduled.has_drafts:
-            self._stretch.note_step(scheduled.num_prompt_tokens, computed_s)
         self._figures.note_step(scheduled, computed_s)
         self._scheduler.fail_all(output.without_numbers)
         result = self._scheduler.update(scheduled, output)
@@ -447,9 +394,3 @@ class Engine:
     def check(self) -> None:
         """Assert the engine's invariants; for tests and debug runs."""
         self._scheduler.check()
-
-
-def _hasher(config: EngineConfig, compatibility: Mapping[str, str]) -> BlockHasher:
-    """Make the hasher of cached blocks: hashes are equal only on nodes that compute alike."""
-    namespace = cache_namespace(compatibility)
-    return BlockHasher(config.block_size, config.prefix_hash, namespace)

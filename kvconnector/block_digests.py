@@ -13,12 +13,11 @@ from typing import Protocol
 import torch
 
 from baton.kv.manifest import RankCopy
-from kvconnector.blocks import LayerRange
+from kvconnector.blocks import LayerRange, Ranges, Slices
 from kvconnector.layout import KVMemory
 from kvconnector.protocol.digests import Written
 from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
 from kvconnector.ranks.messages import DigestSlices
-from kvconnector.slices import Ranges, Slices
 from kvconnector.transports.side_stream import SideStream
 
 # No number may be used twice with one key, so each slice of a block has its own number, and the

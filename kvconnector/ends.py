@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from baton.telemetry.node_metrics import ConnectorMetrics
 from baton.telemetry.round_watch import Rounds
-from kvconnector.base import BlockPush, KVReservation, TransferEvent
+from kvconnector.base import BlockPush, ConnectorMetrics, KVReservation, TransferEvent
 from kvconnector.io import IoLoop
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess, start_time

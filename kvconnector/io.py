@@ -15,9 +15,14 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from baton.api.errors import EngineDeadError, TransferError
-from baton.telemetry.node_metrics import ConnectorMetrics
 from baton.telemetry.round_watch import Rounds
-from kvconnector.base import NO_TRANSFER, TransferEvent, TransferEventKind, TransferKey
+from kvconnector.base import (
+    NO_TRANSFER,
+    ConnectorMetrics,
+    TransferEvent,
+    TransferEventKind,
+    TransferKey,
+)
 from kvconnector.protocol import messages
 from kvconnector.protocol.actions import (
     Action,

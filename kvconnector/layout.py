@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.kv.manifest import KVManifest
-from kvconnector.slices import Ranges
+from kvconnector.blocks import Ranges
 
 if TYPE_CHECKING:
     import torch

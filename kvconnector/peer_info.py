@@ -103,7 +103,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         """
         if len(blob) > MAX_PEER_INFO_BYTES:
             raise TransferError(
-                f"peer info must be of at most {MAX_PEER_INFO_BYTES} bytes, got {len(blob)}"
+                f"peer info must have at most {MAX_PEER_INFO_BYTES} bytes, got {len(blob)}"
             )
         digest, body = blob[:_DIGEST_BYTES], blob[_DIGEST_BYTES:]
         if xxhash.xxh3_64_digest(body) != digest:
@@ -113,12 +113,12 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TransferError(f"peer info is damaged or of another version: {error}") from error
         if engine_id and info.engine_id != engine_id:
-            raise TransferError(f"the peer info of {engine_id} is of {info.engine_id:.100}")
+            raise TransferError(f"the peer info of {engine_id} names {info.engine_id:.100}")
         info.manifest.check()
         if len(info.ranks) != info.manifest.num_ranks:
             raise TransferError(
-                f"ranks: {len(info.ranks)} of them in the peer info, and "
-                f"{info.manifest.num_ranks} in its manifest"
+                f"ranks: the peer info lists {len(info.ranks)}, its manifest has "
+                f"{info.manifest.num_ranks}"
             )
         for rank, memory in enumerate(info.ranks):
             ends = (
@@ -137,7 +137,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         if differs:
             raise TransferError(f"{peer.engine_id} has {differs}")
         if peer.scratch_bytes != self.scratch_bytes:
-            raise TransferError(f"{peer.engine_id} has other scratch memory")
+            raise TransferError(f"{peer.engine_id} has another size of scratch memory")
 
 
 def agent_name(engine_id: str, rank: int, leader: int) -> str:

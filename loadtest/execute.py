@@ -58,14 +58,14 @@ class Job:
         if (self.up is None) == (not self.options.url):
             raise ConfigError("target, up: exactly one of them must be given")
         if self.faults and (self.sweep is not None or self.search is not None):
-            raise ConfigError("fault: is of a single run, not of a sweep or a search")
+            raise ConfigError("fault: is for a single run, not for a sweep or a search")
         if self.sweep is not None and self.search is not None:
             raise ConfigError("sweep, find_max_goodput: at most one of them can be given")
         if self.search is not None:
             check_search(self.plan)
         has_steps = self.sweep is not None or self.search is not None
         if has_steps and self.outputs.save_requests is not None:
-            raise ConfigError("save_requests: is of a single run, not of a sweep or a search")
+            raise ConfigError("save_requests: is for a single run, not for a sweep or a search")
 
 
 async def execute(job: Job) -> int:
@@ -168,6 +168,6 @@ def judge(results: Sequence[RunResult]) -> int:
         )
         return EXIT_LAGGED
     if not any(result.summary.num_ok or result.summary.num_cancelled for result in results):
-        print_error("no request of the measured window came through")
+        print_error("no request of the measured window succeeded")
         return EXIT_NOTHING_CAME
     return 0

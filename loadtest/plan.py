@@ -40,20 +40,24 @@ class OpenLoop:
         name="rate",
         above=0,
         most=MAX_RATE_PER_S,
-        help="Open loop: requests per second, whatever the answers do.",
+        help="Open loop: requests per second, sent whether or not answers come.",
     )
-    arrivals: str = option("poisson", choices=ARRIVALS, help=f"Open loop: {', '.join(ARRIVALS)}.")
+    arrivals: str = option(
+        "poisson",
+        choices=ARRIVALS,
+        help=f"Open loop: distribution of arrivals: {', '.join(ARRIVALS)}.",
+    )
     burstiness: float = option(
         1.0,
         above=0,
         most=100,
-        help="Gamma arrivals: standard deviation of the gaps over their mean.",
+        help="Gamma arrivals: standard deviation of the gaps divided by their mean.",
     )
 
     def __post_init__(self) -> None:
         check_limits(self)
         if self.arrivals != "gamma" and self.burstiness != 1.0:
-            raise ConfigError(f"burstiness: is of gamma arrivals, got {self.arrivals!r}")
+            raise ConfigError(f"burstiness: is for gamma arrivals, got {self.arrivals!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +69,12 @@ class ClosedLoop:
     """
 
     concurrency: int = option(
-        least=1, most=MAX_USERS, help="Closed loop: users who wait for their answers."
+        least=1, most=MAX_USERS, help="Closed loop: number of users, each waiting for its answer."
     )
     think_s: float = option(
-        0.0, least=0, help="Closed loop: mean pause before the next request, exponential."
+        0.0,
+        least=0,
+        help="Closed loop: mean pause before a user's next request, seconds, exponential.",
     )
 
     def __post_init__(self) -> None:
@@ -80,7 +86,7 @@ class TraceReplay:
     """The requests of a trace file, at its times multiplied by ``slowdown``."""
 
     path: Path
-    slowdown: float = option(1.0, above=0, most=1e6, help="Replay: times are multiplied by this.")
+    slowdown: float = option(1.0, above=0, most=1e6, help="Replay: factor for all times.")
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -124,16 +130,16 @@ class LoadPlan:
         0,
         least=0,
         most=10**6,
-        help="Prompts are of so many groups that begin alike; 0: none do.",
+        help="Number of groups of prompts; the prompts of a group begin alike; 0: no groups.",
     )
     prefix_tokens: int = option(
         0,
         least=0,
         most=MAX_LENGTH,
-        help="Tokens of a group's beginning, before those of --input-tokens.",
+        help="Tokens of a group's common beginning, before those of --input-tokens.",
     )
     cancel_rate: float = option(
-        0.0, least=0, most=1, help="Share of requests that the client gives up on the way."
+        0.0, least=0, most=1, help="Share of requests that the client cancels before they end."
     )
     turns: LengthDistribution = ONE_TURN
     turn_pause_s: float = option(
@@ -146,18 +152,22 @@ class LoadPlan:
     seed: int = 0
     round: int = 0
     warmup_s: float = option(
-        0.0, least=0, help="What is scheduled before is not measured, seconds."
+        0.0,
+        least=0,
+        help="Time before measuring, seconds: requests scheduled in it are not measured.",
     )
     duration_s: float | None = option(
-        None, above=0, help="Nothing is sent after, seconds; warm-up included."
+        None, above=0, help="Time after which nothing is sent, seconds; includes the warm-up."
     )
-    num_requests: int | None = option(None, least=1, most=10**9, help="Send at most so many.")
+    num_requests: int | None = option(None, least=1, most=10**9, help="Most requests to send.")
     vocab_size: int = option(
         1000, least=1, most=2**31, help="Prompts are made of the token ids below this."
     )
-    timeout_s: float = option(600.0, above=0, help="Of one request, seconds.")
+    timeout_s: float = option(600.0, above=0, help="Time limit of one request, seconds.")
     drain_timeout_s: float = option(
-        60.0, least=0, help="What has no answer so long after the last is sent is given up."
+        60.0,
+        least=0,
+        help="Time after the last sending at which open requests are given up, seconds.",
     )
     max_lag_s: float = 0.01
     slo: Slo = NO_SLO
@@ -171,7 +181,7 @@ class LoadPlan:
             )
         if (self.prefix_groups > 0) != (self.prefix_tokens > 0):
             raise ConfigError(
-                "prefix_groups, prefix_tokens: must both be 0 or both be above, "
+                "prefix_groups, prefix_tokens: must both be 0 or both above 0, "
                 f"got {self.prefix_groups}, {self.prefix_tokens}"
             )
         if self.duration_s is not None and not self.duration_s > self.warmup_s:
@@ -210,13 +220,14 @@ class Search:
         3,
         least=1,
         most=MAX_REPEATS,
-        help="Search: so many times, for a confidence interval.",
+        help="Search: number of searches, for a confidence interval.",
     )
     precision: float = option(
         0.1,
         least=0.001,
         most=1,
-        help="Search: ends when what fails is so much above what holds.",
+        help="Search: ends when the lowest failing rate exceeds the highest passing rate by at "
+        "most this share.",
     )
 
     def __post_init__(self) -> None:

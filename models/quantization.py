@@ -268,7 +268,7 @@ def _check_kv_of_modelopt(quantization: Fields) -> None:
             )
 
 
-# Algorithm -> whether inputs are rounded to the weights' type, for kernels that multiply it.
+# Algorithm -> whether inputs are rounded to the weights' type, in which kernels multiply both.
 _MODELOPT = {
     "FP8": True,
     "FP8_PER_CHANNEL_PER_TOKEN": True,

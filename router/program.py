@@ -41,21 +41,20 @@ from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.journal import Journal, JournalOptions
 from router.api.grpc.link_service import NodeLinkService
 from router.calls.dispatcher import Dispatcher
+from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryOptions
 from router.config import RouterConfig, check_exposure, drain_delay_s, requires_client_certs
 from router.connection_budget import ConnectionBudget, share_descriptors
 from router.fleet.node_pool import NodePool
-from router.gate.admission import Admission
-from router.gate.admission_options import AdmissionOptions
-from router.gate.capacity import Capacity
+from router.gate.admission import Admission, make_admission
 from router.gate.overload import Level, Overload
 from router.gate.resources import watch_resources
 from router.gate.scaling import ScalingSignals
 from router.intake.cache_salts import make_salts
-from router.intake.early_readers import EarlyReaders
 from router.intake.fleet_metrics import ScalingCollector
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
+from router.intake.prompt_reader import EarlyReaders
 from router.policies import POLICIES
 from router.request_spans import RequestSpans
 from router.served_names import read_defaults, read_names
@@ -119,10 +118,11 @@ async def serve(config: RouterConfig, readers: EarlyReaders | None = None) -> No
         pair_timeout_s=config.pair_timeout_s,
         return_timeout_s=config.return_timeout_s,
     )
-    admission = Admission(_make_capacity(config.admission, pool), config.admission)
-    dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
+    admission = make_admission(pool, config.admission)
+    policy, recoveries = POLICIES.load(config.policy)(), Recoveries(pool, options)
+    dispatcher = Dispatcher(pool, policy, recoveries, admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
-    metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
+    metrics = RouterMetrics(pool, admission, overload, recoveries.suspects)
     if config.metrics_compat == "vllm":
         metrics.show_names_of(config.served_model_name or config.model)
     scaling = _make_scaling(config, pool, admission)
@@ -263,15 +263,6 @@ def _make_scaling(config: RouterConfig, pool: NodePool, admission: Admission) ->
 
 def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
     return lambda: 0.0 if http is None else http.share_at_work
-
-
-def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
-    return Capacity(
-        lambda: pool.fleet,
-        options.prefill_window_s,
-        shared_prefill_window_s=options.shared_prefill_window_s,
-        clock=pool.clock,
-    )
 
 
 @contextlib.asynccontextmanager

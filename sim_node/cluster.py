@@ -243,7 +243,7 @@ class SimCluster:
     def _node(self, name: str) -> SimNode:
         node = self._nodes.get(name)
         if node is None:
-            raise NodeUnavailableError(f"simulated node {name} does not live")
+            raise NodeUnavailableError(f"simulated node {name} is not running")
         return node
 
     # ------------------------------------------------------------------ by itself

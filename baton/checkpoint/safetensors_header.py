@@ -101,7 +101,7 @@ def _place(name: str, described: Any, base: int, size: int) -> TensorPlace:
     if end > size:
         raise ValueError(f"{name}: data_offsets: ends at byte {end}, the file has {size}")
     if (end - begin) * 8 != prod(shape) * _BITS[dtype]:
-        raise ValueError(f"{name}: data_offsets: {end - begin} bytes are no {shape} of {dtype}")
+        raise ValueError(f"{name}: data_offsets: {end - begin} bytes cannot be {shape} of {dtype}")
     return TensorPlace(tuple(shape), begin, end, dtype)
 
 

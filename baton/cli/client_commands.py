@@ -30,19 +30,29 @@ if TYPE_CHECKING:
     from baton.client.client import Client
 
 MaxTokensOption = Annotated[int, typer.Option(help="Most output tokens.")]
-TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TemperatureOption = Annotated[
+    float, typer.Option(help="Randomness of sampling; 0: the most probable token.")
+]
 TopKOption = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0: off.")]
-TopPOption = Annotated[float, typer.Option(help="Keep this much probability.")]
+TopPOption = Annotated[
+    float,
+    typer.Option(help="Keep the most probable tokens that together have this probability; 1: off."),
+]
 MinPOption = Annotated[
-    float, typer.Option(help="Drop tokens less than this times as probable as the best; 0: off.")
+    float,
+    typer.Option(
+        help="Drop tokens whose probability is less than this share of the highest; 0: off."
+    ),
 ]
 RepetitionPenaltyOption = Annotated[
-    float, typer.Option(help="Above 1: say less often what was said before; 1: off.")
+    float, typer.Option(help="Above 1: tokens that occurred before become less probable; 1: off.")
 ]
 StopOption = Annotated[
-    list[str] | None, typer.Option(help="End before this text; may be given several times.")
+    list[str] | None, typer.Option(help="End the output before this text; may be repeated.")
 ]
-SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
+SeedOption = Annotated[
+    int | None, typer.Option(help="Seed of sampling; the same seed gives the same tokens.")
+]
 
 
 def generate(
@@ -61,15 +71,18 @@ def generate(
     choice: ChoiceOption = None,
     json_object: JsonObjectOption = False,
     seed: SeedOption = None,
-    n: Annotated[int, typer.Option(help="Outputs; more than one are printed at the end.")] = 1,
+    n: Annotated[int, typer.Option(help="Number of outputs; several are printed at the end.")] = 1,
     session_id: Annotated[
-        str, typer.Option(help="Requests of one session share a beginning: where it is cached.")
+        str,
+        typer.Option(
+            help="Name of a session: its requests begin alike and go where the beginning is cached."
+        ),
     ] = "",
-    priority: Annotated[int, typer.Option(help="Where requests wait, smaller goes first.")] = 0,
+    priority: Annotated[int, typer.Option(help="Priority in queues; smaller goes first.")] = 0,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
-    """Complete a text; prints it as it is made."""
+    """Complete a text, and print the tokens as they come."""
     from baton.client.client import Client  # here, so that `--help` is fast
 
     with _interruptible():
@@ -121,7 +134,7 @@ def chat(
     top_k: TopKOption = 0,
     top_p: TopPOption = 0.9,
     seed: SeedOption = None,
-    system: Annotated[str, typer.Option(help="System message.")] = "",
+    system: Annotated[str, typer.Option(help="Text of the system message.")] = "",
 ) -> None:
     """Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer."""
     from baton.client.client import Client

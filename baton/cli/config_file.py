@@ -61,8 +61,9 @@ class Given:
 def program(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let a command, whose name is one of `PROGRAMS`, read options from a file too."""
     settings = typer.Option(
-        help="TOML file of options, named like their variables: max_model_len = 4096. Above its "
-        "tables: of all programs; in [router], [prefill] and so on: of one.",
+        help="TOML file of options, named like their variables: max_model_len = 4096. Entries "
+        "above all tables: for all programs; entries in [router], [prefill] and so on: for that "
+        "program.",
         callback=_take_file,
         is_eager=True,
         expose_value=False,
@@ -145,7 +146,7 @@ def read_config_file(
 def _is_for_all(name: str, declared: Mapping[str, Option]) -> bool:
     """Return whether this program has the option of an entry above the tables."""
     if name in OF_ONE_PROCESS or name in PROGRAMS.names():  # the programs' names are tables
-        raise ConfigError(f"{name}: each program has its own; say it in one's table, as [router]")
+        raise ConfigError(f"{name}: each program has its own; put it in a table such as [router]")
     if name in declared:
         return True
     others = (one.name for known in PROGRAMS.names() for one in options_of(PROGRAMS.load(known)))

@@ -60,6 +60,8 @@ NODE_MODULES = (
     "pydantic.type_adapter",
     "uvloop",
 )
+# Loads what all nodes share, given the model.
+NODE_LOAD = "node_runtime.early_grammars:load_early_tokenizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +250,8 @@ class LocalDeployment:
                 if on_progress is not None:
                     on_progress(self.children)
                 if all(child.state == "ready" for child in self.children):
+                    if self._template is not None:
+                        self._template.release_memory()
                     return
                 if time.monotonic() > give_up_at:
                     self.keep_logs()
@@ -478,18 +482,26 @@ class LocalDeployment:
         """Start the template of nodes that lend cores, each with this many threads."""
         environment = THREAD_VARIABLES | self._environment()
         environment["OMP_NUM_THREADS"] = str(num_threads)
-        return ProgramTemplate("baton.cli.app:main", NODE_MODULES, environment, [self._read_end])
+        return ProgramTemplate(
+            "baton.cli.app:main",
+            NODE_MODULES,
+            environment,
+            kept=[self._read_end],
+            load=[NODE_LOAD, self.config.model],
+        )
 
     def _fork(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int
     ) -> Process | None:
-        """Fork a node from the template of all nodes; None if there is no template."""
+        """Fork a node from the template of all nodes; None if there is none that can fork.
+
+        Once all nodes are ready, there is none: nodes that are restarted import all by themselves.
+        """
         if self._template is None:
             return None
         try:
             return self._template.start(arguments, environment, output)
         except TemplateError:
-            self._template = None
             return None
 
     def _update_states(self, channel: grpc.Channel) -> None:

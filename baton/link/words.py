@@ -17,7 +17,7 @@ from baton.api.outputs import RequestError as RequestError
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import TraceContext
 
 # Version of the link's messages. It grows with changes that a reader of the previous version would
 # misread. Each end supports its version and the previous one. (New fields need no new version.)

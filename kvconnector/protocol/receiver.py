@@ -34,7 +34,6 @@ from kvconnector.protocol.actions import (
     SlotRead,
     Turn,
 )
-from kvconnector.protocol.drains import Drains
 from kvconnector.protocol.messages import (
     Beat,
     Cancel,
@@ -44,13 +43,13 @@ from kvconnector.protocol.messages import (
     Hello,
     HelloAck,
     Quiet,
+    Repeats,
     SelfTest,
     Start,
     Watermark,
 )
-from kvconnector.protocol.peers import Peers
+from kvconnector.protocol.peers import Drains, Peers
 from kvconnector.protocol.probe import ProbeSlots
-from kvconnector.protocol.repeats import Repeats
 
 Heard = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvconnector.base import TransferEvent, TransferEventKind, TransferKey
-from kvconnector.blocks import LayerRange, check_block_ids
+from kvconnector.blocks import LayerRange, Slices, check_block_ids
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.actions import (
     Abort,
@@ -41,6 +41,7 @@ from kvconnector.protocol.messages import (
     HelloAck,
     Message,
     Quiet,
+    Repeats,
     Resend,
     SelfTestResult,
     Start,
@@ -49,9 +50,7 @@ from kvconnector.protocol.messages import (
 )
 from kvconnector.protocol.peers import Peers, PeerState
 from kvconnector.protocol.probe import Probes
-from kvconnector.protocol.repeats import Repeats
 from kvconnector.protocol.transfer import Portions, PushTotals, Transfer, cut
-from kvconnector.slices import Slices
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.telemetry.node_metrics import ConnectorMetrics
-from kvconnector.base import BlockPush, HandoffRecord
+from kvconnector.base import BlockPush, ConnectorMetrics, HandoffRecord
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 

@@ -20,6 +20,7 @@ from baton.api.errors import TransferError
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.block_digests import BlockDigests
+from kvconnector.blocks import Slices
 from kvconnector.layout import KVMemory
 from kvconnector.peer_info import PeerInfo, host_identity
 from kvconnector.peer_process import start_time
@@ -44,7 +45,6 @@ from kvconnector.ranks.messages import (
     WriteBlocks,
     WriteSlot,
 )
-from kvconnector.slices import Slices
 from kvconnector.transports.base import KVTransport, PendingWrite
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class RankService:
             self._num_failures += 1
             if self._num_failures >= MAX_READ_FAILURES:
                 raise
-            logger.warning("the transport does not get on: %s", error)
+            logger.warning("the transport makes no progress: %s", error)
         else:
             self._num_failures = 0
 

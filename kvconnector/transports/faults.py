@@ -108,7 +108,7 @@ class FaultSpec:
             name, _, value = (part.strip() for part in item.partition("="))
             parser = _PARSERS.get(name)
             if parser is None:
-                raise ConfigError(f"{OPTION}: must be of {', '.join(_PARSERS)}, got {item!r}")
+                raise ConfigError(f"{OPTION}: must be among {', '.join(_PARSERS)}, got {item!r}")
             key = "delay_s" if name == "delay" else name
             if key in fields:
                 raise ConfigError(f"{OPTION}: {name} must be given once, got {text!r}")

@@ -84,7 +84,7 @@ class Site:
             if fault.node and fault.node not in known:
                 raise ConfigError(
                     f"fault: {fault.node} must be one of {', '.join(known) or 'nobody'} (--up or "
-                    f"--pid NAME=PID says who there is), got {fault.text!r:.100}"
+                    f"--pid NAME=PID names them), got {fault.text!r:.100}"
                 )
             if fault.act == "inject" and fault.node and fault.node not in self._fault_files:
                 raise ConfigError(

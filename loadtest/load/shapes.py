@@ -35,7 +35,7 @@ class Deployment:
         match = _SHAPE.fullmatch(text)
         numbers = [int(one) for one in match.group("num", "p", "d") if one] if match else [0]
         if match is None or min(numbers) < 1:
-            raise ConfigError(f"deployments: must be of {NOTATION}, got {text!r:.100}")
+            raise ConfigError(f"deployments: must be {NOTATION}, got {text!r:.100}")
         is_colocated = match["num"] is not None
         return cls(
             name=text,

@@ -69,16 +69,20 @@ class TargetOptions:
         name="target",
         help="grpc://host:port (Baton) or http://host:port/v1 (OpenAI completions).",
     )
-    api_key: str = option("", is_secret=True, help="That the server wants; in no report.")
-    model: str = option("", help="HTTP: name of the model; the first that is listed if empty.")
-    connections: int = option(1, least=1, most=1000, help="gRPC: calls are spread over so many.")
+    api_key: str = option(
+        "", is_secret=True, help="API key that the server wants; left out of reports."
+    )
+    model: str = option("", help="HTTP: name of the model; empty: the first that the server lists.")
+    connections: int = option(
+        1, least=1, most=1000, help="gRPC: number of connections that share the calls."
+    )
     count_tokens_by: str = option(
         "auto",
-        help="HTTP: what is asked for, to know how many tokens a frame has: "
-        f"{', '.join(COUNT_TOKENS_BY)}; auto: the last where the server takes it, else nothing.",
+        help="HTTP: request option that tells how many tokens a frame has: "
+        f"{', '.join(COUNT_TOKENS_BY)}; auto: the last one if the server accepts it, else none.",
     )
     include_receipt: bool = option(
-        False, help="HTTP: ask for Baton's receipts; other servers may refuse that."
+        False, help="HTTP: ask for Baton's receipts; other servers may refuse such requests."
     )
     tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
 

@@ -198,7 +198,7 @@ class _Packing:
             head = self._packed.pop(decoder.embed_tokens)
             model.lm_head = PackedLinear(_as_head(head))
             size = sum(tensor.numel() * tensor.itemsize for tensor in model.lm_head.parameters())
-            logger.info("the tied output head is the embedding too: %.0f MiB", size / _MIB)
+            logger.info("the packed output head is also the embedding: %.0f MiB", size / _MIB)
         for parent in list(model.modules()):
             for name, child in parent.named_children():
                 if child in self._packed:

@@ -58,9 +58,9 @@ def load_draft_model(source: DrafterSource) -> DraftModel:
     own, vocab_size = model.config.vocab_size, source.model.config.vocab_size
     if abs(own - vocab_size) > MOST_PADDING:
         raise ConfigError(
-            f"speculative_model: its vocabulary has {own} tokens, the model's {vocab_size}; a "
-            "draft model has the model's own"
+            f"speculative_model: its vocabulary has {own} tokens, the model's {vocab_size}; "
+            "a draft model needs the same vocabulary"
         )
     if any(isinstance(kv, StateKV) for kv in model.kv_layers):
-        raise ConfigError("speculative_model: a draft model's states cannot be taken back")
+        raise ConfigError("speculative_model: states of a draft model cannot be rolled back")
     return DraftModel(model, vocab_size)

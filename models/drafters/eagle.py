@@ -148,7 +148,7 @@ def _layer_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
     if not isinstance(found, list) or not all(
         isinstance(one, int) and 0 <= one < num_layers for one in found
     ):
-        raise fields.wrong(name, f"expected layers of a model that has {num_layers}")
+        raise fields.wrong(name, f"expected indices of the model's {num_layers} layers")
     return tuple(found)
 
 
@@ -185,5 +185,5 @@ def _picked(source: DrafterSource, stored: Mapping[str, StoredTensor], head_size
         raise ModelLoadError(f"{source.where}: {_PICKED}: {len(offsets)} for {head_size} tokens")
     picked = torch.arange(head_size) + offsets
     if int(picked.min()) < 0 or int(picked.max()) >= source.model.config.vocab_size:
-        raise ModelLoadError(f"{source.where}: {_PICKED}: names tokens that the model has not")
+        raise ModelLoadError(f"{source.where}: {_PICKED}: names tokens that the model lacks")
     return picked.to(source.device)

@@ -106,9 +106,9 @@ def _kinds(fields: Fields) -> list[str]:
         kinds.append(known[kind])
         is_mixer = [one in (_MAMBA, _ATTENTION) for one in kinds[-2:]]
         if not is_mixer[-1] and is_mixer != [True, False]:
-            raise fields.wrong(name, f"{kind!r} at {index} does not follow a mixer of tokens")
+            raise fields.wrong(name, f"{kind!r} at {index} must follow an attention or Mamba part")
     if _ATTENTION not in kinds:
-        raise fields.wrong(name, "some of the layers have to attend")
+        raise fields.wrong(name, "must have an attention part")
     return kinds
 
 

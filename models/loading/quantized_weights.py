@@ -406,7 +406,7 @@ def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> 
     if -(-size // wanted) != num_groups:
         wanted, rest = divmod(size, num_groups)
         if rest or (num_groups > 1 and wanted & (wanted - 1)):
-            raise ValueError(f"{num_groups} groups of {size} columns: of which size is not known")
+            raise ValueError(f"{num_groups} groups of {size} columns: the group size is unknown")
     return torch.arange(size) // wanted
 
 

@@ -73,11 +73,11 @@ class SingleRank:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Raise AssertionError: a single rank has no peer."""
-        raise AssertionError("a rank of one sends to nobody")
+        raise AssertionError("a single rank has no peer to send to")
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """Raise AssertionError: a single rank has no sender."""
-        raise AssertionError("a rank of one hears nobody")
+        raise AssertionError("a single rank has no peer to receive from")
 
     def abort(self) -> None:
         """Do nothing, since no other rank waits."""

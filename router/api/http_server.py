@@ -34,7 +34,7 @@ from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.serving.connections import Listener
 from baton.serving.held_calls import HeldCalls
 from baton.serving.rpc import MAX_CLIENT_MESSAGE_BYTES
-from baton.telemetry.trace_context import TRACEPARENT, TRACESTATE
+from baton.telemetry.spans import TRACEPARENT, TRACESTATE
 from baton.telemetry.tracing import NO_TRACING, Tracing
 from baton.version import __version__
 from router.api.anthropic_messages.api import count_tokens, messages
@@ -349,7 +349,7 @@ class HttpServer:
             response.headers[IGNORED_FIELDS_HEADER] = ", ".join(ignored)
             self._ignored_fields.note(ignored, request_id or "")
         if principal := request.get(PRINCIPAL):
-            response.headers.update(_rate_headers(self._intake.rates_of(principal)))
+            response.headers.update(_rate_headers(self._intake.admission.rates_of(principal)))
         if self._cors_origin:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = self._cors_origin
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = "GET, POST"

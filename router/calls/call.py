@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from baton.access.identity import ANYBODY, Principal
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import scoped_id
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import TraceContext
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
 from router.fleet.prefix.prompt_hashes import PromptHashes
 

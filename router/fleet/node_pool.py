@@ -328,8 +328,8 @@ class NodePool:
 
     def hang_up(self, node: Node, problem: str) -> None:
         """Remove a node that said something impossible; it may join again."""
-        logger.warning("hung up on %s, which says what cannot be: %s", node.name, problem)
-        self.remove(node, "says what cannot be", on_purpose=True)
+        logger.warning("hung up on %s, which said something impossible: %s", node.name, problem)
+        self.remove(node, "said something impossible", on_purpose=True)
         node.hang_up()
 
     def on_event(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:

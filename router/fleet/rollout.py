@@ -181,7 +181,7 @@ class Rollout:
         Returns its name. Raises NotFoundError, or InvalidRequestError if there is only one.
         """
         if len(self._seen) < 2:
-            raise InvalidRequestError("revision", "there is one only, and so nothing to undo")
+            raise InvalidRequestError("revision", "there is only one, so none can be undone")
         name = self._seen[-1] if revision is None else revision
         if name not in self._seen:
             known = ", ".join(one or '""' for one in self._seen)

@@ -128,8 +128,8 @@ class ServedIdentity:
             )
         if not self._has_own(chosen):
             logger.warning(
-                "the --model of this router has other weights (%s): start it anew with those that "
-                "it is to serve, or after a restart it will not serve these nodes",
+                "the --model of this router has other weights (%s): replace them by the nodes' "
+                "weights, or after a restart the router will not serve these nodes",
                 self._own["weights"],
             )
 

@@ -5,7 +5,7 @@ Refuses to know: which model would call them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -34,13 +34,10 @@ pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+def two_threads(threads_as_before: None) -> None:
     """Small inputs stay on one thread by themselves; the others must be cut right."""
-    before = torch.get_num_threads()
     torch.manual_seed(0)
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -31,13 +31,16 @@ if TYPE_CHECKING:
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(help="One of the last requests.")] = "",
-    prompt: Annotated[str, typer.Option(help="Or: if this text came now.")] = "",
+    request_id: Annotated[str, typer.Argument(help="Id of one of the last requests.")] = "",
+    prompt: Annotated[
+        str, typer.Option(help="Instead: a prompt, explained as if it came now.")
+    ] = "",
     prompt_tokens: Annotated[
-        int, typer.Option(help="Or: if so many tokens came now, cached nowhere.", min=0)
+        int,
+        typer.Option(help="Instead: length of a prompt that no node has cached, tokens.", min=0),
     ] = 0,
     max_tokens: Annotated[
-        int, typer.Option(help="Of --prompt and --prompt-tokens: output tokens.", min=1)
+        int, typer.Option(help="With --prompt or --prompt-tokens: number of output tokens.", min=1)
     ] = 128,
     tenant: TenantOption = "",
     *,

@@ -37,8 +37,8 @@ _WITHOUT_NAME = "(none)"
 rollout = CommandLine(
     no_args_is_help=True,
     add_completion=False,
-    help="See or steer which revisions of nodes get requests. A router that has several addresses "
-    "is several routers: all of them are asked.",
+    help="See or steer which revisions of nodes get requests. If a router's name has several "
+    "addresses, all these routers are asked.",
 )
 
 
@@ -71,7 +71,7 @@ def resume(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) ->
 @rollout.command("undo")
 def undo(
     revision: Annotated[
-        str, typer.Argument(help="Which one; the one that came last if not given.")
+        str, typer.Argument(help="Revision to undo; the newest if not given.")
     ] = "",
     *,
     access: OperatorAccess,

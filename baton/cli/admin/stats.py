@@ -34,7 +34,7 @@ _RANKS = ("p50", "p90", "p99", "max")
 
 def stats(
     window_s: Annotated[
-        float, typer.Option(help="Latencies are of so many last seconds.", min=1)
+        float, typer.Option(help="Seconds to look back for latencies.", min=1)
     ] = 60.0,
     *,
     access: OperatorAccess,

@@ -18,7 +18,7 @@ _STYLES = {Grade.OK: "green", Grade.SLOW: "yellow", Grade.BAD: "red"}
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Show what this machine offers Baton, with advice for what is missing.
 

@@ -34,8 +34,10 @@ class UpOptions:
     """Options of `baton up`; raises ConfigError naming the field."""
 
     model: str = option(help="Model folder, GGUF file, or hub id.")
-    prefill: int = option(1, least=0, help="Prefill nodes; 0: decode nodes compute prompts, too.")
-    decode: int = option(1, least=1, help="Decode nodes.")
+    prefill: int = option(
+        1, least=0, help="Number of prefill nodes; 0: decode nodes compute prompts, too."
+    )
+    decode: int = option(1, least=1, help="Number of decode nodes.")
     listen: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     http_listen: str = same_option(RouterConfig, "http_listen")
     served_model_name: str = same_option(RouterConfig, "served_model_name")
@@ -55,35 +57,38 @@ class UpOptions:
     speculative_model: str = same_option(PrefillOptions, "speculative_model")
     ray_address: str = option(
         "",
-        help="Ray cluster that places the nodes on its machines, and their ranks (--executor ray, "
-        "which it implies), such as auto or HOST:6379; empty: with --executor ray the one that "
-        "RAY_ADDRESS names, or a new one on this machine.",
+        help="Ray cluster that places the nodes and their ranks on its machines, such as auto or "
+        "HOST:6379; implies --executor ray. Empty: with --executor ray, the cluster of "
+        "RAY_ADDRESS, or a new one on this machine.",
     )
     lend_cores: bool = option(
         True,
-        help="On a CPU, have nodes compute on each other's cores while these have nothing to do.",
+        help="On a CPU, let nodes compute on each other's cores while these are idle.",
     )
     router_args: str = option("", help="More options of the router, as one string.")
     node_args: str = option("", help="More options of every node, as one string.")
     prefill_args: str = option("", help="More options of every prefill node, as one string.")
     decode_args: str = option("", help="More options of every decode node, as one string.")
-    log_folder: str = option("", help="Where logs go; a temporary folder if not given.")
+    log_folder: str = option("", help="Folder for logs; a temporary folder if not given.")
     admin_token: str = option(
-        "", is_secret=True, help="That admin calls must bring; none if empty."
+        "", is_secret=True, help="Token that admin calls must bring; empty: none."
     )
     tls_folder: str = option(
         "",
-        help="Certificates as `baton certs dev` makes them (ca.crt, router.crt, router.key, "
-        "p0.crt, d0.crt, operator.crt, ...); then nobody gets in without one. No TLS if not given.",
+        help="Folder of certificates as `baton certs dev` makes them (ca.crt, router.crt, "
+        "router.key, p0.crt, d0.crt, operator.crt, ...); clients then need a certificate, too. No "
+        "TLS if not given.",
     )
     insecure: bool = option(False, help=INSECURE_HELP)
     drain_timeout_s: float = option(
         10.0,
         least=0,
-        help="When it is stopped, open requests have so long to end; a second Ctrl-C ends it at "
-        "once.",
+        help="Time for open requests to end when this is stopped, seconds; a second Ctrl-C ends "
+        "it at once.",
     )
-    ready_timeout_s: float = option(120.0, above=0, help="How long to wait for all nodes.")
+    ready_timeout_s: float = option(
+        120.0, above=0, help="Time for all nodes to become ready, seconds."
+    )
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -1,4 +1,4 @@
-"""PreparedStep: the tensors that a step's forward and sampler read."""
+"""PreparedStep: the tensors that a step's forward and sampler read; StagedStep: for a replay."""
 
 from __future__ import annotations
 
@@ -48,3 +48,17 @@ class PreparedStep:
     def has_prompts(self) -> bool:
         """Return whether some computed tokens sample no next token, as in prompts."""
         return len(self.model.input_ids) > len(self.model.last_token_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A step of one token per request, staged on the host for a replay.
+
+    Its bytes are overwritten when the step after the next one is staged.
+    """
+
+    sampling: SamplingInput
+    staging: int  # index of the staging buffer
+    num_requests: int
+    size: int  # captured size: num_requests and padding
+    num_blocks: int  # used columns of the block tables

@@ -74,7 +74,7 @@ def choose_attention_backend(
     if override is not None:
         _check(override, block_size, device)
         if override in _OVER_LATENTS.values():
-            raise ConfigError(f"attention_backend: {override} takes latents (MLA) alone")
+            raise ConfigError(f"attention_backend: {override} takes latents (MLA) only")
         if sinks and override in _WITHOUT_SINKS:
             raise ConfigError(f"attention_backend: {override} takes no attention sinks")
         problem = _reason_against_fp8(override, device) if fp8 else None
@@ -97,7 +97,7 @@ def _invariant(device: torch.device | str, override: str | None) -> str:
     """Return the backend whose results for a query do not depend on the rest of the batch."""
     name = "native" if str(device).startswith("cpu") else "triton_invariant"
     if override not in (None, name):
-        raise ConfigError(f"attention_backend: with batch_invariant it is {name}, got {override}")
+        raise ConfigError(f"attention_backend: must be {name} with batch_invariant, got {override}")
     return name
 
 

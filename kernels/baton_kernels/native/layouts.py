@@ -23,8 +23,6 @@ _KINDS = {
     ctypes.c_void_p: _POINTER, ctypes.c_char_p: _POINTER,
 }  # fmt: skip
 
-Layout = list[tuple[str, str]]  # (field, kind), nested structs unfolded
-
 
 def check_layouts(sources: Sequence[Path], structs: Mapping[str, type[ctypes.Structure]]) -> None:
     """Raise BuildError, naming struct and field, unless each struct has the same fields in C.

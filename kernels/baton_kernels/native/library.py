@@ -342,7 +342,7 @@ def load_library() -> ctypes.CDLL | None:
         logger.warning("no native kernels, torch computes instead (%s): %s", SLOWER, error)
         return None
     if opened.problem:
-        logger.warning("native kernels are kept in %s, as %s", opened.path.parent, opened.problem)
+        logger.warning("native kernels are kept in %s: %s", opened.path.parent, opened.problem)
     threads = "OpenMP" if runtime else "no"
     ahead, name = opened.instruction_set, opened.path.name
     origin = f"built ahead for {ahead}" if ahead else f"built on this machine ({name})"

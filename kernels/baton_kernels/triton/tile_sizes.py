@@ -33,14 +33,14 @@ _DECODE_FP8 = _DECODE | {256: TileSize(32, 4, 4)}
 _VARLEN_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64}  # query tokens times heads
 # Half the rows with 4 warps would let two programs share a processor of 9.0, but each key would be
 # read twice as often, and 64 operations per byte are more than the L2 cache has bandwidth for.
-_VARLEN = {  # 130 KiB and less
+_VARLEN = {  # at most 130 KiB
     16: TileSize(128, 8, 5),
     32: TileSize(128, 8, 5),
     64: TileSize(128, 8, 5),
     128: TileSize(64, 8, 5),
     256: TileSize(32, 8, 5),  # with 4 warps Triton 3.6 spills
 }
-_VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3)}  # 97 KiB and less on 8.6 and 8.9
+_VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3)}  # at most 97 KiB, for GPUs with 99
 
 
 @functools.cache

@@ -124,12 +124,12 @@ class NixlAgent:
         own = name.encode()
         head = b"nixlSerDes|Agent" + len(own).to_bytes(8, "little") + own + b"|"
         if not metadata.startswith(head):
-            raise TransferError(f"the metadata of {name} is of somebody else, or damaged")
+            raise TransferError(f"the metadata of {name} is damaged, or another agent's")
         self._forget(name)
         try:
             claimed: str = self._agent.add_remote_agent(metadata).decode(errors="replace")
             if claimed != name:
-                raise TransferError(f"the metadata of {name} is of {claimed}")
+                raise TransferError(f"the metadata of {name} names {claimed}")
         except self._errors as error:
             raise TransferError(f"NIXL cannot add the peer: {_words(error)}") from error
         self._peers[name] = metadata

@@ -16,7 +16,14 @@ import numpy.typing as npt
 from baton.api.errors import TransferError
 from baton.kv.manifest import RankCopy
 from kvconnector.base import NO_TRANSFER, TransferKey
-from kvconnector.blocks import LayerRange, check_block_ids, check_layers
+from kvconnector.blocks import (
+    LayerRange,
+    Ranges,
+    Slices,
+    check_block_ids,
+    check_layers,
+    part_of_scratch,
+)
 from kvconnector.layout import KVLayout, KVMemory
 from kvconnector.peer_info import (
     NUM_SLOTS,
@@ -26,7 +33,6 @@ from kvconnector.peer_info import (
     agent_name,
     host_identity,
 )
-from kvconnector.slices import Ranges, Slices, part_of_scratch
 from kvconnector.transports.base import NO_OPTIONS, PendingWrite, TransportOptions
 from kvconnector.transports.nixl.agent import NixlAgent
 from kvconnector.transports.paths import UNKNOWN_GPU_PATH
@@ -149,7 +155,7 @@ class NixlTransport:
                 raise
         path = self._path(self._peers[peer.engine_id])
         if path == "nixl/ucx tcp" and peer.host == host_identity():
-            logger.warning("%s is on this host, but bytes take %s", peer.engine_id, path)
+            logger.warning("%s is on this host, but its bytes travel over %s", peer.engine_id, path)
         return path
 
     def disconnect(self, engine_id: str) -> None:

@@ -191,12 +191,12 @@ class FrameReader:
     def _take_header(self) -> int:
         kind, head_bytes, payload_bytes = HEADER.unpack(self._header)
         if kind not in self._kinds:
-            raise FrameError(f"a frame of kind {kind}")
+            raise FrameError(f"a frame of unexpected kind {kind}")
         if head_bytes > self.max_head_bytes:
             raise FrameError(f"a head of {head_bytes} bytes, more than {self.max_head_bytes}")
         has_payload = kind in WITH_PAYLOAD
         if payload_bytes > MAX_PAYLOAD_BYTES or has_payload != (payload_bytes > 0):
-            raise FrameError(f"a payload of {payload_bytes} bytes")
+            raise FrameError(f"an unexpected payload of {payload_bytes} bytes")
         self._kind, self._payload_bytes = Kind(kind), payload_bytes
         return int(head_bytes)
 

@@ -286,7 +286,7 @@ class Outgoing:
         if connection is not self._connection or not 0 < done.count - self._num_done <= len(
             self._writes
         ):
-            raise FrameError("a DONE of what was not posted")
+            raise FrameError("a DONE of a write that was not posted")
         while self._num_done < done.count:
             self._num_done += 1
             write = self._writes.popleft()

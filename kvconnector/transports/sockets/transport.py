@@ -249,7 +249,7 @@ class TlsTransport:
         except ValueError as error:
             raise FrameError(str(error)) from error
         if payload_bytes != self._blocks.num_bytes(len(block_ids), layers):
-            raise FrameError("a write whose bytes are not those of its blocks")
+            raise FrameError("a write with another size than its blocks")
         transfer = (head.request_id, head.epoch)
         granted = self._grants.get(engine_id, {}).get(transfer, frozenset())
         wanted = frozenset(block_ids)
@@ -273,5 +273,5 @@ def _read_where(peer: PeerInfo) -> _Where:
         where = msgspec.msgpack.decode(peer.ranks[0].agent_metadata, type=_Where)
         ipaddress.ip_address(where.host)  # a name would need a look-up, which may take long
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise TransferError(f"{peer.engine_id} does not say where it is: {error}") from error
+        raise TransferError(f"{peer.engine_id} gives no address to connect to: {error}") from error
     return where

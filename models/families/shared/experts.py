@@ -23,7 +23,7 @@ def checked(fields: Fields, experts: ExpertsSpec) -> ExpertsSpec:
         raise fields.wrong("n_group", f"{num_groups} does not divide {experts.num_experts}")
     chosen = experts.num_experts // num_groups * top_groups
     if top_groups > num_groups or experts.top_k > chosen:
-        raise fields.wrong("topk_group", f"{top_groups} groups of {num_groups}")
+        raise fields.wrong("topk_group", f"{top_groups} is wrong for {num_groups} groups")
     return experts
 
 

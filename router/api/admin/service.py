@@ -176,8 +176,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         what = request.WhichOneof("what")
         if what in ("prompt", "num_prompt_tokens") and not context.principal.is_operator:
             raise PermissionDeniedError(
-                "what: must be a request_id: what nodes would do with a prompt tells what others "
-                "do, for which the role look is needed"
+                "what: must be a request_id without the role look: where a prompt would go tells "
+                "about the requests of others"
             )
         match what:
             case "request_id":
@@ -216,13 +216,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListQuarantineRequest, context: Context
     ) -> admin_pb2.ListQuarantineResponse:
         """Return the requests that are refused because equal ones crashed nodes."""
-        return describe_quarantine(self._dispatcher.suspects)
+        return describe_quarantine(self._dispatcher.recoveries.suspects)
 
     async def ReleaseQuarantine(  # gRPC's naming
         self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
     ) -> admin_pb2.ReleaseQuarantineResponse:
         """Stop refusing some quarantined requests, or all."""
-        num_released = self._dispatcher.suspects.release(request.fingerprint)
+        num_released = self._dispatcher.recoveries.suspects.release(request.fingerprint)
         _note(context, f"release {request.fingerprint or 'all'}: {num_released}")
         return admin_pb2.ReleaseQuarantineResponse(num_released=num_released)
 
@@ -382,7 +382,7 @@ def _whose(context: Context, tenant: str, role: Role) -> str | None:
     if not principal.tenant:
         raise PermissionDeniedError(f"authorization: the role {role} is needed for this")
     if tenant not in ("", principal.tenant):
-        raise PermissionDeniedError(f"tenant: {principal.name} may mean requests of its own only")
+        raise PermissionDeniedError(f"tenant: {principal.name} may name only its own requests")
     return principal.tenant
 
 

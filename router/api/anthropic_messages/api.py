@@ -255,7 +255,7 @@ class TokenCount(msgspec.Struct):
 async def count_tokens(request: web.Request, intake: Intake, options: HttpOptions) -> TokenCount:
     """Count a prompt's tokens; `web.middleware` turns raised errors into responses."""
     given = await read_body(request, CountTokensRequest, options)
-    intake.check_key(request[PRINCIPAL])
+    intake.admission.check_key(request[PRINCIPAL])
     body = chat_request(given)
     with as_fields(FIELD_NAMES):
         prompt = chat_prompt(body)

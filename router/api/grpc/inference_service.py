@@ -148,7 +148,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _to_proto(self, delta: TextDelta) -> inference_pb2.GenerateResponse:
         make = functools.partial(wire.text_delta_to_proto, delta)
-        return await self._intake.long_answers.make(delta, make)
+        return await self._intake.answers.long.make(delta, make)
 
     def _terms(
         self,

@@ -143,7 +143,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         except InvalidRequestError as error:  # the message could not be parsed
             self._pool.hang_up(node, str(error))
         except Exception:  # the link just ends: without this line nobody would see why
-            logger.exception("the link of %s broke by what it said", node.name)
+            logger.exception("a message of %s broke its link", node.name)
         finally:
             self._pool.remove(node)
             outgoing.put_nowait(None)

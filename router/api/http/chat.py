@@ -241,7 +241,7 @@ async def open_chat(
     if held is None:
         note_ignored(request, open_formats(body, grammars or {}))
     note_ignored(request, unseen_results(body))
-    intake.check_key(request[PRINCIPAL])  # before any expensive work
+    intake.admission.check_key(request[PRINCIPAL])  # before any expensive work
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)
     prompt = await intake.reader.tokenize(chat_prompt(body), request[PRINCIPAL])

@@ -121,7 +121,7 @@ def _budget(request: ChatRequest) -> int | None:
         check_budget(field, value)
     if len(set(budgets.values())) > 1:
         first, other, *_ = budgets
-        raise InvalidRequestError(other, f"must be as {first}, got {budgets[other]}")
+        raise InvalidRequestError(other, f"must equal {first}, got {budgets[other]}")
     return next(iter(budgets.values()), None)
 
 
@@ -273,7 +273,7 @@ def _text_or_calls(
     grammar = parsers.text_or_calls(functions, several=several)
     if grammar is None and is_strict:
         raise InvalidRequestError(
-            "tools", "must not be strict: no calls are looked for in this model's outputs"
+            "tools", "must not be strict: this model's outputs are not searched for calls"
         )
     return HeldOutput(_grammar_of_calls(grammar), is_free=True) if grammar else None
 

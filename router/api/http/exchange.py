@@ -162,11 +162,11 @@ class Exchange:
                     if num_logprobs > MAX_LOGPROBS_AT_ONCE:
                         raise InvalidRequestError(
                             "logprobs",
-                            f"a response without stream may have {MAX_LOGPROBS_AT_ONCE} together",
+                            f"a response without stream may have {MAX_LOGPROBS_AT_ONCE} in all",
                         )
         outputs = [join_deltas(parts) for parts in deltas]
         receipts = [_receipt_of(output) for output in outputs]
-        make = self.intake.long_answers.make
+        make = self.intake.answers.long.make
         response = self._response(
             self.dialect.object,
             [
@@ -205,7 +205,7 @@ class Exchange:
                 if delta.finish_reason is not None:
                     ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
-                made = await self.intake.long_answers.make(
+                made = await self.intake.answers.long.make(
                     delta, functools.partial(self.dialect.chunk, index, delta)
                 )
                 choice = self._with_ids(made, delta)
@@ -338,7 +338,7 @@ def check_stream(body: SamplingRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is for stream: true only")
     if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError("prompt_logprobs", "is not for stream: true; logprobs are")
+        raise InvalidRequestError("prompt_logprobs", "is for stream: false only")
 
 
 async def _read_in_turn(request: web.Request) -> bytes:

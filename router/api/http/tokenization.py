@@ -58,7 +58,7 @@ class Detokenized(msgspec.Struct):
 async def tokenize(request: web.Request, intake: Intake, options: HttpOptions) -> Tokenized:
     """Answer a request to tokenize; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, TokenizeRequest, options)
-    intake.check_key(request[PRINCIPAL])
+    intake.admission.check_key(request[PRINCIPAL])
     token_ids = await intake.tokenize_only(
         _prompt(body),
         request[PRINCIPAL],
@@ -74,7 +74,7 @@ async def tokenize(request: web.Request, intake: Intake, options: HttpOptions) -
 async def detokenize(request: web.Request, intake: Intake, options: HttpOptions) -> Detokenized:
     """Answer a request to detokenize; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, DetokenizeRequest, options)
-    intake.check_key(request[PRINCIPAL])
+    intake.admission.check_key(request[PRINCIPAL])
     return Detokenized(await intake.reader.decode(body.tokens))
 
 

@@ -162,7 +162,7 @@ class StatusPage:
             "num_pairs": len(pairs),
             "transports": _by_transport(pairs),
             "rollout": describe_rollout(pool),
-            "quarantine": describe_quarantine(dispatcher.suspects),
+            "quarantine": describe_quarantine(dispatcher.recoveries.suspects),
             "traces": traces,
             "ages_s": [wall - trace.received_at for trace in traces],
             "scale_s": max(

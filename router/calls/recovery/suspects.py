@@ -151,7 +151,7 @@ class Suspects:
             self._quarantined.popitem(last=False)
         self.num_ended_total += 1
         logger.error(
-            "request %s of %s was ended and its like is refused for %g s (%s): %s died under it",
+            "request %s of %s is ended and equal ones refused for %g s (%s): %s died computing it",
             call.request_id,
             call.terms.principal.name or "anybody",
             self._quarantine_s,

@@ -105,10 +105,10 @@ class NodeLoad:
         max_model_len: most tokens of one request.
         beat: the node's last report of its load by all routers.
         num_open_requests: requests that this router placed there and that have not ended.
-        num_open_tokens: for these, prompt tokens not computed yet (prefill node), or prompt tokens
-            plus the largest output (decode node).
-        num_uncomputed_requests: those of them whose prompt must be computed there.
-        num_placed_tokens: sum of such tokens over all requests ever placed there.
+        num_open_tokens: prompt tokens of open requests that are not computed yet (prefill node), or
+            prompt tokens plus largest outputs of open requests (decode node).
+        num_uncomputed_requests: open requests whose prompt must be computed there.
+        num_placed_tokens: tokens of all requests ever placed there, counted like `num_open_tokens`.
         prefill: seconds per prompt, by the number of its tokens to compute.
         prefill_queue_s: time that its open prompts take.
         prefill_base_s, prefill_s_per_token: line of the time until one more prompt is computed, by

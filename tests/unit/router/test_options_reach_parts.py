@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -14,10 +13,9 @@ from router import program
 from router.api import http_server
 from router.api.grpc.journal import JournalOptions
 from router.config import RouterConfig
-from router.intake.early_readers import EarlyReaders
+from router.intake.prompt_reader import EarlyReaders
 from router.intake.text_options import TextOptions
-
-DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 
 class SeenError(Exception):

@@ -244,7 +244,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "an unknown dtype": (header({A: F32 | {"dtype": "Q9"}}), "dtype: 'Q9' is not known"),
     "a shape below 0": (header({A: F32 | {"shape": [-1, 2]}}), "shape: must be sizes"),
     "a shape of 2**60": (header({A: F32 | {"shape": [2**60, 2]}}), "shape: must be sizes"),
-    "a bomb": (header({A: F32 | {"shape": [2**40, 2**40]}}, bytes(16)), "16 bytes are no"),
+    "a bomb": (header({A: F32 | {"shape": [2**40, 2**40]}}, bytes(16)), "16 bytes cannot be"),
     "offsets backwards": (header({A: F32 | {"data_offsets": [16, 0]}}), "two rising numbers"),
     "offsets behind the end": (header({A: F32}), "ends at byte"),
     "overlapping": (header({A: F32, B: F32}, bytes(16)), "overlaps"),

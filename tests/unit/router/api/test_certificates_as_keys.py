@@ -20,10 +20,10 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, node_pb2, node_pb2_grpc
 from router.api.admin.service import AdminService
 from router.api.grpc.link_service import NodeLinkService
 from router.intake.intake import Intake
-from tests.fakes.certificates import Authority
-from tests.fakes.http_scene import HttpScene, on_http
-from tests.fakes.nodes import make_registration
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.network.certificates import Authority
+from tests.fakes.router.http_scene import HttpScene, on_http
+from tests.fakes.router.nodes import make_registration
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 pytestmark = pytest.mark.medium
 

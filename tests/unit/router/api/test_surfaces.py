@@ -39,9 +39,9 @@ from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.link_service import NodeLinkService
 from router.api.http_server import NOT_SERVED
 from router.intake.intake import Intake
-from tests.fakes.http_scene import HttpScene, on_http
-from tests.fakes.nodes import make_registration
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.http_scene import HttpScene, on_http
+from tests.fakes.router.nodes import make_registration
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 FILES = (inference_pb2, node_pb2, admin_pb2)
 SERVICES = [service for file in FILES for service in file.DESCRIPTOR.services_by_name.values()]

@@ -13,8 +13,8 @@ from router.api.admin.request_stats import Percentiles, window_stats
 from router.calls.call import Call, Terms
 from router.calls.recovery.retry_budget import RetryOptions
 from router.calls.request_log import MAX_CODE_CHARS, MAX_ERROR_CHARS, RequestLog
-from tests.fakes.nodes import failure, token, token_1
-from tests.fakes.router_scene import PARAMS, Scene, asynchronous
+from tests.fakes.router.nodes import failure, token, token_1
+from tests.fakes.router.router_scene import PARAMS, Scene, asynchronous
 
 RETRIES = RetryOptions(
     max_attempts=3, pair_timeout_s=0.2, return_timeout_s=0.2, first_pause_s=0.001

@@ -24,8 +24,8 @@ from router.api.admin.service import AdminService
 from router.api.admin.views import describe_nodes
 from router.intake.intake import Intake
 from router.policies.cost import Cost
-from tests.fakes.nodes import HandNode, make_registration, token_1
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.nodes import HandNode, make_registration, token_1
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 Call = Callable[..., Any]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import wraps
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -27,9 +26,10 @@ from router.api.grpc.inference_service import InferenceService
 from router.calls.dispatcher import Dispatcher
 from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 
-TOKENIZER = Tokenizer(Path(__file__).parents[5] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(DEMO_MODEL)
 TEXT = "print(x)\nEND of it, and so on and on, on and on, until somebody says stop"
 TOKEN_IDS = TOKENIZER.encode(TEXT)
 

@@ -20,14 +20,13 @@ from baton.link.words import CancelCommand, PrefillCommand
 from router.api.http import decoding, exchange
 from router.api.http.errors import error_response
 from router.api.http_server import SERVED, HttpServer
-from router.gate.admission import Admission
+from router.gate.admission import make_admission
 from router.gate.admission_options import AdmissionOptions
-from router.gate.capacity import Capacity
 from router.intake import long_answers
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
-from tests.fakes.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
-from tests.fakes.nodes import make_pool
+from tests.fakes.router.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
+from tests.fakes.router.nodes import make_pool
 
 pytestmark = pytest.mark.medium
 
@@ -151,7 +150,7 @@ def test_what_fails_on_a_node_has_a_status_or_ends_the_stream(
 @on_http()
 async def test_a_refusal_says_how_many_whole_seconds_to_wait(scene: HttpScene) -> None:
     limit = AdmissionOptions(max_open_requests=1)
-    scene.dispatcher.admission = Admission(Capacity(lambda: scene.pool.fleet), limit)
+    scene.dispatcher.admission = make_admission(scene.pool, limit)
     reply = scene.post()
     command = await scene.command()
     response = await scene.post()
