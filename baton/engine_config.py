@@ -24,6 +24,7 @@ NUMA = "numa"  # instead of a list of cores
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
+MAX_ADAPTERS = 4096
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_BATCHED_TOKENS = 2**20  # larger steps would take too long
@@ -217,6 +218,22 @@ class EngineConfig:
         help="Schedule a step while the previous one runs; the tokens stay the same. By default "
         "on if the device computes asynchronously (a GPU).",
     )
+    max_adapters: int = option(
+        0,
+        least=0,
+        most=MAX_ADAPTERS,
+        help="Most LoRA adapters in memory; the least recently used one leaves for another. 0: "
+        "none can be loaded. For a CPU and one rank.",
+    )
+    adapter_cache_bytes: int | None = option(
+        None,
+        name="adapter_cache",
+        least=0,
+        unset="auto",
+        parse=parse_bytes,
+        help="Most memory for the numbers of adapters that were read before, such as 1G: such an "
+        "adapter is loaded again without its files; auto: 256M.",
+    )
     cuda_graphs: bool = option(
         True, help="On a GPU, replay captured steps instead of launching kernel by kernel."
     )
@@ -290,6 +307,10 @@ class EngineConfig:
                 f"executor: uniproc has one rank, but tensor_parallel_size is "
                 f"{self.tensor_parallel_size} and pipeline_parallel_size "
                 f"{self.pipeline_parallel_size}"
+            )
+        if self.max_adapters and self.num_ranks > 1:
+            raise ConfigError(
+                f"max_adapters: adapters are computed by one rank, and there are {self.num_ranks}"
             )
         if self.ngram_max < self.ngram_min:
             raise ConfigError(

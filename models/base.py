@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -26,6 +26,19 @@ AttentionStep = tuple[AttentionMetadata, AttentionBackend]
 GroupStep = AttentionStep | tuple[StateMetadata, None]
 
 
+class AdapterSpan(NamedTuple):
+    """The tokens of a step, side by side, that one adapter is computed for.
+
+    Attributes:
+        adapter: the adapter's digest.
+        first, end: the tokens' places in the step.
+    """
+
+    adapter: str
+    first: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Everything but the token ids that one forward pass depends on; an argument, never ambient."""
@@ -37,6 +50,7 @@ class ForwardContext:
     layer_groups: tuple[int, ...]  # each layer's group
     layer_caches: tuple[LayerCache, ...]  # one per layer
     after_layer: Callable[[int], None] | None = None  # called after each layer
+    adapters: tuple[AdapterSpan, ...] = ()  # ascending; other tokens are the base model's
 
     @property
     def max_seq_len(self) -> int:

@@ -281,6 +281,14 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
+class AdaptedForward(Protocol):
+    """Computes steps in which some tokens are adapted."""
+
+    def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        """See ``CausalLM.forward``."""
+        ...
+
+
 class DecoderForCausalLM(nn.Module):
     """A ``CausalLM``: the decoder and the output head. Weights are uninitialized until loaded.
 
@@ -289,12 +297,14 @@ class DecoderForCausalLM(nn.Module):
 
     Attributes:
         mapped_bytes: bytes of the weights that are pages of a file in the user's cache.
+        adapted: computes steps with adapters; None: the model has none.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.mapped_bytes = 0
+        self.adapted: AdaptedForward | None = None
         recipe, first = config.recipe, config.num_layers
         mtp_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_mtp_layers))
         self._ignored = recipe.ignored + mtp_layers
@@ -354,6 +364,9 @@ class DecoderForCausalLM(nn.Module):
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""
+        if context.adapters:
+            assert self.adapted is not None, "no adapter is loaded"
+            return self.adapted.forward(input_ids, context)
         hidden: Tensor = self.model(input_ids, context)  # [num_tokens, hidden_size]
         return hidden
 

@@ -100,6 +100,7 @@ class Scheduler:
         )
         self.masks = masks or MasksAtOnce()
         self._num_steps_in_flight = 0
+        self._num_adapted = 0  # open requests with an adapter
 
     # ------------------------------------------------------------------ requests come
 
@@ -266,6 +267,8 @@ class Scheduler:
         if has_drafts:
             budget = self.drafts.add_to(scheduled, budget)
         num_drafts = self.drafts.look_ahead(scheduled)
+        if self._num_adapted:  # a worker computes each adapter for neighbouring tokens
+            scheduled.sort(key=lambda item: item.request.adapter)
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:
             self.awaits_masks = True
@@ -490,6 +493,7 @@ class Scheduler:
     def _register(self, request: Request) -> None:
         assert request.request_id not in self.requests, request.request_id
         self.requests[request.request_id] = request
+        self._num_adapted += bool(request.adapter)
         self._room.give_rank(request)
         if request.grammar is not None and not request.grammar.has_mask:
             self.masks.begin_mask(request.grammar)
@@ -588,6 +592,7 @@ class Scheduler:
         self.counters.finished[status.finish_reason] += 1
         self._leave_batch(request)
         self._free_when_idle(request)
+        self._num_adapted -= bool(request.adapter)
         del self.requests[request.request_id]
 
     def _leave_batch(self, request: Request) -> None:

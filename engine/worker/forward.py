@@ -50,6 +50,7 @@ class Forward:
             layer_groups=context.layer_groups,
             layer_caches=context.layer_caches,
             after_layer=after_layer,
+            adapters=inputs.adapters,
         )
         return context.model.forward(inputs.input_ids, forward_context)
 

@@ -164,6 +164,7 @@ class InputBatch:
                     self._attend_again(kept, index, starts, seq_lens)
                     for index in range(len(self._block_tables))
                 ),
+                model.adapters,
             ),
             self._rows.sample_again(kept.step.sampling, kept.rows, num_known),
             kept.step.prompt_rows,
@@ -225,6 +226,7 @@ class InputBatch:
             positions=self._to_device(buffers.positions.tensor[:num_tokens]),
             last_token_rows=self._to_device(buffers.last_token_rows.tensor[: len(sampling)]),
             groups=self._groups(columns, token_rows, positions),
+            adapters=self._rows.adapter_spans(columns),
         )
         step = PreparedStep(
             model_input,

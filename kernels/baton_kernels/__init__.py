@@ -42,6 +42,11 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
     return ops_for(x).scaled_add(x, residual, factor)
 
 
+def add_rows(x: Tensor, delta: Tensor) -> None:
+    """Add ``delta`` to ``x`` in place, ``[n, size]`` each."""
+    ops_for(x).add_rows(x, delta)
+
+
 def join(x: Tensor, y: Tensor) -> Tensor:
     """Concatenate each row of ``x`` with the same row of ``y``."""
     return ops_for(x).join(x, y)
@@ -298,6 +303,7 @@ __all__ = [
     "StateMetadata",
     "WeightFormat",
     "add_rms_norm",
+    "add_rows",
     "causal_conv",
     "experts",
     "gate_mul",

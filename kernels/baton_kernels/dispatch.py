@@ -83,6 +83,7 @@ def _triton_ops() -> Ops:
         packed_scores=reference.packed_scores,
         route=reference.route,
         scaled_add=reference.scaled_add,
+        add_rows=reference.add_rows,
         join=reference.join,
         largest=reference.largest,
         soft_cap=reference.soft_cap,

@@ -82,6 +82,11 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
     return residual + (x if factor == 1.0 else x * factor)
 
 
+def add_rows(x: Tensor, delta: Tensor) -> None:
+    """Add ``delta`` to ``x`` in place, ``[n, size]`` each; the sum is rounded once."""
+    x.add_(delta)
+
+
 def join(x: Tensor, y: Tensor) -> Tensor:
     """Append each row of ``y`` to that of ``x``: ``[n, a]`` and ``[n, b]`` -> ``[n, a + b]``."""
     return torch.cat([x, y], dim=-1)

@@ -111,7 +111,8 @@ class DecodeTapes:
         )
         if context.layer_caches is not self._caches[0]:
             self._caches = (context.layer_caches, _addresses(context.layer_caches))
-        return num_tokens, inputs[0].dtype, torch.get_num_threads(), widths, self._caches[1]
+        threads, caches = torch.get_num_threads(), self._caches[1]
+        return num_tokens, inputs[0].dtype, threads, widths, caches, context.adapters
 
     def _record(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> _Taped | None:
         with torch.inference_mode(mode=False):

@@ -234,13 +234,14 @@ class PackedLinear(nn.Module):
 
     Attributes:
         packed: the weight.
+        activation: as given.
     """
 
     def __init__(
         self, weight: ops.PackedWeight, *, activation: str | None = None, exact: bool = False
     ) -> None:
         super().__init__()
-        self._activation, self._is_exact = activation, exact
+        self.activation, self._is_exact = activation, exact
         self.packed = weight
         # The panels as parameters, so that their memory is counted.
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
@@ -255,9 +256,9 @@ class PackedLinear(nn.Module):
         """Compute the original layer's result from its packed weight."""
         if self._is_exact:
             return ops.packed_scores(x, self.packed)
-        if self._activation is None:
+        if self.activation is None:
             return ops.packed_linear(x, self.packed)
-        return ops.packed_gated_linear(x, self.packed, self._activation)
+        return ops.packed_gated_linear(x, self.packed, self.activation)
 
 
 class QuantizedLinear(nn.Module):

@@ -10,6 +10,7 @@ from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from engine.sampling.logprobs import PromptRows
 from engine.sampling.sampling_input import SamplingInput
+from models.base import AdapterSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class ModelInput:
     positions: Tensor  # [num_tokens] int64
     last_token_rows: Tensor  # [num_sampling] int64, rows of tokens whose logits are needed
     groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
+    adapters: tuple[AdapterSpan, ...] = ()  # tokens that adapters are computed for
 
 
 @dataclass(frozen=True, slots=True)

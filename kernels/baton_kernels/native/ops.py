@@ -58,6 +58,7 @@ _ACTIVATIONS = {
     "relu": 6,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_ROW = 2**17  # numbers of a row of `add_rows`, which a job keeps on its stack
 _MAX_KERNEL_SIZE = 16  # longest convolution kernel; a job keeps it on its stack
 _MAX_KEY_DIM = 512  # largest key_dim of a recurrence, which is on the stack, too
 _FORMATS = {
@@ -123,6 +124,18 @@ class NativeOps:
         )
         self._run(self._library.baton_rms_norm, call, x, residual, total)
         return total
+
+    def add_rows(self, x: Tensor, delta: Tensor) -> None:
+        """See the reference. Each row is read before it is written, so ``x`` may be the sum."""
+        size = x.shape[-1]
+        if not (_plain(x, delta) and x.shape == delta.shape and size <= _MAX_ROW):
+            reference.add_rows(x, delta)
+            return
+        call = NormCall(
+            *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size),
+            *(delta.data_ptr(), x.data_ptr(), None, None, x.data_ptr(), 0.0, 0, 1.0),
+        )
+        self._run(self._library.baton_rms_norm, call, x, delta)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See the reference."""
