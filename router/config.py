@@ -28,7 +28,12 @@ _KEYS = "--api-keys-file"
 class RouterConfig:
     """Options of the router; raises ConfigError naming the field."""
 
-    model: str = option(help="Model folder, GGUF file, or hub id; weights are not read.")
+    model: str = option(
+        further="more_models",
+        help="Model folder, GGUF file, or hub id; weights are not read. Each one more is another "
+        "base model, with nodes of its own.",
+    )
+    more_models: tuple[str, ...] = ()
     listen: str = option(DEFAULT_ADDRESS, help="host:port to serve on.")
     policy: str = option(
         "cost", choices=tuple(POLICIES.names()), help="Policy that chooses nodes for requests."
@@ -110,10 +115,20 @@ class RouterConfig:
         "", help='Origin whose web pages may call the HTTP API; "*": any.'
     )
     served_model_name: str = option(
-        "", help="Name of the model for HTTP clients; by default --model."
+        "",
+        further="more_served_names",
+        help="Name of the model for clients; by default --model. With several models: NAME=MODEL, "
+        "with MODEL as in --model.",
     )
+    more_served_names: tuple[str, ...] = ()
     served_model_aliases: str = option(
-        "", help="More names of the model for HTTP clients, separated by commas."
+        "", help="More names of the model for clients, separated by commas."
+    )
+    names_file: str = option(
+        "",
+        help="TOML file with a table per served name: model, adapter, request_defaults and "
+        "chat_template. If it exists, options for names have no effect. `baton admin names` writes "
+        "its changes there.",
     )
     request_defaults: str = option(
         "",
@@ -183,6 +198,11 @@ class RouterConfig:
             raise ConfigError(
                 "reuse_port: needs node_listen, or nodes would join any one of the processes"
             )
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All base models, as given."""
+        return (self.model, *self.more_models)
 
     def may_self_prefill(self, policy: str) -> bool:
         """Return whether decode nodes may compute prompts under this policy."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -25,9 +26,6 @@ from baton.cli.structured_output_options import (
     make_structured_output,
 )
 from baton.processes.process import print_error
-
-if TYPE_CHECKING:
-    from baton.client.client import Client
 
 MaxTokensOption = Annotated[int, typer.Option(help="Most output tokens.")]
 TemperatureOption = Annotated[
@@ -52,6 +50,9 @@ StopOption = Annotated[
 ]
 SeedOption = Annotated[
     int | None, typer.Option(help="Seed of sampling; the same seed gives the same tokens.")
+]
+ServedNameOption = Annotated[
+    str, typer.Option(help="What the router calls the model; its first name if not given.")
 ]
 
 
@@ -80,6 +81,7 @@ def generate(
     ] = "",
     priority: Annotated[int, typer.Option(help="Priority in queues; smaller goes first.")] = 0,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
+    served_name: ServedNameOption = "",
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
     """Complete a text, and print the tokens as they come."""
@@ -108,13 +110,19 @@ def generate(
                     timeout_s=timeout_s,
                     session_id=session_id,
                     priority=priority,
+                    model=served_name,
                 )
                 for completion in completions:
                     _print_text(f"[{completion.choice_index}] {completion.text}\n")
                 return
             _, last = _print_stream(
                 client.stream(
-                    prompt, params, timeout_s=timeout_s, session_id=session_id, priority=priority
+                    prompt,
+                    params,
+                    timeout_s=timeout_s,
+                    session_id=session_id,
+                    priority=priority,
+                    model=served_name,
                 )
             )
     if receipt and last is not None and last.receipt is not None:
@@ -135,6 +143,7 @@ def chat(
     top_p: TopPOption = 0.9,
     seed: SeedOption = None,
     system: Annotated[str, typer.Option(help="Text of the system message.")] = "",
+    served_name: ServedNameOption = "",
 ) -> None:
     """Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer."""
     from baton.client.client import Client
@@ -151,7 +160,13 @@ def chat(
         with Client(access.router, api_key=access.api_key, tls=access.tls) as client:
             while (text := _read_line()) is not None:
                 if text:
-                    num_failed += not _answer(client, messages, text, params, session_id)
+                    ask = functools.partial(
+                        client.stream,
+                        sampling_params=params,
+                        session_id=session_id,
+                        model=served_name,
+                    )
+                    num_failed += not _answer(ask, messages, text)
     if num_failed and not sys.stdin.isatty():  # in a script; people have read the error
         raise typer.Exit(1)
 
@@ -179,11 +194,9 @@ def _print_stream(deltas: Iterator[TextDelta]) -> tuple[str, TextDelta | None]:
 
 
 def _answer(
-    client: Client,
+    ask: Callable[[list[dict[str, str]]], Iterator[TextDelta]],
     messages: list[dict[str, str]],
     text: str,
-    params: SamplingParams,
-    session_id: str,
 ) -> bool:
     """Take one turn of a chat; return whether it succeeded.
 
@@ -191,9 +204,7 @@ def _answer(
     """
     question = {"role": "user", "content": text}
     try:
-        answer, _ = _print_stream(
-            client.stream([*messages, question], params, session_id=session_id)
-        )
+        answer, _ = _print_stream(ask([*messages, question]))
     except BatonError as error:
         print_error(error)
         return False

@@ -49,8 +49,10 @@ def _value(option: Option, value: Any) -> str:
         return _SECRET
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
+    if isinstance(value, list) and (value or option.default != ""):
         return " ".join(value)
+    if isinstance(value, list):
+        return '""'
     return '""' if value == "" else str(getattr(value, "value", "" if value is None else value))
 
 

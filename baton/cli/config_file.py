@@ -110,7 +110,9 @@ def passed_on(context: Any, names: Iterable[str]) -> list[str]:
         place = place_of(context, name)
         is_own = name in given and given[name].is_own and place == given[name].place
         if is_own or place == flag_of(name):
-            found += [flag_of(name), str(context.params[name])]
+            value = context.params[name]
+            for one in value if isinstance(value, list | tuple) else [value]:
+                found += [flag_of(name), str(one)]
     return found
 
 
@@ -160,6 +162,9 @@ def _check(place: str, value: Any, option: Option, *, is_own: bool) -> Given:
         variable = variable_of(option.name)
         raise CommandError(f"{place}: is a secret; give it as {variable}", EXIT_USAGE)
     try:
+        if option.declaration.further:  # one value or several
+            value = [value] if isinstance(value, str) else value
+            return Given(msgspec.convert(value, list[str]), place, is_own)
         return Given(msgspec.convert(value, option.type), place, is_own)
     except msgspec.ValidationError as error:
         text = str(error)

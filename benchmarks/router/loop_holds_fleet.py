@@ -155,8 +155,8 @@ async def of_router(num_nodes: int, note: Note) -> None:
         admin_pb2.ListNodesResponse(nodes=described).SerializeToString()
 
     def stats() -> None:
-        window = window_stats(dispatcher.log, 300.0)
-        describe_stats(dispatcher.log, window, dispatcher.admission.state()).SerializeToString()
+        window = window_stats([dispatcher.log], 300.0)
+        describe_stats([dispatcher.log], window, [dispatcher.admission.state()]).SerializeToString()
 
     await router.measure("4,096 requests begin, 64 in 20 ms", router.begin)
     await router.measure("metrics page", metrics.text)

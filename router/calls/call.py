@@ -24,6 +24,7 @@ class Terms:
         priority: order among waiting requests; smaller goes first.
         principal: the caller.
         cache_word: only prompts with an equal word share cached blocks; empty: no word.
+        adapter: digest of the bytes of the adapter to use; empty: none.
         text_options: how tokens become text.
         trace: the client's trace context; None: not traced.
     """
@@ -34,6 +35,7 @@ class Terms:
     priority: int = 0
     principal: Principal = ANYBODY
     cache_word: str = field(default="", repr=False)
+    adapter: str = ""
     text_options: DetokenizeOptions = DEFAULT_TEXT
     trace: TraceContext | None = None
 

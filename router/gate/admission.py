@@ -334,7 +334,9 @@ class Admission:
         )
 
 
-def make_admission(pool: NodePool, options: AdmissionOptions | None = None) -> Admission:
+def make_admission(
+    pool: NodePool, options: AdmissionOptions | None = None, rates: RateLimits | None = None
+) -> Admission:
     """Make the gate before a pool's nodes, with the default limits if none are given."""
     options = options or AdmissionOptions()
     capacity = Capacity(
@@ -343,4 +345,4 @@ def make_admission(pool: NodePool, options: AdmissionOptions | None = None) -> A
         shared_prefill_window_s=options.shared_prefill_window_s,
         clock=pool.clock,
     )
-    return Admission(capacity, options)
+    return Admission(capacity, options, rates)

@@ -53,6 +53,10 @@ _ENTRIES = {
         "baton.cli.admin.rollout:rollout",
         "See or steer which revisions of nodes get requests, and how much of them.",
     ),
+    "names": Entry(
+        "baton.cli.admin.names:names",
+        "See or change what clients may call models, and what each name stands for.",
+    ),
     "flush-cache": Entry(
         "baton.cli.admin.tuning:flush_cache",
         "Empty the prefix cache of a node, or of all; requests in progress keep what they have.",

@@ -52,6 +52,13 @@ TenantOption = Annotated[
         "tenant to assume."
     ),
 ]
+BaseModelOption = Annotated[
+    str,
+    typer.Option(
+        help="A base model as given to the router's --model, or a name of it, where there are "
+        "several."
+    ),
+]
 OutputOption = Annotated[
     OutputFormat,
     typer.Option(help="Format of the output: for people (table) or for programs (json)."),

@@ -8,6 +8,7 @@ import typer
 
 from baton.api.printable import printable
 from baton.cli.admin.connection import (
+    BaseModelOption,
     OutputFormat,
     OutputOption,
     TenantOption,
@@ -43,6 +44,7 @@ def explain(
         int, typer.Option(help="With --prompt or --prompt-tokens: number of output tokens.", min=1)
     ] = 128,
     tenant: TenantOption = "",
+    base_model: BaseModelOption = "",
     *,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
@@ -60,7 +62,9 @@ def explain(
     elif prompt:
         what = {"prompt": prompt}
     with connection(access) as admin:
-        found = admin.call("Explain", max_tokens=max_tokens, tenant=tenant, **what)
+        found = admin.call(
+            "Explain", max_tokens=max_tokens, tenant=tenant, model=base_model, **what
+        )
         trace = None
         if request_id and not is_json(output):
             trace = admin.call("Trace", request_id=request_id, tenant=tenant)

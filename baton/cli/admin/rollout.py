@@ -10,6 +10,7 @@ import typer
 
 from baton.cli.admin.connection import (
     AdminError,
+    BaseModelOption,
     OutputFormat,
     OutputOption,
     connections,
@@ -51,21 +52,36 @@ class Action(enum.Enum):
 
 
 @rollout.command("status")
-def status(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
+def status(
+    base_model: BaseModelOption = "",
+    *,
+    access: OperatorAccess,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
     """Show the revisions of the nodes, and the share of new requests that each gets."""
-    _show(_ask_all(access, "GetRollout"), output)
+    _show(_ask_all(access, "GetRollout", model=base_model), output)
 
 
 @rollout.command("pause")
-def pause(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
+def pause(
+    base_model: BaseModelOption = "",
+    *,
+    access: OperatorAccess,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
     """Freeze the revisions' shares until `resume`, even if nodes join."""
-    _show(_ask_all(access, "ChangeRollout", action=Action.PAUSE.value), output)
+    _show(_ask_all(access, "ChangeRollout", action=Action.PAUSE.value, model=base_model), output)
 
 
 @rollout.command("resume")
-def resume(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
+def resume(
+    base_model: BaseModelOption = "",
+    *,
+    access: OperatorAccess,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
     """Let the shares follow the present nodes again; ends `pause` and `undo`."""
-    _show(_ask_all(access, "ChangeRollout", action=Action.RESUME.value), output)
+    _show(_ask_all(access, "ChangeRollout", action=Action.RESUME.value, model=base_model), output)
 
 
 @rollout.command("undo")
@@ -73,13 +89,15 @@ def undo(
     revision: Annotated[
         str, typer.Argument(help="Revision to undo; the newest if not given.")
     ] = "",
+    base_model: BaseModelOption = "",
     *,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Place nothing new on a revision as long as another one is complete, until `resume`."""
     named = {"revision": revision} if revision else {}
-    _show(_ask_all(access, "ChangeRollout", action=Action.UNDO.value, **named), output)
+    answers = _ask_all(access, "ChangeRollout", action=Action.UNDO.value, model=base_model, **named)
+    _show(answers, output)
 
 
 def _ask_all(access: OperatorAccess, method: str, **fields: Any) -> list[_Answer]:

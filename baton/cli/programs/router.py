@@ -18,7 +18,10 @@ def router(config: RouterConfig) -> None:
     from router.intake.prompt_reader import fork_readers
 
     # Forked while this process has one thread, and before most modules are imported.
-    readers = fork_readers(config.texts, find_model_folder(config.model, weights=False))
+    readers = [
+        fork_readers(config.texts, find_model_folder(model, weights=False))
+        for model in config.models
+    ]
     from router.program import serve
 
     raise typer.Exit(run_program(lambda: serve(config, readers), config.log))

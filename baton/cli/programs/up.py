@@ -12,7 +12,7 @@ from baton.access.access_options import INSECURE_HELP
 from baton.addresses import DEFAULT_ADDRESS
 from baton.cli.config_file import PROGRAMS, file_of, passed_on, program, read_config_file
 from baton.cli.declared import by_name
-from baton.options import check_limits, option, same_option
+from baton.options import check_limits, option, parse_bytes, same_option
 from prefill_node.options import PrefillOptions
 from router.config import RouterConfig
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from baton.deployment.local_deployment import LocalDeploymentConfig
 
 _FOR_ROUTER = (
-    "policy", "served_model_name", "served_model_aliases", "request_defaults", "chat_template",
+    "policy", "served_model_name", "served_model_aliases", "names_file", "request_defaults",
+    "chat_template",
     "generation_config", "tool_call_parser", "reasoning_parser", "api_keys_file",
 )  # fmt: skip
 _FOR_NODES = (
@@ -33,7 +34,12 @@ _FOR_NODES = (
 class UpOptions:
     """Options of `baton up`; raises ConfigError naming the field."""
 
-    model: str = option(help="Model folder, GGUF file, or hub id.")
+    model: str = option(
+        further="more_models",
+        help="Model folder, GGUF file, or hub id. Each one more has nodes of its own; all share "
+        "the machine's cores, and --kv-cache-memory is divided among them.",
+    )
+    more_models: tuple[str, ...] = ()
     prefill: int = option(
         1, least=0, help="Number of prefill nodes; 0: decode nodes compute prompts, too."
     )
@@ -41,7 +47,9 @@ class UpOptions:
     listen: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     http_listen: str = same_option(RouterConfig, "http_listen")
     served_model_name: str = same_option(RouterConfig, "served_model_name")
+    more_served_names: tuple[str, ...] = ()
     served_model_aliases: str = same_option(RouterConfig, "served_model_aliases")
+    names_file: str = same_option(RouterConfig, "names_file")
     request_defaults: str = same_option(RouterConfig, "request_defaults")
     chat_template: str = same_option(RouterConfig, "chat_template")
     generation_config: str = same_option(RouterConfig, "generation_config")
@@ -118,6 +126,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
     by_ray = ["--executor", "ray"] if with_ray and options.executor == "auto" else []
     return LocalDeploymentConfig(
         model=options.model,
+        more_models=options.more_models,
         listen=options.listen,
         http_listen=options.http_listen,
         num_prefill=options.prefill,
@@ -128,7 +137,8 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
             *options.router_args.split(),
         ],
         node_args=[
-            *(*file_args, *passed_on(context, _FOR_NODES), *by_ray, *options.node_args.split())
+            *(*file_args, *passed_on(context, _FOR_NODES), *_kv_memory(options), *by_ray),
+            *options.node_args.split(),
         ],
         prefill_args=options.prefill_args.split(),
         decode_args=options.decode_args.split(),
@@ -140,6 +150,18 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         ray_address=options.ray_address if with_ray else None,
         lend_cores=options.lend_cores,
     )
+
+
+def _kv_memory(options: UpOptions) -> list[str]:
+    """Return the nodes' option that divides a given KV memory among several base models.
+
+    Without one each node measures at its start what the others left of the machine's memory.
+    """
+    num_models = 1 + len(options.more_models)
+    if num_models == 1 or options.kv_cache_memory == "auto":
+        return []
+    in_all = parse_bytes("kv_cache_memory", options.kv_cache_memory)
+    return ["--kv-cache-memory", str(in_all // num_models)]
 
 
 def _keys_in(path: Path | None) -> list[str]:

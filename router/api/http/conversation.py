@@ -35,8 +35,12 @@ _EFFORT_VARIABLES = frozenset(("reasoning_effort", *_SWITCHES))
 _OURS = ("messages", "tools", "add_generation_prompt")
 
 
-def chat_prompt(request: ChatRequest) -> ChatPrompt:
-    """Return the input of the chat template; raises InvalidRequestError."""
+def chat_prompt(request: ChatRequest, named_template: str = "") -> ChatPrompt:
+    """Return the input of the chat template; raises InvalidRequestError.
+
+    Args:
+        named_template: template of the served name; empty: it has none.
+    """
     given = request.chat_template_kwargs or {}
     for name in _OURS:
         if name in given:
@@ -50,6 +54,7 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
         template_options={**_template_options(request), **given},
         continues_last=bool(request.continue_final_message),
         template=request.chat_template,
+        named_template=named_template,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 from baton.access.access import Access
 from baton.api.outputs import FinishReason
@@ -22,9 +23,11 @@ from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.journal import Journal, JournalOptions
 from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryOptions
+from router.fleet.node_pool import NodePool
 from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import HandNode, make_pool, make_registration, token, token_1
 from tests.fakes.router.router_scene import RecordingDispatcher
 
@@ -36,13 +39,20 @@ def expected(seed: int, num_tokens: int) -> tuple[int, ...]:
     return tuple(seed % 1000 + index for index in range(num_tokens))
 
 
+class Router(Protocol):
+    """The router's part that an answering node needs."""
+
+    pool: NodePool
+    talks: asyncio.Event
+
+
 class AnsweringNode(HandNode):
     """A node that answers each request with the `expected` tokens while ``talks`` is set.
 
     Each behind a turn of the loop, as far as ``max_tokens`` goes.
     """
 
-    def __init__(self, scene: GrpcScene, role: NodeRole) -> None:
+    def __init__(self, scene: Router, role: NodeRole) -> None:
         self.scene = scene
         super().__init__(scene.pool, make_registration(role.value, role))
         self.node.send = self._obey
@@ -95,11 +105,9 @@ class GrpcScene:
         )
         intake = Intake(self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
         self.journal = Journal(options)
+        self.names = one_base(self.dispatcher, intake)
         self.service = InferenceService(
-            intake,
-            model="demo",
-            journal=self.journal,
-            max_timeout_s=max_timeout_s,
+            self.names, journal=self.journal, max_timeout_s=max_timeout_s
         )
 
     async def until_quiet(self) -> None:

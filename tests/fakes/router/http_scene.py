@@ -23,8 +23,11 @@ from router.gate.overload import Overload
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.choice import OutputParsers
+from router.names.defaults import NameDefaults
+from router.names.metrics_page import MetricsPage
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 from tests.fakes.router.router_scene import NO_RETRIES, RecordingDispatcher
 
@@ -49,6 +52,7 @@ class HttpScene:
         max_model_len: int = 100,
         sampling_defaults: Mapping[str, float | int] | None = None,
         trusts_templates: bool = False,
+        served: Mapping[str, NameDefaults] | None = None,
         **options: Any,
     ) -> None:
         self.pool = make_pool(max_model_len=20_000)
@@ -68,12 +72,10 @@ class HttpScene:
             sampling_defaults=sampling_defaults,
             trusts_templates=trusts_templates,
         )
-        self.page = StatusPage(
-            self.dispatcher, model=MODEL, policy=lambda: "least_tokens", overload=Overload()
-        )
-        self.server = HttpServer(
-            intake, self.pool, self.metrics, model_name=MODEL, status_page=self.page, **options
-        )
+        self.names = one_base(self.dispatcher, intake, self.metrics, name=MODEL, served=served)
+        self.page = StatusPage(self.names, policy=lambda: "least_tokens", overload=Overload())
+        page = MetricsPage({MODEL: self.metrics})
+        self.server = HttpServer(self.names, page, status_page=self.page, **options)
         self.headers: dict[str, str] = {}
         self.session: aiohttp.ClientSession
         self.url = ""

@@ -6,7 +6,7 @@ import pytest
 
 from baton.api.errors import ConfigError
 from baton.api.outputs import FinishReason
-from router.served_names import NameDefaults, read_defaults, read_names
+from router.names.defaults import NameDefaults, read_defaults, read_names
 from tests.fakes.router.http_scene import HttpScene, on_http
 
 NAMES = ("demo", "claude:opus")

@@ -1,4 +1,4 @@
-"""Served names: what clients may call the model, and defaults of requests under each name."""
+"""NameDefaults: defaults of requests under one served name, and the option that sets them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ class NameDefaults:
     max_tokens: int | None = None
     max_tokens_limit: int | None = None
 
+    @property
+    def text(self) -> str:
+        """These defaults as `read_name_defaults` reads them; empty if there are none."""
+        limits = {"max_tokens": self.max_tokens, "max_tokens_limit": self.max_tokens_limit}
+        given = {**self.sampling, **{key: one for key, one in limits.items() if one is not None}}
+        return ",".join(f"{key}={value:.12g}" for key, value in given.items())
+
     def num_tokens(self, asked: int | None, otherwise: int) -> int:
         """Return the most tokens of an output.
 
@@ -37,6 +44,9 @@ class NameDefaults:
         found = asked if asked is not None else self.max_tokens
         found = otherwise if found is None else found
         return found if self.max_tokens_limit is None else min(found, self.max_tokens_limit)
+
+
+NO_DEFAULTS = NameDefaults()
 
 
 def read_names(name: str, aliases: str) -> tuple[str, ...]:
@@ -60,6 +70,11 @@ def read_defaults(names: tuple[str, ...], text: str) -> dict[str, NameDefaults]:
         for one in [name.strip()] if name else names:
             given[one].update(read)
     return {name: _defaults(values) for name, values in given.items()}
+
+
+def read_name_defaults(text: str) -> NameDefaults:
+    """Read ``key=value,...`` of one name; raises ConfigError."""
+    return _defaults(_values(text)) if text.strip() else NO_DEFAULTS
 
 
 def _values(text: str) -> dict[str, Any]:
