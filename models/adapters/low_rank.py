@@ -183,6 +183,7 @@ def _weight_rows(layer: nn.Module, rows: slice) -> Iterator[tuple[int, Tensor]]:
 def _pack(matrix: Tensor, dtype: torch.dtype, width: int) -> PackedWeight:
     format_ = WeightFormat.of(dtype)
     assert format_ is not None, dtype
-    packed = PackedWeight.empty(*matrix.shape, format_, width)
+    num_rows, num_columns = matrix.shape
+    packed = PackedWeight.empty(num_rows, num_columns, format_, width)
     ops.pack_rows(packed, 0, matrix)
     return packed
