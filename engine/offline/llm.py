@@ -81,7 +81,7 @@ class LLM:
         model: str,
         *,
         chat_template: Any = None,
-        adapters: Mapping[str, str | Path] = MappingProxyType({}),
+        adapters: Any = MappingProxyType({}),
         **options: Any,
     ) -> None:
         folder = find_model_folder(str(model))
@@ -360,7 +360,9 @@ class LLM:
                 num_ended += 1
         return num_ended
 
-    def _make_choices(self, prompt: Prompt, params: SamplingParams, adapter: str) -> list[Request]:
+    def _make_choices(
+        self, prompt: Prompt, params: SamplingParams, adapter: str = ""
+    ) -> list[Request]:
         """Make one request per wanted output (``SamplingParams.n``) of a prompt.
 
         Args:

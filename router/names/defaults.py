@@ -29,7 +29,7 @@ class NameDefaults:
 
     @property
     def text(self) -> str:
-        """These defaults as `read_name_defaults` reads them; empty if there are none."""
+        """The text that `read_name_defaults` reads these defaults from; empty: no defaults."""
         limits = {"max_tokens": self.max_tokens, "max_tokens_limit": self.max_tokens_limit}
         given = {**self.sampling, **{key: one for key, one in limits.items() if one is not None}}
         return ",".join(f"{key}={value:.12g}" for key, value in given.items())

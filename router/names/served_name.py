@@ -24,7 +24,7 @@ class ServedName:
     Attributes:
         base: base model whose nodes compute the requests.
         adapter: digest of the adapter's bytes, 64 hex characters; empty: none.
-        defaults: of requests that leave a field out.
+        defaults: values for requests that leave a field out.
         chat_template: text of a Jinja template; empty: the base model's.
     """
 

@@ -61,17 +61,17 @@ class NameTable:
 
     @property
     def served(self) -> Sequence[ServedName]:
-        """What all names stand for, the default one first."""
+        """Entries of all names, the default name first."""
         return tuple(self._served.values())
 
     def served_to(self, principal: Principal) -> Sequence[ServedName]:
-        """Return what the names stand for that a caller may use."""
+        """Return the entries that a caller may use."""
         return [one for one in self._served.values() if _may_use(principal, one.name)]
 
     # ------------------------------------------------------------------ for requests
 
     def resolve(self, name: str | None, principal: Principal) -> ServedName:
-        """Return what a request's name stands for now.
+        """Return the current entry of a request's name.
 
         Args:
             name: None: the first name that the caller may use.

@@ -178,7 +178,8 @@ def describe_stats(
     """Describe counts since the start, and figures of recently finished requests.
 
     Args:
-        logs, admissions: of each base model.
+        logs: request log of each base model.
+        admissions: state of admission of each base model.
     """
     records = [record for log in logs for record in log.open]
     num_queued = sum(record.state == "queued" for record in records)
