@@ -10,7 +10,7 @@ leaves with its last one. Refuses to know: names of adapters, tensors, how produ
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,24 +51,26 @@ class AdapterTable:
     Args:
         executor: its worker computes with the adapters.
         max_adapters: most adapters in memory; 0: there are none.
-        cache_bytes: most bytes of read adapters that are kept.
+        cache_bytes: most bytes of read adapters that are kept; None: the default.
+        in_use: returns the adapters of open requests and of the step in flight.
     """
 
-    def __init__(self, executor: Executor, max_adapters: int, cache_bytes: int) -> None:
-        self._executor, self._max_adapters = executor, max_adapters
+    def __init__(
+        self,
+        executor: Executor,
+        max_adapters: int,
+        cache_bytes: int | None,
+        in_use: Callable[[], Collection[str]],
+    ) -> None:
+        self._executor, self._max_adapters, self._in_use = executor, max_adapters, in_use
         self._slots: OrderedDict[AdapterDigest, _Slot] = OrderedDict()  # used last is last
         self._read: OrderedDict[AdapterDigest, Adapter] = OrderedDict()  # likewise
-        self._cache_bytes = cache_bytes
+        self._cache_bytes = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
 
     @property
     def digests(self) -> tuple[AdapterDigest, ...]:
         """Return the adapters that take requests; safe from any thread."""
         return tuple(digest for digest, slot in list(self._slots.items()) if not slot.is_leaving)
-
-    @property
-    def has_leaving(self) -> bool:
-        """Return whether an adapter waits for its last request."""
-        return any(slot.is_leaving for slot in self._slots.values())
 
     def views(self) -> list[AdapterView]:
         """Return all adapters in memory, those used last behind the others."""
@@ -92,7 +94,9 @@ class AdapterTable:
         self._refuse_without_slots()
         return read_adapter(folder, self._check)
 
-    def load_again(self, digest: AdapterDigest, *, pinned: bool, in_use: Collection[str]) -> bool:
+    def load_again(
+        self, digest: AdapterDigest, *, pinned: bool = False, kept: Collection[str] = ()
+    ) -> bool:
         """Load an adapter that is in memory, or among those read before; False if it is not.
 
         Raises OverloadedError; see `load`.
@@ -100,17 +104,17 @@ class AdapterTable:
         if digest in self._slots:
             self._keep(digest, pinned=pinned)
         elif digest in self._read:
-            self.load(self._read[digest], pinned=pinned, in_use=in_use)
+            self.load(self._read[digest], pinned=pinned, kept=kept)
         else:
             return False
         return True
 
-    def load(self, adapter: Adapter, *, pinned: bool, in_use: Collection[str]) -> None:
+    def load(self, adapter: Adapter, *, pinned: bool = False, kept: Collection[str] = ()) -> None:
         """Give an adapter a slot, that of the least recently used one if all are taken.
 
         Args:
             pinned: whether it keeps the slot when others need one.
-            in_use: adapters that requests use now.
+            kept: adapters whose slots it must not take, besides those in use.
 
         Raises:
             AdapterError: it does not fit the model.
@@ -120,13 +124,13 @@ class AdapterTable:
         self._refuse_without_slots()
         digest = adapter.digest
         if digest not in self._slots:
-            self._make_room(in_use)
+            self._make_room({*self._in_use(), *kept})
             (num_bytes,) = self._executor.collective_rpc("load_adapter", (adapter,))
             self._slots[digest] = _Slot(num_bytes, pinned)
         self._keep(digest, pinned=pinned)
         self._remember(adapter)
 
-    def unload(self, digest: AdapterDigest, in_use: Collection[str]) -> bool:
+    def unload(self, digest: AdapterDigest) -> bool:
         """Let an adapter leave, with its last request at the latest; return whether it has left.
 
         Raises NotFoundError if it is not in memory.
@@ -135,11 +139,14 @@ class AdapterTable:
         if slot is None:
             raise NotFoundError(f"adapter: {digest} is not loaded here")
         slot.is_leaving = True
-        self.settle(in_use)
+        self.settle()
         return digest not in self._slots
 
-    def settle(self, in_use: Collection[str]) -> None:
+    def settle(self) -> None:
         """Drop the adapters that are to leave and that no request uses any more."""
+        if not any(slot.is_leaving for slot in self._slots.values()):
+            return
+        in_use = self._in_use()
         for digest, slot in list(self._slots.items()):
             if slot.is_leaving and digest not in in_use:
                 self._drop(digest)

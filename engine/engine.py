@@ -8,14 +8,12 @@ asynchronous     schedule N+1, launch N+1 | wait, update N | schedule N+2, launc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from baton.adapters.digest import AdapterDigest
-from baton.adapters.files import Adapter
 from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHash
-from engine.adapters import DEFAULT_CACHE_BYTES, AdapterTable
+from engine.adapters import AdapterTable
 from engine.core.drafts import is_drafted_for
 from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import GrantedBlocks
@@ -73,11 +71,9 @@ class Engine:
         self.block_pool = scheduler.kv_cache_manager.block_pool
         self._scheduler, self._grammars, self._speculation = scheduler, grammars, speculation
         self._figures = StepFigures(scheduler, executor)
-        cache_bytes = executor.config.adapter_cache_bytes
+        config = executor.config
         self.adapters = AdapterTable(
-            executor,
-            executor.config.max_adapters,
-            DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes,
+            executor, config.max_adapters, config.adapter_cache_bytes, self._adapters_in_use
         )
         self.last_scheduled: SchedulerOutput | None = None
         self._in_flight: _StepInFlight | None = None
@@ -214,47 +210,8 @@ class Engine:
     def abort(self, request_id: str) -> Request | None:
         """End a request now; return it, or None if its id is unknown."""
         aborted = self._scheduler.abort(request_id)
-        self._settle_adapters()
+        self.adapters.settle()
         return aborted
-
-    # ------------------------------------------------------------------ adapters
-
-    def load_adapter(
-        self, adapter: Adapter, *, pinned: bool = False, kept: Iterable[AdapterDigest] = ()
-    ) -> None:
-        """Load an adapter that `AdapterTable.read` returned; see `AdapterTable.load`.
-
-        Args:
-            kept: adapters whose slots it must not take, besides those in use.
-        """
-        in_use = self._adapters_in_use().union(kept)
-        self.adapters.load(adapter, pinned=pinned, in_use=in_use)
-
-    def load_adapter_again(
-        self,
-        digest: AdapterDigest,
-        *,
-        pinned: bool = False,
-        kept: Iterable[AdapterDigest] = (),
-    ) -> bool:
-        """Load an adapter without its files, if possible; see `AdapterTable.load_again`."""
-        in_use = self._adapters_in_use().union(kept)
-        return self.adapters.load_again(digest, pinned=pinned, in_use=in_use)
-
-    def unload_adapter(self, digest: AdapterDigest) -> bool:
-        """Unload an adapter, with its last request at the latest; see `AdapterTable.unload`."""
-        return self.adapters.unload(digest, self._adapters_in_use())
-
-    def _settle_adapters(self) -> None:
-        if self.adapters.has_leaving:
-            self.adapters.settle(self._adapters_in_use())
-
-    def _adapters_in_use(self) -> set[str]:
-        """Return the adapters of open requests and of the step in flight."""
-        in_use = {request.adapter for request in self.requests.values()}
-        if self._in_flight is not None:
-            in_use |= {item.request.adapter for item in self._in_flight[0].scheduled}
-        return in_use
 
     # ------------------------------------------------------------------ steps
 
@@ -289,7 +246,7 @@ class Engine:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. Call `execute` next."""
         started = time.monotonic()
-        self._settle_adapters()
+        self.adapters.settle()
         for request, grammar in self._grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
         scheduled = self._scheduler.schedule(self._figures.num_beside_decodes())
@@ -362,7 +319,7 @@ class Engine:
         self._figures.note_step(scheduled, computed_s)
         self._scheduler.fail_all(output.without_numbers)
         result = self._scheduler.update(scheduled, output)
-        self._settle_adapters()
+        self.adapters.settle()
         if self._speculation is not None:
             drafted = output.draft_token_ids
             drafts = self._speculation.after_step(result, self.requests, drafted)
@@ -394,3 +351,10 @@ class Engine:
     def check(self) -> None:
         """Assert the engine's invariants; for tests and debug runs."""
         self._scheduler.check()
+
+    def _adapters_in_use(self) -> set[str]:
+        """Return the adapters of open requests and of the step in flight."""
+        in_use = {request.adapter for request in self.requests.values()}
+        if self._in_flight is not None:
+            in_use |= {item.request.adapter for item in self._in_flight[0].scheduled}
+        return in_use

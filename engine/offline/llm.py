@@ -225,7 +225,7 @@ class LLM:
             raise InvalidRequestError("adapter", "must have a name of 1 character or more")
         path = Path(folder).expanduser()
         adapter = self.engine.adapters.read(path)
-        self.engine.load_adapter(adapter, pinned=pinned)
+        self.engine.adapters.load(adapter, pinned=pinned)
         before = self._adapters.get(name)
         self._adapters[name] = _NamedAdapter(adapter.digest, path, pinned)
         if before is not None:
@@ -245,7 +245,7 @@ class LLM:
         """Unload an adapter that no name stands for any more."""
         is_named = any(one.digest == digest for one in self._adapters.values())
         if not is_named and digest in self.engine.adapters.digests:  # else others took its slot
-            self.engine.unload_adapter(digest)
+            self.engine.adapters.unload(digest)
 
     def _named(self, name: str) -> _NamedAdapter:
         found = self._adapters.get(name)
@@ -267,12 +267,12 @@ class LLM:
         for one in wanted:
             if one.digest in self.engine.adapters.digests:
                 continue
-            if self.engine.load_adapter_again(one.digest, pinned=one.pinned, kept=digests):
+            if self.engine.adapters.load_again(one.digest, pinned=one.pinned, kept=digests):
                 continue
             adapter = self.engine.adapters.read(one.folder)
             if adapter.digest != one.digest:
                 raise AdapterError(f"{one.folder}: has changed since it was loaded; load it again")
-            self.engine.load_adapter(adapter, pinned=one.pinned, kept=digests)
+            self.engine.adapters.load(adapter, pinned=one.pinned, kept=digests)
 
     def stream(
         self,

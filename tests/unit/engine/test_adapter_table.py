@@ -53,15 +53,17 @@ class Scene:
     """A table of ``slots``, and adapters on disk by number."""
 
     def __init__(self, root: Path, slots: int = 2, cache_bytes: int = 10**6) -> None:
-        self.worker, self._root = Worker(), root
-        self.table = AdapterTable(cast("Executor", self.worker), slots, cache_bytes)
+        self.worker, self._root, self.in_use = Worker(), root, set[str]()
+        self.table = AdapterTable(
+            cast("Executor", self.worker), slots, cache_bytes, lambda: self.in_use
+        )
 
     def read(self, number: int) -> Adapter:
         return self.table.read(write_adapter(self._root / str(number), pair(seed=10 * number)))
 
-    def load(self, number: int, *, pinned: bool = False, in_use: Sequence[str] = ()) -> str:
+    def load(self, number: int, *, pinned: bool = False, kept: Sequence[str] = ()) -> str:
         adapter = self.read(number)
-        self.table.load(adapter, pinned=pinned, in_use=in_use)
+        self.table.load(adapter, pinned=pinned, kept=kept)
         return adapter.digest
 
 
@@ -83,36 +85,40 @@ def test_pinned_and_used_ones_stay(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     one, two = scene.load(1, pinned=True), scene.load(2)
     with pytest.raises(OverloadedError, match="all 2 adapters are pinned or in use") as caught:
-        scene.load(3, in_use=[two])
+        scene.load(3, kept=[two])
     assert status_name(caught.value) == "RESOURCE_EXHAUSTED"
     assert scene.worker.loaded == [one, two]
     scene.load(1)  # no longer pinned
-    scene.load(3, in_use=[two])
+    scene.in_use = {two}
+    scene.load(3)
     assert one not in scene.worker.loaded
 
 
 def test_an_adapter_leaves_with_its_last_request(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     one = scene.load(1)
-    assert not scene.table.unload(one, in_use=[one])
-    assert scene.table.has_leaving
+    scene.in_use = {one}
+    assert not scene.table.unload(one)
     assert scene.table.digests == ()
     with pytest.raises(NodeUnavailableError):
         scene.table.acquire(one)
-    scene.table.settle([one])
+    scene.table.settle()
     assert scene.worker.loaded == [one]
-    scene.table.settle([])
+    scene.in_use.clear()
+    scene.table.settle()
     assert scene.worker.loaded == []
     with pytest.raises(NotFoundError):
-        scene.table.unload(one, in_use=[])
+        scene.table.unload(one)
 
 
 def test_an_adapter_that_comes_back_stays(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     one = scene.load(1)
-    scene.table.unload(one, in_use=[one])
-    assert scene.table.load_again(one, pinned=False, in_use=[one])
-    scene.table.settle([])
+    scene.in_use = {one}
+    scene.table.unload(one)
+    assert scene.table.load_again(one)
+    scene.in_use.clear()
+    scene.table.settle()
     assert scene.worker.loaded == [one]
 
 
@@ -120,11 +126,11 @@ def test_numbers_of_earlier_adapters_are_kept_up_to_a_limit(tmp_path: Path) -> N
     size = Scene(tmp_path).read(1).files.num_bytes
     scene = Scene(tmp_path, slots=1, cache_bytes=2 * size)
     one, two, three = (scene.load(number) for number in (1, 2, 3))
-    assert scene.table.load_again(two, pinned=True, in_use=[])
+    assert scene.table.load_again(two, pinned=True)
     assert scene.worker.loaded == [two]
-    assert not scene.table.load_again(one, pinned=False, in_use=[]), "beyond the limit"
+    assert not scene.table.load_again(one), "beyond the limit"
     with pytest.raises(OverloadedError):
-        scene.table.load_again(three, pinned=False, in_use=[])
+        scene.table.load_again(three)
 
 
 def test_an_adapter_that_cannot_be_loaded_leaves_nothing(tmp_path: Path) -> None:
@@ -134,9 +140,9 @@ def test_an_adapter_that_cannot_be_loaded_leaves_nothing(tmp_path: Path) -> None
     adapter = scene.read(1)
     scene.worker.problem = AdapterError("a number is too large")
     with pytest.raises(AdapterError):
-        scene.table.load(adapter, pinned=False, in_use=[])
+        scene.table.load(adapter)
     assert scene.table.views() == []
-    assert not scene.table.load_again(adapter.digest, pinned=False, in_use=[])
+    assert not scene.table.load_again(adapter.digest)
 
 
 def test_without_slots_nothing_is_read(tmp_path: Path) -> None:
