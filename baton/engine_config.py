@@ -106,11 +106,12 @@ class EngineConfig:
     weights: str = option(
         "auto",
         choices=WEIGHTS,
-        help="Format of linear layers' weights; auto: the checkpoint's. On a CPU int8 (a scale "
-        "per 128) and int4 (scale and minimum per 32; the head is int8) also round inputs to 8 "
-        "bits, per row and 64 values; int8-weight-only and fp8 (a scale per output; with fp8 the "
-        "head is int8) do not. On a GPU int8 and fp8 (a scale per output) also round inputs, per "
-        "row; so does auto if the checkpoint says so. The same on all nodes.",
+        help="Format of linear layers' weights; auto: the checkpoint's. On a CPU, int8 has a scale "
+        "per 128 inputs, int4 a scale and a minimum per 32 inputs and an int8 head; both also "
+        "round inputs to 8 bits, with a scale per row and 64 values. int8-weight-only and fp8 have "
+        "a scale per output (fp8 an int8 head) and do not round inputs. On a GPU, int8 and fp8 "
+        "have a scale per output and round inputs, with a scale per row; auto rounds inputs if "
+        "the checkpoint says so. Must be the same on all nodes.",
     )
     check_memory: bool = option(
         True,

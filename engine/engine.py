@@ -337,7 +337,7 @@ class Engine:
 
     @property
     def step_in_flight(self) -> bool:
-        """Return whether a step runs whose result is still to come; only with async scheduling."""
+        """Return whether a submitted step has not ended; always False without async scheduling."""
         return self._in_flight is not None
 
     def metrics(self) -> EngineMetrics:

@@ -251,9 +251,10 @@ class Decoder(nn.Module):
         return embedded
 
     def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> tuple[Tensor, ...]:
-        """Compute this stage's layers: ``[num_tokens, hidden_size]``, the last with its norm.
+        """Run this stage's layers; the last stage also applies the final norm.
 
-        Also returns the input states of each of ``state_layers``, in the same shape.
+        Returns hidden states, ``[num_tokens, hidden_size]``. The last stage also returns the input
+        states of each of ``state_layers``, in the same shape.
         """
         delta, *angles = inputs
         rotations = tuple(zip(angles[::2], angles[1::2], strict=True))

@@ -136,13 +136,13 @@ def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Describe a model that sees images: its text network has an architecture of its own.
+    """Describe the text network of a model that sees images.
 
     Attributes:
         architecture: the text network's architecture; None: ``by_type`` decides.
-        by_type: names by the ``model_type`` of the text's configuration.
+        by_type: architectures by the ``model_type`` of the text network's configuration.
         defaults: values of text fields that the file lacks.
-        is_tied: whether the embedding is the head, if the file does not say.
+        is_tied: whether the head uses the embedding's weight, if the file does not say.
     """
 
     architecture: str | None = None

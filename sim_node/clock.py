@@ -15,13 +15,13 @@ MAX_CATCH_UP_S = 0.1
 
 
 class Timers(Protocol):
-    """The part of an event loop that is needed; tests use a virtual one."""
+    """Methods of an event loop that `NodeClock` calls; tests pass a virtual clock."""
 
     def time(self) -> float:
         """Return monotonic seconds."""
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Call back at a time."""
+        """Call ``callback`` at ``when``, a time as `time` returns it."""
 
 
 class NodeClock:
@@ -46,7 +46,7 @@ class NodeClock:
         return self._timers.time()
 
     def call_at(self, when: float, callback: Callable[[float], None]) -> None:
-        """Call back with the due time, or a later one if that is too long ago."""
+        """Call ``callback`` with the due time, at most `MAX_CATCH_UP_S` before the real one."""
 
         def fire() -> None:
             if self._stopped:  # a stopped node catches up when it continues

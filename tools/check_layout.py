@@ -33,7 +33,7 @@ GENERATED = "baton/v1"
 # As packages these would shadow others of that name (Hugging Face `kernels`, `proto-plus`).
 NO_PACKAGE = ("kernels", "proto", "tests", "benchmarks", "deploy", "docs", "examples")
 MANY_FILES = 14  # in a package, beside its sub-packages and its __init__.py: more are reported
-MAX_DEPTH = 2  # of a package below its room
+MAX_DEPTH = 2  # levels of a package below its room
 DATED = ("CHANGELOG.md", "log.md")  # pages that tell what was
 MAX_TEST_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

@@ -32,11 +32,11 @@ OVERHEAD = Source("engine_overhead", tuple(
         value(f"decode > {sampling}, batch {batch} > share_outside_in_fastest_tenth",
               "{:.1f} %", scale=100),
         "<= 10 %" if batch == 32 else "",
-        "many small array operations, which cost as much for small models as large.")
+        "many small array operations, whose time does not depend on the model's size.")
     for batch in (1, 8, 32)
     for sampling in ("greedy", "random", "top-k, top-p")
-), "Share of a decode step that is not the model (schedule, batch, plan, sampling, update),"
-   " in the fastest tenth of the steps.")  # fmt: skip
+), "Share of a decode step's time that is spent outside the model (schedule, batch, plan,"
+   " sampling, update), in the fastest tenth of the steps.")  # fmt: skip
 
 
 def _host(what: str, target: str, place: str, holds_back: str = "") -> Row:
@@ -61,14 +61,14 @@ HOST = Source("host_overhead", (
           f"{_BATCH} > runner > median", "Python that looks at each request once."),
     _host("a layer of a prompt chunk that is replayed, with its share of the step, us of host", "",
           "eager layer us > the prompt's step, replayed > median"),
-    _host("share of time that the device waits, another thread computing in bursts of 2 ms", "",
+    _host("share of time that the device waits; another thread computes in bursts of 2 ms", "",
           "idle share > switch interval 5 ms > bursts of 2 ms"),
     _host("a whole decode step of 256 requests, us of host", "", f"{_BATCH} > whole > median"),
     _host("graph nodes per layer", "<= 9", "graph nodes > per layer")
-), "The host's part of steps on a GPU, over a driver that only counts: Python and Triton's"
-   " launch code are real, products of matrices and the device are not there. CPU time, the"
-   " least of the rounds' medians.",
-   absent="It is to be measured where nothing else runs.")  # fmt: skip
+), "Host time of steps on a GPU, with a driver that only counts launches: Python and Triton's"
+   " launch code are real, matrix products and the device are absent. CPU time, the least of the"
+   " rounds' medians.",
+   absent="It must be measured on a machine where nothing else runs.")  # fmt: skip
 
 
 def _changed(case: str, target: str = "<= 10 per million") -> Row:
@@ -89,7 +89,7 @@ STABILITY = Source(
         _changed("flat, 151936 tokens, Gumbel-max"),
         _changed("two schedules, Gumbel-max"),
     ),
-    "Draws that another rounding of the logits changes.",
+    "Share of draws that change if logits are rounded differently.",
 )
 
 
@@ -104,9 +104,9 @@ def _drafts(
         text = f"{found:.2f} ({number(row, 'tokens_per_s'):.0f} tokens/s"
         if not name.startswith("transformers"):
             text += (
-                f", {number(row, 'acceptance_length'):.2f} tokens a step with drafts, which "
-                f"{number(row, 'share_computed'):.0%} of the steps have, and a step takes "
-                f"{number(row, 'step_cost'):.2f} of one without"
+                f"; {number(row, 'share_computed'):.0%} of the steps check drafts and give a "
+                f"request {number(row, 'acceptance_length'):.2f} tokens; the mean step takes "
+                f"{number(row, 'step_cost'):.2f} times as long as without drafting"
             )
         return Found(f"{text})", found) if row["equal"] else Found(f"{text}), and other tokens", 0)
 
@@ -123,8 +123,9 @@ OF_A_TRAINED_ONE = (
     " than the step; Medusa's heads are right too seldom."
 )
 OF_FOUR_BITS = (
-    "half of the steps find nothing to draft from, and six tokens take 1.5 steps, as products"
-    " take the time and no longer reading; in float32 the target holds."
+    "half of the steps find nothing to draft from, and a step of six tokens takes 1.5 times as"
+    " long as one of a single token, because products take longer than reading the weights; in"
+    " float32 the target holds."
 )
 OF_PROMPTS = "a layer that drafts later reads prompts when they are computed."
 SPECULATION = Source("speculation", (
@@ -138,10 +139,10 @@ SPECULATION = Source("speculation", (
     *(_adaptive(one, f"demo model, {one}", 32, ">= 0.98", OF_PROMPTS) for one in TRAINED),
     _drafts("transformers", "transformers: demo model, assisted"),
     _drafts("transformers", "transformers: demo model, prompt lookup"),
-), "Tokens per second with drafts over without, in turns within one run, greedy: `ngram`"
-   " with SmolLM2-135M-Instruct, whose weights have 4 bits (in float32 where it says so);"
-   " trained heads and layers with the demo model. As many drafts as pay, unless a row says"
-   " all.")  # fmt: skip
+), "Tokens/s with drafts divided by tokens/s without, in turns within one run, greedy: `ngram`"
+   " with SmolLM2-135M-Instruct, whose weights have 4 bits unless a row says float32; trained"
+   " heads and layers with the demo model. The engine makes as many drafts as pay off, except in"
+   " rows with \"all drafts\".")  # fmt: skip
 SUBJECT = Subject(
     "Scheduler and engine",
     (

@@ -68,10 +68,12 @@ class Row:
     """One comparison.
 
     Attributes:
-        ratio: tokens per second with drafts over without.
-        acceptance_length: tokens that a request gets from a step with drafts.
-        share_computed: share of steps and requests that checked drafts.
-        step_cost: seconds of a step with drafts, drafting included, over one without.
+        ratio: tokens per second with drafts, divided by those without.
+        acceptance_length: mean number of tokens that a request gets from a step that checked its
+            drafts.
+        share_computed: share of pairs of step and request in which drafts were checked.
+        step_cost: mean seconds of a step of the engine with drafts, divided by those of the engine
+            without.
         why: reason of the last number of drafts, if an engine chooses it.
     """
 

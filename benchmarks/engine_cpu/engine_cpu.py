@@ -53,7 +53,7 @@ TRUE_SHAPE = {
 PREFILL = ("prefill 512", "prefill 2048", "prefill 8192")
 DECODE = ("decode 1", "decode 8", "decode 32", "decode 64")
 CASES = PREFILL + DECODE
-DTYPES = {"": "float32", "bf16": "bfloat16"}  # of unquantized weights
+DTYPES = {"": "float32", "bf16": "bfloat16"}  # of a subject's unquantized weights, by its suffix
 # Peer: its requirements. torch and transformers are taken from this environment.
 PEERS = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),

@@ -1,4 +1,4 @@
-"""Rows of the page about engines on a CPU, beside those of others."""
+"""Rows of the page about engines on a CPU, compared with other engines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 _PROMPTS = ("prefill 512", "prefill 2048", "prefill 8192")
 _CASES = (*_PROMPTS, "decode 1", "decode 8", "decode 32", "decode 64")
+# Words for the weights of both sides, by the name of the pair in a file of results.
+_PAIRS = {
+    "int8 beside int8": "int8, peers in int8",
+    "int8 beside any": "int8, peers in any format",
+    "int4 beside any": "int4, peers in any format",
+    "q8_0, one file": "GGUF q8_0, both from one file",
+    "q4_0, one file": "GGUF q4_0, both from one file",
+    "q4_k, one file": "GGUF q4_k, both from one file",
+}
+
+
+def _words(case: str) -> str:
+    """Say a case's size: a prompt's tokens, or a decode's batch."""
+    kind, _, size = case.partition(" ")
+    return f"prefill of {size} tokens" if kind == "prefill" else f"decode, batch {size}"
 
 
 def _beside(pair: str, ours: str, case: str, least: float) -> Row:
@@ -19,7 +34,8 @@ def _beside(pair: str, ours: str, case: str, least: float) -> Row:
         rate = number(document, "tokens_per_second", f"baton {ours}".strip(), case)
         return Found(f"{found:.2f} ({rate:.1f} tok/s)", found)
 
-    return Row(f"{case}, {pair}: over the best peer's", measure, f">= {least:g}", "see the log.")
+    what = f"{_words(case)}, {_PAIRS.get(pair, pair)}: tokens/s divided by the best peer's"
+    return Row(what, measure, f">= {least:g}", "see the log.")
 
 
 def _all_beside(
@@ -32,16 +48,17 @@ def _all_beside(
 
 def _all_shares(weights: str, dtype: str, prefill: float) -> list[Row]:
     """Return the rows of cases' shares of what memory bandwidth or a large product allows."""
-    of_product = f"the rate of a large product in {dtype}"
+    of_product = f"FLOP rate divided by that of one large {dtype} matrix multiplication"
     goals = [(case, of_product, prefill) for case in _PROMPTS]
+    of_memory = "share of memory's read bandwidth"
     return [
         Row(
-            f"{case}, {weights or dtype}: share of {of}",
+            f"{_words(case)}, {weights or dtype}: {what}",
             value(f"share_of_limit > {f'baton {weights}'.strip()} > {case}"),
             f">= {least:g}",
             "see the log.",
         )
-        for case, of, least in (*goals, ("decode 1", "read bandwidth", 0.85))
+        for case, what, least in (*goals, ("decode 1", of_memory, 0.85))
     ]
 
 
@@ -67,9 +84,9 @@ def _of_06b(kind: str) -> Source:
             *_all_beside("q4_k, one file", "q4_k", 1.3, 1.3),
             *_all_shares("bf16", "bfloat16", 0.8),
         ),
-        "Qwen3-0.6B's shape, random weights in bfloat16, or in what an engine makes of them,"
-        f" two threads, {kind}; GGUF's types in one file for both engines. ONNX Runtime GenAI takes"
-        " no batch of 64.",
+        "Qwen3-0.6B's shape, random weights in bfloat16, or converted from these by each engine,"
+        f" two threads, {kind}. For GGUF's types both engines read one file. ONNX Runtime GenAI"
+        " does not support a batch of 64.",
         options="--shape 0.6B --peers all",
     )
 
@@ -90,7 +107,7 @@ MODEL_LOAD = Source("model_load", tuple(
             value(f"weights > {weights} > this > seconds", "{:.1f} s"), "<= 1.5",
             "pages that nobody has written yet come at 1 GB/s in this virtual machine,"
             " and other work took more than half of its two cores."),
-        Row(f"memory at its peak / of the weights, `--weights {weights}`",
+        Row(f"peak memory / memory of the weights, `--weights {weights}`",
             value(f"weights > {weights} > this > share", "{:.2f}"), "<= 1.15"),
     )
 ), "Loading a bfloat16 checkpoint of Qwen3-0.6B's shape, in a fresh process each time.",
@@ -120,21 +137,22 @@ FAMILIES = Source("families", (
         for peer, name in (("transformers", "`transformers`'"), ("llamacpp", "llama.cpp's"))
     ),
     *(
-        Row(f"{family}, {case}: tokens per second / a dense model's of the same active weights",
+        Row(f"{family}, {case}: tokens/s / those of a dense model with equally many active weights",
             value(f"ratios > {family} over dense > {case}"), ">= 0.8",
-            "at batch 8 a step reads most experts, and the dense model as much as at 1.")
+            "at batch 8 a step reads most experts, while a dense model reads the same weights as at"
+            " batch 1.")
         for family in ("Qwen3-MoE", "Mixtral")
         for case in ("decode 1", "decode 8")
     ),
     *(
-        Row(f"{family}, float32, 12 heads: share of memory bandwidth of what 4,096 tokens add to a"
-            " step",
+        Row(f"{family}, float32, 12 heads: rate of reading the KV of 4,096 more tokens of context"
+            " in a step / memory bandwidth",
             value(f"attention > {family} > share_of_bandwidth", "{:.2f}"), ">= 0.7",
             "see the kernels by themselves below.")
         for family in ("Qwen3", "DeepSeek-V2")
     ),
-), "Families of models, float32, random weights, beside `transformers` and llama.cpp in one"
-   " run, each with the same checkpoint.")  # fmt: skip
+), "Families of models, float32, random weights, compared with `transformers` and llama.cpp in"
+   " one run, each with the same checkpoint.")  # fmt: skip
 
 
 def _divergence(model: str, kind: str) -> Row:
@@ -167,8 +185,8 @@ def _of_ranks(what: str, key: str, target: str, holds_back: str = "") -> Row:
 
 
 _OTHERS = (
-    "others used the machine, and ranks wait for the one of them that was interrupted; on a quiet"
-    " machine it holds, see the log."
+    "others used the machine, and all ranks wait for an interrupted one; on a quiet machine the"
+    " target holds, see the log."
 )
 PARALLEL = Source("parallel", (
     _of_ranks("sums of 8 to 64 KiB in shared memory: time / gloo's, the worst", "sums", "<= 0.2"),
@@ -178,23 +196,23 @@ PARALLEL = Source("parallel", (
               "other work on the machine; 1.79 in a quieter run, see the log."),
     _of_ranks("a rank that waits: share of a core", "idle rank, share of a core", "<= 0.01"),
     *(
-        _of_ranks(f"hand-over {shape.replace('->', 'to')} by {layout}: time / P1 to D1",
+        _of_ranks(f"exposed transfer {shape.replace('->', 'to')} / P1 to D1, layout {layout}",
                   f"hand-over {shape}, {layout}", "<= 1.15")
         for layout in ("heads", "layers")
         for shape in ("P2 -> D1", "P1 -> D2")
     ),
     *(
-        _of_ranks(f"ranges per block and pair of unlike ranks, by {layout}",
+        _of_ranks(f"ranges per block and pair of ranks, TP 1 and 2, layout {layout}",
                   f"descriptors per block and pair, {layout}", "<= 1", why)
         for layout, why in (
             ("heads", ""),
-            ("layers", "a pair has two ranges of each layer; by heads it has one."),
+            ("layers", "each pair of ranks writes two ranges per layer; with `heads` it writes one."),
         )
     ),
 ), "Ranks of one machine: sums between two processes; a Qwen3 shape of 125 million random"
-   " weights in float32, one thread a rank; hand-overs of the demo model in both orders of a"
-   " block, `--kv-layout heads` and `layers`, each against nodes of one rank in the same"
-   " order.")  # fmt: skip
+   " weights in float32, one thread a rank; hand-offs of the demo model with both orders within a"
+   " block, `--kv-layout heads` and `layers`. P1 and P2: a prefill node of one or two ranks; D1"
+   " and D2: a decode node.")  # fmt: skip
 SUBJECT = Subject(
     "On a CPU",
     (

@@ -20,7 +20,7 @@ from engine.offline.llm import LLM
 PATIENCE_S = 0.1
 HUNG_S = 30.0
 RETRY_PAUSE_S = 0.1  # before a client tries again after UNAVAILABLE
-LEAVER_TOKENS = 700  # of prompts whose client leaves during the hand-off
+LEAVER_TOKENS = 700  # length of prompts whose client leaves during the hand-off
 VOCABULARY = 4000
 # Most prompts have several chunks, so that watermarks travel.
 CHUNK_TOKENS = 64

@@ -110,11 +110,11 @@ RESILIENCE = Source("resilience", (
     Row("requests, legs and queue entries left", _open_after, "0"),
     Row("the router's memory after the deaths / at their beginning", _memory_of_deaths,
         "flat: <= 1.05",
-        "what nodes were sent, and why, is remembered up to a bound that so short a"
-        " run does not reach; dead nodes' share is given back (log)."),
+        "the router keeps placements and their reasons up to a limit that this short run"
+        " does not reach; it frees those of dead nodes (log)."),
     Row("deadlines kept of requests accepted at 3 times the capacity", _kept, "all",
         "the gate estimates; on a busy machine the estimates come late (log: 98.8 %"
-        " alone, 91 % with other runs beside it)."),
+        " alone, 91 % while other runs used the machine)."),
     Row("refusals then, and how soon", _refusals, "some, p99 <= 50 ms",
         "the whole router process pauses as the machine's load comes and goes (log);"
         " and where nothing was refused there was no gate to measure."),

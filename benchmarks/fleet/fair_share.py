@@ -48,7 +48,7 @@ PROMPT_TOKENS, NODES_ROUNDS = 1500, 3
 
 
 NUM_TENANTS = 5
-GREEDY_LOAD = 10.0  # of its share
+GREEDY_LOAD = 10.0  # load of the greedy tenant, in shares
 WARM_UP_S = 5.0
 TIMEOUT_S = 60.0
 MAX_QUEUED = 256

@@ -2,8 +2,8 @@
 
 Every decision is for a request of its own length; in three of ten, three tenths of all nodes have
 some of its prompt. Half as many nodes of each role; each pair has a bandwidth of its own. What a
-decision places stays open for a while, so that nodes differ. Time by the wall includes whatever
-else this machine was doing; time of the processor does not.
+decision places stays open for a while, so that nodes differ. Wall time includes
+whatever else this machine was doing; CPU time does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_OPEN_PER_NODE = 4
 
 
 def measure(name: str, num_nodes: int, num_decisions: int) -> dict[str, float]:
-    """Return microseconds: median and 99th percentile, by the wall and of the processor."""
+    """Return microseconds: median and 99th percentile of wall time, and of CPU time."""
     draw = random.Random(1)
     prefills, decodes = make_loads(num_nodes // 2, num_nodes // 2, lambda: 0.0)
     fleet = make_fleet(prefills, decodes, lambda: draw.uniform(30e9, 41e9))

@@ -19,7 +19,7 @@ from sim_node.timing import TimingModel
 
 TTFT_LIMIT_S, TPOT_LIMIT_S = 2.0, 0.04
 KV_TOKENS = 26_000 * 16  # per node
-NUM_CORRECTIONS = 4  # of the rate, as sessions bring more work the longer they are open
+NUM_CORRECTIONS = 4  # of the rate, because a session brings more work the longer it is open
 
 Starts = Callable[[random.Random, float], Iterator[float]]  # session starts, at a rate per s
 

@@ -10,14 +10,14 @@ def _placement(num_nodes: int, target: str = "") -> Row:
     def measure(document: Json) -> Found:
         row = at(document, f"results > cost > {num_nodes}")
         p50, p99, cpu = (number(row, name) / 1e3 for name in ("p50_us", "p99_us", "cpu_p99_us"))
-        text = f"{p99:.3f} ms (median {p50:.3f} ms; of the processor {cpu:.3f} ms)"
+        text = f"{p99:.3f} ms (median {p50:.3f} ms; p99 of CPU time {cpu:.3f} ms)"
         return Found(text, p99)
 
     return Row(
-        f"a placement by cost among {num_nodes} nodes, p99 by the wall",
+        f"a placement by cost among {num_nodes} nodes, p99 of wall time",
         measure,
         target,
-        "by the wall it also counts whoever else had the core.",
+        "wall time includes the time in which other processes had the core.",
     )
 
 
@@ -44,7 +44,8 @@ def _policies(num_nodes: int, traffic: str) -> Row:
         label,
         measure,
         "wins or ties",
-        "not looked into; prompts computed on D share its steps with those that decode.",
+        "the cause was not investigated. Prompts that a decode node computes share steps with its"
+        " decodes, which may be the cause.",
     )
 
 
@@ -55,10 +56,11 @@ POLICIES = Source(
         for num_nodes in (8, 32, 64, 256)
         for traffic in ("shared prefix", "multi-turn", "bursty", "mixed")
     ),
-    "Policy cost against the best of the others, metric by metric, in simulated fleets on"
-    " virtual time: TTFT p50 and p99 as a multiple of the best; within the limits (TTFT 2 s, TPOT"
-    " 40 ms); TPOT p99 as a multiple of the best, which is **what cost pays** and no part of the"
-    " target. A tie is within 3 %. The same numbers come however busy the machine.",
+    "Policy cost compared with the best other policy of each metric, in simulated fleets on"
+    " virtual time. The figures: TTFT p50 and p99 divided by the best; share of requests within"
+    " the limits (TTFT 2 s, TPOT 40 ms), with cost and with the best; TPOT p99 divided by the best,"
+    " which is **what cost pays** and not part of the target. A tie is within 3 %. Other load on"
+    " the machine does not change these numbers.",
 )
 
 
@@ -72,7 +74,7 @@ def _simulator(document: Json) -> Found:
 
 SIMULATOR = Source("simulator", (Row("CPU of the simulator per token", _simulator),))
 FAIR_SHARE = Source("fair_share_virtual", (
-    Row("TTFT p99 of others beside a tenant at ten times its share / alone",
+    Row("TTFT p99 of other tenants, while one sends ten times its share / without that one",
         value("ratio", "{:.2f}"), "<= 1.2"),
 ), options="--parts virtual")  # fmt: skip
 SUBJECT = Subject(

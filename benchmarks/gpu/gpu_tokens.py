@@ -35,7 +35,7 @@ KV_BYTES = 2**28
 MAX_PROCESSES = 12  # each has a context of half a GiB on the GPU
 WEIGHTS = tuple(one.value for one in QuantizedFormat)
 ROUNDING_WEIGHTS = ("int8", "fp8")
-MOST_DIFFERENCE = 0.05  # of logprobs, mean over a prompt
+MOST_DIFFERENCE = 0.05  # largest mean difference of a prompt's logprobs
 OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
@@ -244,7 +244,7 @@ def check_company(device: str, report: Report) -> bool:
 
 
 def _mean_difference(one: Completion, other: Completion) -> float:
-    """Return the mean difference of the logprobs of prompts' tokens."""
+    """Return the mean absolute difference of two completions' prompt logprobs."""
     pairs = zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True)
     return statistics.mean(abs(a.logprob - b.logprob) for a, b in pairs if a and b)
 

@@ -72,7 +72,7 @@ def _company(document: Json) -> Found:
 
 _PUSH = "parts > push > blocks of {} tokens, in a row: {}"
 SUITE = Source("gpu_suite", (
-    Row("tokens and ops are right there", _right, "all"),
+    Row("tokens and ops are right on this GPU", _right, "all"),
     Row("paged decode attention, 512 MB of KV and more: share of copy bandwidth",
         _decode_bandwidth, ">= 0.90"),
     Row("paged decode attention: best library's time / ours, geometric mean",
@@ -100,10 +100,10 @@ SUITE = Source("gpu_suite", (
               ".0f", " GB/s"), ">= 0.5"),
     Row("time to push blocks of 16 tokens / of 128",
         ratio(_PUSH.format(16, "ms"), _PUSH.format(128, "ms"), ""), "<= 1.15"),
-    Row("with --batch-invariant: a request's tokens and logprobs, alone, beside others, "
-        "in chunks and split, the same to the bit", _company, "all"),
+    Row("with --batch-invariant: a request's tokens and logprobs are bit-identical alone, in a "
+        "batch with others, in chunks and split", _company, "all"),
     *(
-        Row(f"with --batch-invariant, 8B, context 1,024, {what}: time / without",
+        Row(f"with --batch-invariant, 8B, context 1,024, {what}: time / time without the option",
             ratio(f"parts > invariant > batch-invariant, {what}: {unit}",
                   f"parts > invariant > as usual, {what}: {unit}", ""), "<= 1.05")
         for what, unit in (

@@ -33,7 +33,7 @@ FILES = {
     "transports": "kv_transports",
 }
 OUTPUT_TOKENS = 16
-REST_S = 0.1  # of the control; about what a prefill takes
+REST_S = 0.1  # pause of the control; about what a prefill takes
 
 
 def measure(num_requests: int) -> dict[int, list[Receipt]]:

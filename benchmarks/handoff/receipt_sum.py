@@ -37,7 +37,7 @@ from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Document, Run
 
 MODEL_NAME = "measured"
-NUM_REQUESTS, NUM_WARM = 40, 5  # of each API; fewer of long prompts
+NUM_REQUESTS, NUM_WARM = 40, 5  # requests of each API; long prompts get fewer
 LEAST_REQUESTS = 12
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 8
 PAUSE_S = 0.02  # between requests: the one before has ended everywhere

@@ -62,20 +62,20 @@ def _idle(document: Json) -> Found:
 
 HANDOFF = Source("handoff", (
     *(
-        Row(f"exposed transfer, prompt of {length:,} tokens: by layers / after the prefill",
+        Row(f"exposed transfer, prompt of {length:,} tokens: sent by layers / after the prefill",
             ratio(_exposed(length, "layers"), _exposed(length, "after-prefill"), *MILLISECONDS),
-            "< 1", "short prompts have few bytes to hide; the commit itself is left.")
+            "< 1", "little of a short prompt's transfer can be hidden, and none of the commit.")
         for length in LENGTHS
     ),
-    Row("exposed transfer by layers, 16,384 / 256 tokens (64 times the bytes)",
-        _growth, f"flat: <= {FLAT:g}",
-        "few requests per length: a thread that gets its core late is milliseconds."),
-    Row("prefill time at 16,384 tokens: by layers / after the prefill",
+    Row("exposed transfer, sent by layers, prompt of 16,384 / 256 tokens (64 times the KV bytes)",
+        _growth, f"<= {FLAT:g}",
+        "few requests per length: a thread that gets its core late adds milliseconds."),
+    Row("prefill time at 16,384 tokens: KV sent by layers / after the prefill",
         ratio(f"{_PUSH} > prefill_ms", "push > modes > 16384 tokens > after-prefill > prefill_ms",
               ",.0f", " ms")),
     Row("whole steps between commit and first decode step, 32 others decoding",
         _first_step, "p50 < 1, p99 < 1.5"),
-    Row("the same by the clock: commit to token 2, in times per token", _first_step_by_the_clock),
+    Row("time from commit to token 2 / time per token", _first_step_by_the_clock),
     Row("forwards on D", _forwards, "generated - 1"),
     Row("prompt tokens computed on D", _prompt_tokens_on_d, "0"),
     Row("descriptors per transfer after an hour of churn: extents / oldest first",
@@ -91,7 +91,7 @@ HANDOFF = Source("handoff", (
               *SPEED)),
     Row("exposed transfer at 16,384 tokens: with digests / without",
         ratio(_exposed(16384, "layers, digests"), _exposed(16384, "layers"), *MILLISECONDS)),
-    Row("CPU of idle processes, of a core", _idle, "< 1 %"),
+    Row("CPU of idle processes, share of a core", _idle, "< 1 %"),
 ), "Exposed transfer is the time from the end of the prefill until all KV has"
    " arrived.")  # fmt: skip
 
@@ -127,12 +127,13 @@ def _hybrids_tokens_on_d(document: Json) -> Found:
 
 
 HYBRIDS = Source("handoff_hybrids", (
-    Row("exposed transfer, 16,384 / 1,024 tokens (16 times the bytes), all hybrids",
-        _hybrids_growth, f"flat: <= {FLAT:g}",
-        "few requests per row: a thread that gets its core late is a millisecond."),
+    Row("exposed transfer, prompt of 16,384 / 1,024 tokens (16 times the KV), worst hybrid",
+        _hybrids_growth, f"<= {FLAT:g}",
+        "few requests per row: a thread that gets its core late adds a millisecond."),
     Row("prompt tokens of handed-over prompts computed on D, at most", _hybrids_tokens_on_d, "0"),
-), "Layers with states beside layers that attend, and a dense model for comparison; new"
-   " prompts, and known ones with a new end; chunks of 512 tokens, several block sizes.",
+), "Hybrid models, which have layers with states and layers with attention, and a dense model"
+   " for comparison. Prompts are new, or known with a new end. Chunks of 512 tokens, several block"
+   " sizes.",
    options="--parts hybrids")  # fmt: skip
 MACS = Source("handoff_macs", tuple(
     Row(f"hand-off with keyed digests / without, prompt of {length:,} tokens",

@@ -48,7 +48,7 @@ LATENT_BLOCK_SIZE = 64
 PROMPTS = (4096, 8192, 16384)  # tokens
 PROMPT_HEADS = (16, 8, 128)  # of Qwen3-0.6B: query heads, KV heads, head dim
 PROMPT_LAYERS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))  # in, out
-PROMPT_ROWS = 2048  # of a step
+PROMPT_ROWS = 2048  # rows of a step
 LONG_CONTEXTS = ((4096, 8), (16384, 2))  # tokens, requests
 ROWS = (1, 4, 8, 16, 32, 512)
 SHAPES = ((768, 4096), (2048, 768), (768, 32768))  # in, out
@@ -218,7 +218,7 @@ def measure_prompts(repetitions: int) -> list[dict[str, object]]:
 
 
 def measure_latents(repetitions: int) -> list[dict[str, object]]:
-    """Measure paged decode attention over latents: its share of bandwidth and of its limit."""
+    """Measure paged decode attention over latents against memory and against a large product."""
     rows: list[dict[str, object]] = []
     for dtype in (torch.float32, torch.bfloat16):
         square = torch.randn(1, 1024, 1024).to(dtype)

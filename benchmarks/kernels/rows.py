@@ -8,8 +8,9 @@ from benchmarks.page.measures import at, number, told
 from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 HOLDS_ATTENTION_BACK = (
-    "keys and values of 16 tokens lie in pieces of 4 KiB: a loop that does nothing but read such"
-    " pieces in any order reaches 0.75 of reading in a row. Those of float8 are of 2 KiB."
+    "keys and values of 16 tokens lie in pieces of 4 KiB (float8: smaller ones of 2 KiB). A loop"
+    " that only reads pieces of 4 KiB in random order reaches 0.75 of the speed of reading in"
+    " sequence."
 )
 
 
@@ -57,11 +58,11 @@ KERNELS_CPU = Source("kernels_cpu", (
         for context, batch in ((4096, 8), (16384, 2))
     ),
     *(
-        Row(f"attention of a prompt of {tokens:,} tokens, {dtype}: rate of its products / of those"
-            " of linear layers",
+        Row(f"attention of a prompt of {tokens:,} tokens, {dtype}: FLOP rate / that of linear"
+            " layers",
             told(f"prompt_attention > dtype={dtype}, tokens={tokens}", "{share_of_linear:.2f}",
                  "share_of_linear"), ">= 0.85",
-            "weights of a softmax, and packing keys and values for every 384 rows.")
+            "softmax weights take time, and so does packing keys and values for every 384 rows.")
         for dtype in ("float32", "bfloat16")
         for tokens in (4096, 8192, 16384)
     ),
@@ -69,10 +70,10 @@ KERNELS_CPU = Source("kernels_cpu", (
         Row(f"paged decode attention over latents (512 + 64), context 4,096, {dtype}, {heads}"
             f" heads, batch {batch}: share of memory bandwidth",
             told(f"latent_attention > dtype={dtype}, heads={heads}, batch={batch}",
-                 "{share_of_bandwidth:.2f}; {share_of_limit:.2f} of the limit that products or"
-                 " reading set", "share_of_bandwidth"), ">= 0.7",
-            "each number read is multiplied for every head, twice: 128 heads wait for"
-            " products. The limit is the longer of reading and a large product by torch.")
+                 "{share_of_bandwidth:.2f}; {share_of_limit:.2f} of the limit set by products"
+                 " or reading", "share_of_bandwidth"), ">= 0.7",
+            "each number is read once and multiplied twice for every head, so products bound"
+            " 128 heads. The limit is the longer time: of reading, or of a large product by torch.")
         for dtype in ("float32", "bfloat16")
         for heads in (16, 128)
         for batch in (1, 8)
@@ -117,7 +118,10 @@ PRODUCTS = Source(
 def _by_release(
     document: Json, architecture: str, figure: str
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield Triton's releases: kernel -> figure. Older GPUs have no float8 and fewer kernels."""
+    """Yield each Triton release with one figure per kernel compiled for the architecture.
+
+    Older architectures have fewer kernels, because they lack float8.
+    """
     for release, found in at(document, "releases").items():
         kernels = found["kernels"].items()
         yield (

@@ -28,8 +28,8 @@ def _shown(metric: str, name: str, unit: str, target: str = "") -> Row:
         f"{name}: best split / best colocated",
         measure,
         target,
-        "not shown. Router, load generator and nodes share two cores: part of the tail"
-        " is how long a process waits for one, whether its node computes prompts or not.",
+        "the interval contains 0, so the gain is not shown. Router, load generator and nodes"
+        " share two cores, so waits for a core are part of the tail with and without a split.",
     )
 
 
@@ -45,9 +45,9 @@ COMPARE = Source("compare", (
     _shown("goodput_per_s", "goodput", "requests/s"),
     Row("verdict by goodput", told("verdict", "{answer}: {split} against {colocated}")),
     Row("the load generator kept up", _kept_up, "yes",
-        "it shares the cores with all else; its lag is in these latencies."),
+        "it shares the cores with all other processes; its lag is part of these latencies."),
 ), "Long prompts on the demo model, the same requests and cores for each shape; differences"
-   " are 95 % intervals.")  # fmt: skip
+   " have 95 % intervals.")  # fmt: skip
 
 
 def _generator(streams: int, target: str = "") -> Row:

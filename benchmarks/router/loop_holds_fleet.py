@@ -1,7 +1,7 @@
 """Rows of `loop_holds.py` for routers and nodes with thousands of requests, and large messages.
 
 Each row is one call on an event loop, or all that one event sets off there: the longest round of
-the loop is what holds up its sockets and timers. Times are of the processor, so other load on the
+the loop is what holds up its sockets and timers. Times are CPU times, so other load on the
 machine hardly counts.
 """
 

@@ -45,7 +45,7 @@ class Site:
     """Processes around a router or a relay, which is ``measured`` and alone on core 0."""
 
     addresses: list[str]
-    tls: TlsOptions = NO_TLS  # of its clients
+    tls: TlsOptions = NO_TLS  # for the clients of the measured process
     measured: list[psutil.Process] = field(default_factory=list)
 
     def cpu_s(self) -> float:

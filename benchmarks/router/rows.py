@@ -73,21 +73,21 @@ ROUTER = Source("router_cost", (
     *(_against_relay(offered) for offered in (2_000, 20_000, 60_000)),
     _against_relay("all", ">= 3"),
     Row("CPU per token at 2,000 / 20,000 / 60,000 / all", _cpu_per_token),
-    Row("CPU per request (of so many tokens)", _cpu_per_request),
-    Row("streams held open that say nothing", _held),
+    Row("CPU per request (in parentheses its tokens)", _cpu_per_request),
+    Row("idle streams held open", _held),
     Row("memory after many requests / before", _memory, "flat: <= 1.05"),
     Row("tokens per core-second, two routers on one port and one core / one router", _two_routers,
         "> 1",
-        "two that share one core each see it half idle and merge fewer tokens per"
-        " message; with a core each it is not measured."),
-), "One router on a core of its own, 256 streams, against a relay that does nothing"
+        "two routers on one core each see it half idle and merge fewer tokens per"
+        " message. Two routers with a core each were not measured."),
+), "One router on a core of its own, 256 streams, compared with a relay that does nothing"
    " else.")  # fmt: skip
 _STEP = "results > a node's step that names 16 blocks, {}, us > median"
 PREFIX_INDEX = Source("prefix_index", (
-    Row("who has a prompt of 16,000 tokens, among 512 nodes with 2 million blocks",
+    Row("find the nodes that have a prompt of 16,000 tokens, of 512 nodes with 2 million blocks",
         value("results > match 16,000 tokens: 10 nodes have much, all a little, us > median",
               "{:.0f} us"), "<= 300 us", "most of the time is in cache misses (log)."),
-    Row("events taken, stored and removed in turns",
+    Row("events applied, of stored and of removed blocks in turns",
         value("results > stored and removed in turns, thousands/s > median",
               "{:,.0f} thousand/s")),
     Row("memory per block of a node",

@@ -1,4 +1,4 @@
-"""Rows of the page about serving over HTTP beside other servers, and about first requests."""
+"""Rows of the page about serving over HTTP, compared with other servers, and first requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FIRST_USE = Source(
     "first_use",
     tuple(_first_use(kind, what) for kind, what in _KINDS.items()),
     "Time to the first byte of the first request after `baton up` says ready,"
-    " over the median of the 8th to the 12th request of this kind: split; colocated."
+    " divided by the median of the 8th to the 12th request of this kind: split; colocated."
     " Each kind has fresh systems. A prompt has 200 words where nothing else is said."
     " Each request has a new prompt, schema, tool or grammar.",
 )
@@ -97,8 +97,8 @@ def _beside_peers(shape: str, rate: str, column: str) -> Row:
         f"{_SHAPES[shape]}, {rate}/s: {_COLUMNS[column]}, best shape of Baton / best peer",
         measure,
         "> 1" if column in _LARGER_IS_BETTER else "< 1",
-        "where no server is full all answer as many as arrive, and the colocated shape, which is"
-        " the best in most rows, decodes as fast as llama.cpp there; split decodes faster.",
+        "where no server is full, each completes all requests that arrive. There the colocated"
+        " shape, the best one in most rows, decodes as fast as llama.cpp; split decodes faster.",
     )
 
 
@@ -118,8 +118,8 @@ SERVED = Source("served", tuple(
     for row in (
         *(_beside_peers(shape, rate, column) for rate in ("1", "4") for column in _COLUMNS),
         _of_colocated(shape, "4", "output_tokens_per_s", ">= 1",
-                      "both nodes write a prompt's KV into memory that nobody had had, and few"
-                      " requests decode at a time; see the log."),
+                      "both nodes write a prompt's KV into memory that the system must provide"
+                      " first, and few requests decode at a time; see the log."),
         _of_colocated(shape, "1", "itl_p99_ms", "<= 0.25"),
     )
 ), "`vllm bench serve`, 512 tokens in, 64 out, Poisson arrivals, against each server in turn"
@@ -130,10 +130,10 @@ _FILE = "files > SmolLM2-135M-Instruct.Q4_1"
 _BOTH = ("baton colocated", "baton split")
 _LOADS = {
     "1@128": "1 user, prompts of 128 tokens",
-    "1@2048": "1 user, 2,048",
-    "4@512": "4 users, 512",
-    "16@512": "16 users, 512",
-    "1/s@512": "1 request/s, 512",
+    "1@2048": "1 user, prompts of 2,048 tokens",
+    "4@512": "4 users, prompts of 512 tokens",
+    "16@512": "16 users, prompts of 512 tokens",
+    "1/s@512": "1 request/s, prompts of 512 tokens",
     "chat": "chats of 8 turns",
 }
 _BESIDE = {
@@ -155,11 +155,11 @@ def _beside_best(load: str) -> Row:
         return Found("; ".join(texts), min(ratios))
 
     return Row(
-        f"{_LOADS[load]}: times as good",
+        f"{_LOADS[load]}: times as good as the best peer",
         measure,
         "all >= 1",
         "one row's step of 4-bit weights takes longer than llama.cpp's on this CPU, and prompts are"
-        " computed beside decodes, where llama.cpp lets them wait.",
+        " computed in the same steps as decodes, while llama.cpp lets prompts wait.",
     )
 
 
@@ -194,9 +194,9 @@ SERVED_ROWS = Source(
         _of_start("start_s", "seconds from the start to the first token", "<= 4"),
         _of_start("load_mib", "memory after the load, MiB", "<= 1.5"),
     ),
-    "SmolLM2-135M from one GGUF file (Q4_1), 64 tokens out, beside llama.cpp's server in turns on"
-    " the same cores, which the client shares: colocated, split. 1 and more is as good as the best"
-    " peer.",
+    "SmolLM2-135M from one GGUF file (Q4_1), 64 tokens out, in turns with llama.cpp's server on"
+    " the same cores, which the client shares. Each pair of figures: colocated, split. A figure of"
+    " 1 is as good as the best peer, a larger one better.",
 )
 SUBJECT = Subject(
     "Served over HTTP",

@@ -23,8 +23,9 @@ from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request, RequestStatus
 
 ALL = sys.maxsize
-# Cache classes (`block_pool.py`) of blocks that the drafter has read and has not read, and of
-# requests that it drafts for and does not draft for. Without a drafter with KV, all are 0.
+# Cache classes (`block_pool.py`). A block is READ if the drafter has read its tokens, else UNREAD.
+# A request is READ if the drafter drafts for it, else UNREAD. Without a drafter with KV, all are
+# READ.
 READ, UNREAD = 0, 1
 # Most processor time per step for masks behind drafts, as all requests wait for these.
 _MAX_MASKS_S = 0.01

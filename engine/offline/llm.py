@@ -97,7 +97,7 @@ class LLM:
         self._adapters: dict[str, _NamedAdapter] = {}
         for name, adapter_folder in adapters.items():
             self.load_adapter(name, adapter_folder)
-        self._answers: dict[str, Answer] = {}  # of requests in progress, by request id
+        self._answers: dict[str, Answer] = {}  # requests in progress, by request id
         self._num_requests = 0
         self._dead = False
 

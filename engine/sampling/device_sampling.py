@@ -33,7 +33,7 @@ PARAMETER_TYPES: Mapping[str, torch.dtype] = {
 
 
 def kernel_parameters(parameters: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.generic]]:
-    """Return `PARAMETER_TYPES` on the host, except the keys; constant for each request.
+    """Return the arrays that `PARAMETER_TYPES` names, except the keys; constant per request.
 
     Args:
         parameters: `[num_requests]` of `sampling_input.PARAMETERS`.
@@ -51,7 +51,7 @@ def kernel_parameters(parameters: npt.NDArray[np.void]) -> dict[str, npt.NDArray
 def kernel_arrays(
     parameters: npt.NDArray[np.void], keys: npt.NDArray[np.uint32]
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """Return `PARAMETER_TYPES` on the host.
+    """Return the arrays that `PARAMETER_TYPES` names, on the host.
 
     Args:
         parameters: `[num_requests]` of `sampling_input.PARAMETERS`.
@@ -67,7 +67,7 @@ def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
 
     Args:
         logits: `[num_requests, vocab_size]`, of any floating dtype.
-        tensors: `PARAMETER_TYPES` on the same device.
+        tensors: tensors that `PARAMETER_TYPES` names, on the same device.
     """
     # Imported late: Triton takes a while, and reads only once whether to compile or interpret.
     from baton_kernels.triton.sampling.tokens import sample_tokens

@@ -141,7 +141,8 @@ class GraphInputs:
             token_ids: `[num_requests]`; negative where the previous step samples the token.
             positions: `[num_requests]`, positions of these tokens.
             block_tables: one per KV cache group.
-            kernel_parameters: `PARAMETER_TYPES` except keys, each by row.
+            kernel_parameters: arrays of all names in `PARAMETER_TYPES` except keys, with one value
+                per row of the input batch.
         """
         self._staging = 1 - self._staging
         arrays = self._arrays[self._staging]
@@ -197,7 +198,7 @@ class GraphInputs:
         return self._device.tensors[name][:size]
 
     def sampling_tensors(self, size: int) -> dict[str, Tensor]:
-        """Return `PARAMETER_TYPES` of a captured size."""
+        """Return the tensors that `PARAMETER_TYPES` names, for a captured size."""
         tensors = {name: self.section(name, size) for name in PARAMETER_TYPES}
         tensors["keys"] = self.section("keys", 2 * size).view(size, 2)
         return tensors

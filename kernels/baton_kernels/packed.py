@@ -167,10 +167,11 @@ class GroupedIntegers:
 
     Attributes:
         bits: bits of a number: 4 or 8.
-        numbers: ``[n, in_features]``: int8, from ``-2 ** (bits - 1)``; with minima uint8, from 0.
+        numbers: ``[n, in_features]``. Without minima int8: -8 to 7 for 4 bits, -128 to 127 for 8.
+            With minima uint8: 0 to 15 for 4 bits, 0 to 255 for 8. With ``is_e2m1`` -12 to 12.
         groups: scales and minima of the rows.
-        group_size: neighbouring inputs with one scale, see `CodeLayout`; or all.
         group_size: neighbouring inputs with one scale, see `CodeLayout`; or all inputs of a row.
+        is_e2m1: whether the numbers are values of e2m1 (4 bits), doubled.
     """
 
     bits: int

@@ -1,4 +1,4 @@
-/* Paged attention: the meaning of baton_kernels/reference.py, paged_attention.
+/* Computes paged attention, as paged_attention in baton_kernels/reference.py defines it.
  *
  * A step is cut into pieces that threads take one by one. A decode reads its keys and values once,
  * straight out of the cache, for all query heads that share them; long contexts are cut into spans

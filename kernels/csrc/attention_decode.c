@@ -1,4 +1,4 @@
-/* Attention of one query token, for one KV head's group, over a span of keys. Bound by reading the cache.
+/* Computes attention of one query token, for one KV head's group, over a span of keys. Reading the cache bounds it.
  *
  * Blocks are scattered in memory, so the next ones are prefetched, their pages first.
  * Refuses to know: other requests, how spans are joined.

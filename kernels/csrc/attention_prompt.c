@@ -1,6 +1,6 @@
-/* A block of a prompt's queries over its keys, tile by tile, by the micro kernel.
+/* Computes attention of a block of a prompt's queries, tile by tile of keys, with the micro kernel.
  *
- * Rows are tokens x heads of a group: all of them read the same keys.
+ * A row is a token and one head of a group, so all rows read the same keys.
  * Refuses to know: other pieces, how the step was cut.
  */
 #include "attention.h"

@@ -1,4 +1,4 @@
-/* A block of query rows (tokens x heads that share keys) over its keys, tile by tile, where they lie.
+/* Computes attention of a block of query rows (tokens x heads that share keys), tile by tile of the cache's keys.
  *
  *   in tiles   scores [16 keys, 16 rows] are sums of matrix products in steps of HALVES elements;
  *              weights, in bfloat16, are multiplied with pairs of values, in steps of HALVES keys

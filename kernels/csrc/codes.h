@@ -45,8 +45,8 @@
 #else
 #define CODE_ROWS (LANES == 16 ? 10 : 4)
 #endif
-/* Whether the tile's rows stay in registers beside a group's sums. This halves the rows at a time, so it does not
- * pay for codes of 4 bits, which would be unpacked twice as often. */
+/* 1 if registers hold the tile's rows beside a group's sums. Then only half as many rows are computed at a time, and
+ * codes are read twice as often. Codes of 4 bits would also be unpacked twice as often, which costs too much. */
 #define KEEPS_TILE(bits) (ADDS_FOUR && LANES == 16 && (bits) == 8)
 #define FEW_ROWS (LANES == 16 ? 4 : 0) /* up to this many rows, the tile always fits into registers */
 

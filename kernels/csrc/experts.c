@@ -1,4 +1,4 @@
-/* A mixture of experts: each token goes through few of many gated MLPs, and their results are added.
+/* Computes a mixture of experts: each token goes through few of many gated MLPs, and their results are added.
  *
  * Rows are sorted by expert, so that each weight is read once for all tokens that use it. A token's
  * results are added in the order of its chosen experts, so they do not depend on the batch.

@@ -335,7 +335,7 @@ INLINE int64_t size_of(int type) {
     return type == FLOAT32 ? 4 : type == BFLOAT16 || type == FLOAT16 ? 2 : 1;
 }
 
-/* Whether weights are stored in pairs of inputs, the first in the lower half: bfloat16 and float8. */
+/* Return whether a type's weights are stored in pairs of inputs, the first one in the lower half. */
 INLINE int is_paired(int w_type) { return w_type == BFLOAT16 || w_type == FLOAT8; }
 INLINE vec_u32 load_pairs(int type, const void *p, int64_t index) {
     if (type == FLOAT8) return widened((const uint16_t *)p + index);

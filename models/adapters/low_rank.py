@@ -29,7 +29,7 @@ from models.adapters.targets import Target
 from models.layers.linear import GatedLinear, PackedLinear
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_ROWS = 1024  # of a base weight, that are unpacked at a time
+_ROWS = 1024  # rows of a base weight that are unpacked at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,7 @@ from models.base import AdapterSpan, ForwardContext
 from models.cpu.decode_tapes import DecodeTapes
 from models.decoder import Decoder, DecoderForCausalLM
 
-_WIDTH = 16  # of panels, where no kernels want another
+_WIDTH = 16  # width of panels, if no kernel wants another
 
 
 class _Step:

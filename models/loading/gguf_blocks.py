@@ -1,4 +1,4 @@
-"""Blocks of a quantized GGUF tensor as integers in groups that represent the same numbers.
+"""Turn the blocks of a quantized GGUF tensor into equal numbers: integers in groups with scales.
 
 GGML (`ggml-quants.c`) defines the meaning of each type; names are those of its fields.
 Refuses to know: files, names of tensors.

@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, one tensor at a time: dequantized, with Hugging Face's names.
+"""Read a GGUF file's weights one tensor at a time: dequantized, with Hugging Face's names.
 
 Refuses to know: modules, dtypes to compute in, metadata and names (`baton/checkpoint/gguf`).
 """

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, each read when it is wanted; safetensors files are read in place.
+"""Read each tensor of a checkpoint when it is wanted; safetensors files are read in place.
 
 A safetensors file is mapped: a tensor is pages of the file, which are released after use, so that
 memory never holds a weight twice. Refuses to know: modules, formats of quantized weights.

@@ -29,7 +29,7 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
 
 
 def _short(said: str | None) -> str:
-    """Shorten a node's text for a log line; one line is kept per pair of nodes."""
+    """Cut a node's text, because a report with this text is kept for each pair of nodes."""
     text = str(said)
     return text if len(text) <= MAX_SAID_CHARS else f"{text[:MAX_SAID_CHARS]}..."
 

@@ -13,7 +13,7 @@ from router.names.base_model import BaseModel
 from router.names.defaults import NO_DEFAULTS, NameDefaults
 
 MAX_NAME_CHARS = 256
-MAX_TEMPLATE_CHARS = 2**16  # of a chat template, which goes to a worker with each conversation
+MAX_TEMPLATE_CHARS = 2**16  # of a chat template, because a worker gets it with each conversation
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 

@@ -1,4 +1,4 @@
-"""Cost: picks the place where a request costs all requests together the least time.
+"""Cost: picks the place where a request adds the least time to all requests, its own included.
 
     prefill node      wait for its queue + this prompt's tokens that are not cached there
     between the two   transfer time not hidden behind that; wait for KV room on D

@@ -148,8 +148,8 @@ class LayersDrafting:
         """Append a step's tokens and states to the unread ones.
 
         Args:
-            known: tokens from position ``start`` on, up to the newest at ``end``, or up to before
-                ``end``.
+            known: tokens of positions ``start`` to ``end``. The last one is missing if the request
+                sampled no token and the drafter does not read states.
             states: states of the positions from ``start`` on.
         """
         shift = self._shift

@@ -86,7 +86,7 @@ def plan_tiles(
         even = -(-(end - start) // (num_parts * multiple)) * multiple
         for slot, first in enumerate(range(start, end, even), num_slots):
             parts.append((request, first_new, first, min(first + even, end), slot))
-        # None of these is empty, as they are no longer than the largest one.
+        # The loop made exactly num_parts parts, because `even` is at most `largest`.
         merges.append((request, first_new, num_slots, num_parts))
         num_slots += num_parts
     parts.sort(key=lambda part: part[2] - part[3])

@@ -294,7 +294,7 @@ class Outgoing:
             write.is_over = True
 
     def _renew(self) -> None:
-        """Make a new connection with new keys, if the old keys are worn and all is idle."""
+        """Reconnect, with new keys, if the connection has sent enough bytes and is idle."""
         connection = self._connection
         assert connection is not None
         if connection.sent_bytes < self._renew_bytes or self._writes or connection.queued_bytes:

@@ -119,7 +119,7 @@ class ChatDialect:
         self._texts = texts
         self._num_calls = [0] * len(parsers)
         self._begun = [False] * len(parsers)
-        self._parts: list[list[Part]] = [[] for _ in parsers]  # of outputs returned whole
+        self._parts: list[list[Part]] = [[] for _ in parsers]  # parts of whole outputs
 
     def parser(self, index: int) -> OutputParser | None:
         return self._parsers[index]

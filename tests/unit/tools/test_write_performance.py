@@ -312,10 +312,10 @@ def test_an_engine_is_compared_with_the_best_beside_it(
         "share_of_limit": {"baton": {"prefill 512": 0.9}},
     }
     page = page_of(document, tmp_path, *ENGINE_CPU[0].rows)
-    row = "prefill 512, float32: over the best peer's"
+    row = "prefill of 512 tokens, float32: tokens/s divided by the best peer's"
     assert cells(page, row)[2:] == [f"{rate / 100:.2f} ({rate} tok/s)", verdict]
-    share = "prefill 512, float32: share of the rate of a large product in float32"
-    assert cells(page, share)[3] == "yes"
+    rate_of = "FLOP rate divided by that of one large float32 matrix multiplication"
+    assert cells(page, f"prefill of 512 tokens, float32: {rate_of}")[3] == "yes"
 
 
 @pytest.mark.parametrize(("high", "verdict"), [(-0.001, "yes"), (0.004, "**missed**")])
