@@ -1,4 +1,4 @@
-"""Measure microseconds per step of `engine.Scheduler`, beside a minimal scheduler.
+"""Measure microseconds per step of `engine.Scheduler`, compared with a minimal scheduler.
 
 The minimal one does what small readable engines do: a deque that waits, a list that runs, a deque
 of free block ids. It has no prefix cache, no remote KV, no priorities: it is the baseline, and

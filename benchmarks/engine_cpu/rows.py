@@ -206,7 +206,7 @@ PARALLEL = Source("parallel", (
                   f"descriptors per block and pair, {layout}", "<= 1", why)
         for layout, why in (
             ("heads", ""),
-            ("layers", "each pair of ranks writes two ranges per layer; with `heads` it writes one."),
+            ("layers", "a pair of ranks writes two ranges per layer; with `heads` it writes one."),
         )
     ),
 ), "Ranks of one machine: sums between two processes; a Qwen3 shape of 125 million random"

@@ -1,4 +1,4 @@
-"""Start a node with other weights beside the right ones: no token of it may be served.
+"""Start a node with other weights next to the right ones: no token of it may be served.
 
 A router with the demo model, two real decode nodes with its weights and one with others that only
 `weights` tells apart. Every answer is compared, token by token, with that of one process. Orders:

@@ -5,7 +5,7 @@
                not is refused at once, and then all is as before
 
 The router, the nodes and this client are three processes. What the client measures is late by as
-much as its own timers are, and by what the machine does beside: both are printed.
+much as its own timers are, and by other load on the machine: both are printed.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def _wrong_tokens(document: Json) -> Found:
 
 FOREIGN_NODE = Source(
     "foreign_node",
-    (Row("tokens that are not of one process", _wrong_tokens, "none"),),
+    (Row("served tokens that differ from those of one process", _wrong_tokens, "none"),),
     "A node with other weights joins first, joins last, is drained, or stays alone.",
 )
 

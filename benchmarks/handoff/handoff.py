@@ -154,7 +154,7 @@ def run(
 
     Args:
         parts: costs of a hand-off; macs: keyed digests; hybrids: layers with states; transports:
-            NIXL beside TLS sockets.
+            NIXL against TLS sockets.
         requests: per prompt length; fewer of long prompts, of hybrids and per transport.
         families: families of the hybrids part.
         block_sizes: block sizes of the hybrids part.

@@ -135,7 +135,7 @@ def measure_macs(num_requests: int) -> dict[str, object]:
 
 
 def measure_transports(num_requests: int) -> dict[str, object]:
-    """Measure NIXL beside TLS sockets: the same requests in turns, by push mode."""
+    """Compare NIXL with TLS sockets: the same requests in turns, by push mode."""
     results: dict[str, object] = {}
     for push in ("layers", "after-prefill"):
         ways = {name: Way(push, *rest) for name, rest in TRANSPORTS.items()}

@@ -127,7 +127,7 @@ def _hybrids_tokens_on_d(document: Json) -> Found:
 
 
 HYBRIDS = Source("handoff_hybrids", (
-    Row("exposed transfer, prompt of 16,384 / 1,024 tokens (16 times the KV), worst hybrid",
+    Row("exposed transfer, prompt of 16,384 / 1,024 tokens (16 times the KV), every hybrid",
         _hybrids_growth, f"<= {FLAT:g}",
         "few requests per row: a thread that gets its core late adds a millisecond."),
     Row("prompt tokens of handed-over prompts computed on D, at most", _hybrids_tokens_on_d, "0"),

@@ -1,9 +1,9 @@
-"""Measure CPU kernels: paged attention beside memory bandwidth, linear layers beside torch.
+"""Compare CPU kernels: paged attention with memory bandwidth, linear layers with torch.
 
-Attention of whole prompts stands beside the linear layers of the same model: both are products.
+Attention of whole prompts is compared with linear layers of the same model: products bound both.
 
-Attention of many heads over latents (MLA) can be bound by its products instead: beside the share
-of bandwidth stands that of the limit, what reading or a large product of torch would take at least.
+Products can bound attention of many heads over latents (MLA). So its time is compared with reading
+alone, and with the longer one of reading and a large product of torch.
 
 What is compared takes turns inside one run, on the threads given; a busy machine slows both. Every
 repetition reads other memory (another layer of the cache, another copy of a weight), as a model

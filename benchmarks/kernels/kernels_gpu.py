@@ -4,8 +4,8 @@
     launch     one step of 64 and of 256 tokens in a CUDA graph: unfused torch ops / one kernel
     sampling   64 and 256 rows of 151,936 logits: torch, with a sort where it filters / our three
 
-Small kernels stand beside the copy bandwidth and chains of torch ops, attention beside libraries
-(`attention_gpu.py`), products beside the vendor's (`quantized_gpu.py`). Each kernel is compared
+Small kernels are compared with the copy bandwidth and chains of torch ops, attention with libraries
+(`attention_gpu.py`), products with the vendor's (`quantized_gpu.py`). Each kernel is compared
 with its definition before it is timed. A part that fails does not stop the others.
 """
 

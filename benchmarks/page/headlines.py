@@ -27,7 +27,7 @@ def _over_peer(case: str, pair: str, ours: str) -> Callable[[Json], str]:
     def answer(document: Json) -> str:
         ratio = number(document, "ratio_to_best_peer", pair, case)
         rate = number(document, "tokens_per_second", ours, case)
-        return f"{ratio:.2f} of the best peer ({rate:,.0f} tokens/s)"
+        return f"{ratio:.2f} times the best peer's rate ({rate:,.0f} tokens/s)"
 
     return answer
 
@@ -42,7 +42,7 @@ def _served(column: str, unit: str) -> Callable[[Json], str]:
             choose(own, key=lambda who: own[who]),
             choose(peers, key=lambda who: peers[who]),
         )
-        text = f"{own[name] / peers[peer]:.2f} of the best peer, {peer}"
+        text = f"{own[name] / peers[peer]:.2f} times that of the best peer, {peer}"
         return f"{text} ({own[name]:,.0f} / {peers[peer]:,.0f} {unit}; {name})"
 
     return answer
@@ -90,14 +90,14 @@ _CPU = "engine_cpu_0.6b_x86-64-v4-amx"
 HEADLINES = (
     Headline("Throughput served over HTTP, 125M weights, 4 requests/s", "served",
              _served("output_tokens_per_s", "tokens/s")),
-    Headline("Gap between tokens (ITL p50) there", "served", _served("itl_p50_ms", "ms")),
+    Headline("Gap between tokens (ITL p50) at this load", "served", _served("itl_p50_ms", "ms")),
     Headline("One request's decode on two cores, 0.6B, bfloat16", _CPU,
              _over_peer("decode 1", "bf16", "baton bf16")),
-    Headline("A prompt of 2,048 tokens there", _CPU,
+    Headline("Prefill of 2,048 tokens on two cores, 0.6B, bfloat16", _CPU,
              _over_peer("prefill 2048", "bf16", "baton bf16")),
     Headline("KV still to send when a prompt of 16,384 tokens is computed", "handoff", _exposed),
     Headline("Real nodes killed or stopped under load", "chaos", _drills),
-    Headline("Split over colocated, long prompts, two cores", "compare", _split),
+    Headline("Split compared with colocated, long prompts, two cores", "compare", _split),
     Headline("Rounding error with GGUF files of 4 to 8 bits", "divergence", _divergence),
     Headline("Accuracy by lm-eval, split over two nodes", "lm_eval_agreement", _accuracy),
     Headline("A decode step of 8B on an H200", "gpu_suite", _gpu_step),

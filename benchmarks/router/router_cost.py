@@ -14,7 +14,7 @@ many tokens share a message is then chance, so TLS is judged by what a message c
 per record, so most per token where each token is a message of its own.
 
 Two routers that are compared are both up all the while, and short slices of each are measured in
-turns: what the machine does beside them changes more slowly.
+turns: other load on the machine changes more slowly.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ async def measure_tls(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def measure_costs(options: Options, model: Path) -> dict[str, Any]:
-    """Measure rates beside a relay, requests, an hour of requests, and streams held open."""
+    """Measure rates compared with a relay, requests, an hour of requests, and streams held open."""
     rates: list[Mapping[str, object]] = []
     for round_number in range(options.rounds):
         for rate in options.rates:
@@ -137,8 +137,8 @@ class Options:
     """Parts, loads and times of the measurement.
 
     Attributes:
-        parts: costs beside a relay; tls: mTLS beside plain; tracing: all requests traced beside
-            none.
+        parts: costs: against a relay; tls: mTLS against plain; tracing: all requests traced
+            against none.
         slices: slices of each router in turns; 0: 12 for tls, 30 for tracing.
         requests: requests of a slice.
         held: streams held open.

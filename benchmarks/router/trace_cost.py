@@ -1,4 +1,4 @@
-"""Measure what tracing costs a router: all requests traced beside none, in turns.
+"""Measure what tracing costs a router: all requests traced against none, in turns.
 
 Part of `router_cost.py`; a collector takes the spans on the other core. Requests of 64 tokens, 64
 at a time: at the pace of an engine's steps (5 ms), where CPU per request is compared; and as fast
@@ -138,7 +138,7 @@ def collect() -> None:
 
 
 async def measure_tracing(slices: int, num_requests: int, model: Path) -> dict[str, Any]:
-    """Measure a router that traces all requests beside one that traces none, slices in turns."""
+    """Compare a router that traces all requests with one that traces none, slices in turns."""
 
     async def requests_of(site: Site) -> Mapping[str, Any]:
         found = await measure_requests(site, num_requests=num_requests, max_tokens=MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""Measure the first request of each kind on a fresh system beside its tenth, and the start.
+"""Measure the first request of each kind on a fresh system, compared with the tenth, and the start.
 
 Each kind of request gets several fresh `baton up`, as a split system (one prefill and one decode
 node) and as a colocated one. The first request is sent when `baton up` says "ready"; the others

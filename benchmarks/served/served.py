@@ -1,4 +1,4 @@
-"""Serve over HTTP beside vLLM and llama.cpp, under vLLM's own load generator.
+"""Compare serving over HTTP with vLLM and llama.cpp, under vLLM's own load generator.
 
 Each server in turn has the same two cores, and `vllm bench serve` (from vLLM's environment under
 build/, see engine_cpu.py) sends it prompts of random tokens, all of them new, as Poisson arrivals;

@@ -1,4 +1,4 @@
-"""Judge served numbers: medians of rounds, Baton over the best peer, and the goals.
+"""Judge served numbers: medians of rounds, Baton's ratios to the best peer, and the goals.
 
 Refuses to know: how numbers are measured.
 """
