@@ -366,7 +366,7 @@ class EngineConfig:
 
     @property
     def drafter_reads(self) -> bool:
-        """Whether the drafter keeps KV of all computed tokens, and so must read all."""
+        """Return whether the drafter keeps KV of all computed tokens, and so must read all."""
         return self.speculative_method in _READERS
 
     @property

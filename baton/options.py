@@ -42,7 +42,7 @@ class Declaration:
         name: the option's name, if it differs from the field's.
         least, above, most: limits of a number: inclusive minimum, exclusive minimum, maximum.
         choices: allowed values; empty: any.
-        unset: what users write for None.
+        unset: text that users write for None.
         parse: converts a user's text, given the option's name for ConfigError.
         variable: an additional environment variable for it.
         is_secret: whether the value is never shown.

@@ -20,7 +20,7 @@ from models.recipe import Matrix, Part
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Formats: bytes of a weight, and further bytes per group of an output's inputs.
-# As `PackedWeight` keeps them; 0: one group of all inputs.
+# The third number is the group's size, as in `PackedWeight`; 0: one group of all inputs.
 _FORMATS = {
     "fp32": (4.0, 0.0, 1),
     "bf16": (2.0, 0.0, 1),

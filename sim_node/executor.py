@@ -30,7 +30,7 @@ from sim_node.options import SimModel, SimOptions
 from sim_node.sim_model import HashedOutputs, TokenAt
 from sim_node.timing import TimingModel
 
-# Of the model's shape only the number of layers matters, since layer groups are sent one by one.
+# Only the number of layers matters here, since layer groups are sent one by one.
 _NUM_LAYERS = NUM_LAYER_GROUPS
 _SHAPE = {
     "architectures": ["LlamaForCausalLM"],

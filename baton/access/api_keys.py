@@ -48,7 +48,7 @@ class ApiKey:
     Attributes:
         digest: SHA-256 of the key.
         principal: principal of calls with the key.
-        expires_at: by `time.time`; infinite: never.
+        expires_at: time of expiry, by `time.time`; infinite: the key never expires.
     """
 
     digest: bytes = field(repr=False)

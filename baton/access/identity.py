@@ -56,7 +56,7 @@ class Principal:
         name: name of the key or certificate; empty where anybody may call.
         tenant: owner of requests and cached prompts, which all its principals share. Empty where
             anybody may call.
-        roles: what it may do.
+        roles: roles, which say what calls the caller may make.
         models: served names of the models it may use; empty: all.
         limits: limits of its use.
         cache_group: tenants of one group share cached prompts; empty: the tenant shares with none.
@@ -75,7 +75,7 @@ class Principal:
 
     @property
     def is_operator(self) -> bool:
-        """Whether it may read other callers' requests (roles LOOK and OPERATE)."""
+        """Return whether it may read other callers' requests (roles LOOK and OPERATE)."""
         return not self.roles.isdisjoint((Role.LOOK, Role.OPERATE))
 
 

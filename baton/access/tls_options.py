@@ -67,7 +67,7 @@ class TlsOptions:
 
     @property
     def verifies_clients(self) -> bool:
-        """Whether a server can identify clients by their certificates."""
+        """Return whether a server can identify clients by their certificates."""
         return bool(self.cert and self.ca and self.ca != SYSTEM_CAS)
 
     def check_server(self) -> None:

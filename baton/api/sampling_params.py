@@ -131,7 +131,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether each token's choice depends on more than the model's logits.
+        """Return whether each token's choice depends on more than the model's logits.
 
         A grammar or the end of a thought can change logits in some steps, too: see
         `StepPlan.constrained`.

@@ -49,7 +49,7 @@ class Thinking:
 
     @property
     def closes_by_token(self) -> bool:
-        """Whether a single token closes the thought, whatever its text."""
+        """Return whether a single token closes the thought, whatever its text."""
         return len(self.close_token_ids) == 1 and not self.behind_token_ids
 
     def __post_init__(self) -> None:

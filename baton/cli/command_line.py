@@ -81,7 +81,7 @@ def _usage_line(error: Any, ctx: Any) -> str:
     """Return one line that names the mistake and the remedy.
 
     Args:
-        error: one of Click's usage errors.
+        error: a usage error of Click.
         ctx: context of the command.
     """
     command = ctx.command_path

@@ -28,7 +28,7 @@ class Compilers:
     """Runs compilers while used as a context manager; kills those left at its end.
 
     Args:
-        deadline: by `time.monotonic`, for all commands together.
+        deadline: deadline of all commands together, by `time.monotonic`.
 
     Attributes:
         group: id of the compilers' process group.

@@ -38,7 +38,7 @@ class KernelState:
 
     @property
     def can_be_built(self) -> bool:
-        """Whether the library is missing, but a compiler is there."""
+        """Return whether the library is missing, but a compiler is there."""
         return self.path is None and not self.problem and not self.is_off
 
 

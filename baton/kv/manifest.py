@@ -111,7 +111,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group of layers that share units.
 
     Attributes:
-        kind: what a unit holds.
+        kind: kind of the contents of a unit.
         layers: the model's layers, in their order within a unit.
         arrays: arrays that each layer keeps in a unit, in order; layers follow each other.
         num_places: layer slots in a unit; may exceed ``layers``, so that units of all groups have

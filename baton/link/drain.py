@@ -29,7 +29,7 @@ class Drain:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the node accepts new requests."""
+        """Return whether the node accepts new requests."""
         return self.state is ServingState.SERVING
 
     def begin(self) -> None:

@@ -92,7 +92,7 @@ class NodeEnd:
         """Return the messages for an event; empty if it cannot be sent.
 
         Args:
-            now: by the clock of `RequestDelta.sampled_at`.
+            now: current time, by the clock of `RequestDelta.sampled_at`.
         """
         if self._registration.role is NodeRole.PREFILL and isinstance(event, tuple):
             event = tuple(_with_send_time(delta, now) for delta in event)

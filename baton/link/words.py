@@ -173,7 +173,7 @@ class PeerReport:
     """The state of a node's connection to a peer through its KV connector.
 
     Attributes:
-        bandwidth_bytes_per_s: as measured when they connected; 0: unknown.
+        bandwidth_bytes_per_s: bandwidth measured when the two connected; 0: unknown.
     """
 
     engine_id: str

@@ -63,7 +63,7 @@ class ConnectionCounts:
 
     Attributes:
         open: open connections.
-        at_work: those with a request at work.
+        at_work: open connections whose request is being answered.
         accepted, refused: refused ones found no room and no idle connection to displace.
         displaced: closed to make room for others.
         timed_out: closed because no request came in time.

@@ -54,7 +54,7 @@ class StopStrings:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found; later text is dropped."""
+        """Return whether a stop string was found; later text is dropped."""
         return self.found is not None
 
     def push(self, text: str) -> str:

@@ -35,8 +35,8 @@ from benchmarks.runner.run import Run
 TIME_SCALE = 5.0  # slower than an H100 with an 8B model: fewer steps load the machine less
 SETTLE_S = 3.0
 BUSY = 0.5  # share of the capacity in use while nodes die
-# Of what the nodes do with 32 requests per pair open and no deadlines; of what they do in time that
-# is 0.7 and 4 (log).
+# Offered load, as a multiple of what the nodes complete with 32 open requests per pair and no
+# deadlines. As a multiple of what they complete in time, the values are 0.7 and 4 (log).
 NORMAL, OVERLOAD = 0.5, 3.0
 WINDOW_S = 5
 NORMAL_TTFT = 1.5  # up to this multiple of the earlier median counts as recovered

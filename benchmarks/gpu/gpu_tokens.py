@@ -216,7 +216,8 @@ def check_company(device: str, report: Report) -> bool:
     dtype = "bfloat16" if device != "cpu" else "float32"
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kv_cache_bytes": KV_BYTES}
     options |= {"batch_invariant": True, "prefix_cache": False}
-    # Of up to four parts of keys, with wishes that take a step other ways than its other requests'.
+    # Prompts have up to four parts of keys. Sampling parameters differ, so that the requests of a
+    # step take different code paths.
     lengths = [3 + 231 * row for row in range(9)]
     prompts = [[(31 * row + 7 * i) % 4000 for i in range(n)] for row, n in enumerate(lengths)]
     greedy, drawn = _params()

@@ -219,7 +219,7 @@ class GrammarState:
         return np.full_like(bits, 0xFF) if self.problem else bits
 
     def _beginning_bits(self, thought: ThoughtState) -> NDArray[np.uint8]:
-        """Compute a mask of all tokens that do not end a thought; of all, where none is left."""
+        """Compute a mask of all tokens that do not end a thought; if none, of all tokens."""
         bits = self._permitted.copy()
         for token_id in (thought.closing_token_id, *self._end_token_ids):
             if token_id < 8 * len(bits):
@@ -293,7 +293,7 @@ def allowed_bits(
     """Return which tokens may come next in a step's grammars; see `GrammarState.allowed_bits`.
 
     Args:
-        grammars: by request id, with the number of tokens that the step looks ahead at.
+        grammars: grammar states by request id, each with the number of the step's tokens ahead.
     """
     return {
         request_id: grammar.allowed_bits(num_ahead)

@@ -60,7 +60,7 @@ def group_layers(
     A block holds as many states as fit.
 
     Args:
-        kv_layers: what each layer keeps.
+        kv_layers: description of each layer's KV or states.
         block_size: tokens per block.
         layer_bytes: computes the bytes of one layer in a block.
 

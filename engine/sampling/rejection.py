@@ -49,8 +49,7 @@ def sample_with_rejection(
     Args:
         logits: `[num_sampling, vocab_size]` float32; row i belongs to row i of ``sampling``.
         allowed_bits: see `StepHooks`.
-        proposed: by row, the distribution that its draft was drawn from, `[vocab_size]`, where
-            known.
+        proposed: known distributions that drafts were drawn from, `[vocab_size]` each, by row.
     """
     allowed = allowed_bits() if sampling.adjusted else {}
     token_ids = sample(logits, sampling, lambda: allowed)

@@ -110,7 +110,7 @@ class Replays(Generic[AnyGraphs]):
         capturable: sizes with inputs, ascending.
 
     Attributes:
-        capturable: as given.
+        capturable: sizes with inputs, ascending.
         graphs: None before `capture`.
     """
 

@@ -39,7 +39,7 @@ class Forward:
         """Return the hidden states, `[num_tokens, hidden_size]`.
 
         Args:
-            after_layer: called after each layer; None: nobody waits for layers.
+            after_layer: called after each layer; None: nothing waits for single layers.
         """
         context, chunks = self.context, self.chunk_graphs.graphs
         if chunks is not None and chunks.takes(inputs):

@@ -256,7 +256,7 @@ def kv_cache_spec(
     """Return the cache's layout for a model.
 
     Args:
-        kv_layers: what each layer keeps.
+        kv_layers: description of each layer's KV or states.
         block_size: tokens per block; 0: 16, or more if the model's states need more.
         scales: scales of each layer's keys and values, for a float8 cache.
         compute_dtype: dtype of activations; None: ``dtype``.

@@ -55,7 +55,7 @@ class WeightFormat(Enum):
 
     @property
     def keeps_numbers(self) -> bool:
-        """Whether weights are floating-point numbers, without scales."""
+        """Return whether weights are floating-point numbers, without scales."""
         return self in (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.FP16)
 
     @property
@@ -415,7 +415,7 @@ class PackedWeight:
 
     @property
     def has_own_groups(self) -> bool:
-        """Whether groups, if any, are the ones that Baton cuts floating-point rows into."""
+        """Return whether groups, if any, are the ones that Baton cuts floating-point rows into."""
         return self.layout == _OWN_LAYOUTS.get(self.format)
 
     @classmethod

@@ -20,7 +20,7 @@ class Schedule:
 
     Args:
         faults: faults in order of their times; they may overlap.
-        auditor: looks at the nodes' blocks; None: nobody does.
+        auditor: checks the nodes' blocks; None: no checks.
 
     Attributes:
         events: the faults and actions that were carried out.

@@ -108,7 +108,7 @@ class RequestRecord:
 
     @property
     def is_miscounted(self) -> bool:
-        """Whether the arrived tokens differ in number from the server's count.
+        """Return whether the arrived tokens differ in number from the server's count.
 
         False for requests that were given up, or that lack one of the two counts.
         """
@@ -121,7 +121,7 @@ class RequestRecord:
 
     @property
     def is_checked(self) -> bool:
-        """Whether both counts of `is_miscounted` are known."""
+        """Return whether both counts of `is_miscounted` are known."""
         return self.outcome is Outcome.OK and self.counted and self.usage is not None
 
 

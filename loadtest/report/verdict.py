@@ -33,8 +33,8 @@ class Verdict:
     Attributes:
         answer: disaggregate, colocate or undecided.
         split, colocated: names of the best of each kind, by mean goodput, then by ITL p99.
-        differences: by metric, split minus colocated over the repeats.
-        ratios: by metric, mean of split over mean of colocated; None where that is 0.
+        differences: split minus colocated over the repeats, by metric.
+        ratios: mean of split divided by mean of colocated, by metric; None if the latter is 0.
         holding_none: deployments that had no goodput in any repeat.
     """
 

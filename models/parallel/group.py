@@ -113,12 +113,12 @@ class Ranks:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank's stage begins with token ids."""
+        """Return whether this rank's stage begins with token ids."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank's stage ends with logits."""
+        """Return whether this rank's stage ends with logits."""
         return self.stage == self.num_stages - 1
 
     @property
@@ -128,7 +128,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the leader."""
+        """Return whether this rank is the leader."""
         return self.everyone.rank == self.leader
 
     def abort(self) -> None:

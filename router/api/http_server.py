@@ -111,7 +111,7 @@ class HttpServer:
     """Serve the HTTP API.
 
     Args:
-        names: what clients may call models.
+        names: model names that clients may use.
         metrics: the metrics page.
         strict_fields: whether a field without effect is an error.
         access: decides who may call.

@@ -46,7 +46,7 @@ class Call:
 
     Attributes:
         sampling_params: always with a seed.
-        terms: as the client gave them.
+        terms: the client's terms.
         timeout_s: seconds left until the deadline, from now.
         leaves_room: whether to avoid nodes with queued work, since its tenant has its fair share.
         cache_salt: selects which prompts may share cached blocks; empty: all.

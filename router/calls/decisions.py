@@ -29,7 +29,7 @@ class Decision:
     """One attempt's placement.
 
     Attributes:
-        placed_at: by `time.time`.
+        placed_at: time of the decision, by `time.time`.
         num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
         candidates: the best places that the policy considered, the chosen one first.
         is_probe: see `Placement`.

@@ -82,7 +82,7 @@ class Dispatcher:
     Attributes:
         placer: picks nodes; has the policy and the log of its decisions.
         log: records of the last calls.
-        recoveries: as given; also knows the calls that may have crashed nodes.
+        recoveries: decides about retries; also knows the calls that may have crashed nodes.
         turns: limits how many calls are checked or placed in one round of the event loop.
     """
 

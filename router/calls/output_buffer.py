@@ -95,7 +95,7 @@ class OutputBuffer:
     Attributes:
         token_ids: the whole output so far.
         decode_receipt: None until the last token came.
-        failure: what ended the attempt; the reader must clear it before tokens are added again.
+        failure: reason why the attempt ended; the reader must clear it before tokens are added.
     """
 
     def __init__(self, request_id: str, wake_ups: WakeUps) -> None:

@@ -92,7 +92,7 @@ class Placer:
         Args:
             failure: why the attempt before failed; empty for the first attempt.
             num_tokens: context length that the nodes must allow.
-            until: by the event loop's clock.
+            until: deadline, by the event loop's clock.
 
         Raises:
             NodeUnavailableError: there were never nodes of both roles, or the time is over.

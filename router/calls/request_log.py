@@ -91,7 +91,7 @@ class RequestLog:
     Attributes:
         on_traced: called with the record of each traced request that has ended.
         num_finished: requests finished without error since the start.
-        num_retried: those with more than one attempt.
+        num_retried: requests finished without error after more than one attempt.
         num_failed: failed requests since the start, by status code.
         num_prompt_tokens: prompt tokens of all requests since the start.
     """

@@ -23,7 +23,7 @@ class BasePools:
 
     Args:
         pools: one per base model; they share a gate.
-        models: what each base model was given as, for errors.
+        models: text that named each base model in the options, for errors.
 
     Raises:
         ConfigError: two base models cannot be told apart by what nodes say of their model.

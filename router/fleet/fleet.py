@@ -151,7 +151,7 @@ class Fleet:
 
     @functools.cached_property
     def is_complete(self) -> bool:
-        """Whether every prefill node reaches every decode node."""
+        """Return whether every prefill node reaches every decode node."""
         return all(self.reached_by(prefill) is self.decodes for prefill in self.prefills)
 
     @functools.cached_property

@@ -42,9 +42,9 @@ class Loss:
     """One node that went away by itself. Only `LostNodes` changes it.
 
     Attributes:
-        at: by the pool's clock.
+        at: time of the loss, by the pool's clock.
         num_open: attempts that were open on the node.
-        fate: what later joins reveal; `LostNodes.fate` takes time into account, too.
+        fate: the node's fate as later joins reveal it; `LostNodes.fate` also considers the time.
     """
 
     at: float

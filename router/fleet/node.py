@@ -94,9 +94,9 @@ class Node:
     Attributes:
         send: puts a command on the node's link.
         hang_up: ends the link; a node that still lives dials again.
-        reports: what the node said about its peers, by the peer's engine id.
-        load: what policies read; written only here and in the pool. Like ``health`` and ``clock``,
-            set when the node joins.
+        reports: the node's reports about its peers, by the peer's engine id.
+        load: the load that policies read; written only here and in the pool. Set when the node
+            joins, like ``health`` and ``clock``.
         health: decides whether the node should get requests.
         legs: open attempts here, by epoch.
         clock: monotonic seconds.
@@ -151,12 +151,12 @@ class Node:
 
     @property
     def is_draining(self) -> bool:
-        """Whether nothing new may be placed here."""
+        """Return whether nothing new may be placed here."""
         return self.beat.serving_state is not ServingState.SERVING
 
     @property
     def is_silent(self) -> bool:
-        """Whether the node has said nothing for some beats."""
+        """Return whether the node has said nothing for some beats."""
         return self.num_missed_beats > SILENT_BEATS + 1
 
     @property

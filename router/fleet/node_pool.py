@@ -162,7 +162,7 @@ class NodePool:
 
     @property
     def has_had_both_roles(self) -> bool:
-        """Whether nodes of both roles have ever joined, so that missing ones may return."""
+        """Return whether nodes of both roles have ever joined, so that missing ones may return."""
         return self._roles_seen == set(NodeRole)
 
     def awaited_until(self, return_s: float) -> float:
@@ -344,12 +344,12 @@ class NodePool:
 
     @property
     def _is_late(self) -> bool:
-        """Whether missed beats have not been counted for too long."""
+        """Return whether missed beats have not been counted for too long."""
         return self._counted_at is not None and self.clock() - self._counted_at > HELD_UP_S
 
     @property
     def _is_held_up(self) -> bool:
-        """Whether this process stalled a moment ago, so that nodes may have hung up on it."""
+        """Return whether this process stalled a moment ago, so that nodes may have hung up on it."""
         return self._is_late or self.clock() < self._held_up_until
 
     def hang_up(self, node: Node, problem: str) -> None:

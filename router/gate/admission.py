@@ -56,7 +56,7 @@ class Admission:
     """Admit the requests of one router, on its event loop.
 
     Args:
-        capacity: what the nodes can take.
+        capacity: estimate of the load that the nodes can take.
         options: limits for all requests.
         rates: limits of each API key.
     """

@@ -90,7 +90,7 @@ class Overload:
 
     Args:
         on_change: called with each new level.
-        thresholds: by signal name.
+        thresholds: threshold of each signal, by its name.
         clock: seconds; used to hold a level.
     """
 

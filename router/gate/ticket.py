@@ -24,8 +24,8 @@ class Ticket:
         expires_at: the request's deadline, by the loop's clock.
         is_charged: whether its turn came and its tenant was charged.
         leaves_room: whether its tenant must leave room to others.
-        began_at: by the loop's clock; None while it waits.
-        has_first_token: whether it needs a prefill node no more.
+        began_at: when the request began, by the loop's clock; None while it waits.
+        has_first_token: whether token 1 is known, so no prefill node is needed any more.
         expected_wait_s: time to first token estimated at arrival; 0 if it began at once.
         bias: factor that was applied to that estimate.
         turn: done when the wait is over; None if it does not wait.
@@ -66,7 +66,7 @@ class Ticket:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether it goes before other tenants' requests."""
+        """Return whether it goes before other tenants' requests."""
         return self.order[0] < 0
 
     @property

@@ -60,7 +60,7 @@ class Intake:
     Attributes:
         tokenizer, cache_salts, parsers, sampling_defaults: see above.
         reader: tokenizes prompts in worker processes.
-        answers: what clients get of outputs.
+        answers: makes the answers that clients get.
     """
 
     def __init__(

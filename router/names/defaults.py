@@ -18,7 +18,7 @@ class NameDefaults:
     """Defaults of requests under one name.
 
     Attributes:
-        sampling: by `SamplingParams` field; take precedence over the checkpoint's.
+        sampling: defaults by `SamplingParams` field; they take precedence over the checkpoint's.
         max_tokens: for requests without it; None: the API's default.
         max_tokens_limit: upper limit of any output; None: no limit.
     """

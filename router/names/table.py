@@ -35,7 +35,7 @@ class NameTable:
 
     Args:
         bases: the router's base models, at least one.
-        names: what they are called, at least one; the first one is the default.
+        names: names of the base models, at least one; the first one is the default.
         file: keeps changes beyond the router's end; None: changes last until then.
 
     Attributes:

@@ -30,7 +30,7 @@ class RouteQuery:
         timeout_s: seconds until its deadline.
         leaves_room: whether to avoid nodes with queued work, so that other tenants find room.
         num_waiting: requests that wait at the router for nodes to have room.
-        now: by `time.monotonic`; 0: ignore elapsed times.
+        now: current time, by `time.monotonic`; 0: ignore elapsed times.
         find_cached_tokens: returns how many leading prompt tokens each node has cached, by engine
             id; nodes without any are left out. Called only if needed.
     """

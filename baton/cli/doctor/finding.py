@@ -21,7 +21,7 @@ class Finding:
     Attributes:
         part: name of a part of the machine, in a word or two.
         value: state of that part.
-        advice: what to do, in one line; empty: nothing.
+        advice: remedy, in one line; empty: none.
     """
 
     part: str

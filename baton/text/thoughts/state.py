@@ -108,7 +108,7 @@ class ThoughtState:
 
     @property
     def may_answer(self) -> bool:
-        """Whether the next token may be the first of the answer."""
+        """Return whether the next token may be the first of the answer."""
         if self.phase is Phase.OPENING:
             return not (self._place or self._thinking.must_open)
         return self.phase in (Phase.GAP, Phase.OVER)

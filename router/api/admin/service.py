@@ -55,7 +55,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     """Serve `Admin`.
 
     Args:
-        names: what clients may call models; has the base models with their pools and logs.
+        names: model names that clients may use; has the base models, their pools and logs.
         policy: name of the current routing policy.
         overload: the router's overload state.
         on_policy: called with the name of a newly chosen policy.

@@ -42,7 +42,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Serve all calls of `proto/baton/v1/inference.proto`.
 
     Args:
-        names: what clients may call models.
+        names: model names that clients may use.
         journal: keeps the streams of resumable requests.
         max_timeout_s: upper limit of clients' deadlines.
     """

@@ -42,7 +42,7 @@ class HttpOptions:
     """Options of the HTTP API; see `baton router --help`.
 
     Attributes:
-        names: what clients may call models.
+        names: model names that clients may use.
         strict_fields: whether a field without effect is an error.
     """
 

@@ -71,7 +71,7 @@ class StatusPage:
     """Serve ``/ui``, one page per request below it, and their style and script.
 
     Args:
-        names: what clients may call models; has the base models with their pools and logs.
+        names: model names that clients may use; has the base models, their pools and logs.
         policy: returns the name of the current routing policy.
         overload: the router's overload state.
     """

@@ -43,7 +43,7 @@ class Recoveries:
         budget: limits the retries of all calls together; a default one if not given.
 
     Attributes:
-        options: as given; calls that come later follow a replacement.
+        options: limits of each call's retries; a replacement applies to later calls only.
         suspects: requests that may have crashed nodes.
     """
 
@@ -68,7 +68,7 @@ class Recovery:
     """Decide whether one call is retried, when and on which nodes.
 
     Args:
-        shared: what the calls of this router share.
+        shared: state that all calls of this router share.
         remaining_s: returns the seconds until the deadline; raises if the call was ended.
 
     Attributes:

@@ -190,7 +190,7 @@ class CallRetries:
 
     @property
     def needs_pause(self) -> bool:
-        """Whether so many attempts failed that the next one must not begin at once."""
+        """Return whether so many attempts failed that the next one must not begin at once."""
         return self._latest in self._failures and len(self._failures) >= self._options.max_attempts
 
     def _may_pass(self, error: RequestError) -> bool:

@@ -50,7 +50,7 @@ class Quarantined:
         request_id: the id of the request that was ended.
         principal: name of the caller.
         engine_ids: nodes that were lost with it.
-        expires_at: by the clock of `Suspects`.
+        expires_at: end of the refusals, by the clock of `Suspects`.
         loss: the loss during the trial; if that node returns, nothing is refused any more.
         num_refused: equal requests refused since then.
     """

@@ -20,7 +20,7 @@ class PrefillForecast:
         num_tokens: tokens that the node is expected to compute.
         wait_s: expected wait until the node begins this prompt.
         compute_s: expected time from then until token 1.
-        placed_at: by the router's clock.
+        placed_at: when the prompt was placed, by the router's clock.
         measured_wait_s: None until token 1 came.
         measured_compute_s: None until token 1 came. Prompts of one step share its time.
     """

@@ -99,7 +99,7 @@ class MeasuredLine:
 
     @property
     def is_known(self) -> bool:
-        """Whether this node has measured anything, at its start or later."""
+        """Return whether this node has measured anything, at its start or later."""
         return self.num_measured > 0 or self._has_profile
 
     def seconds(self, units: float) -> float:

@@ -58,7 +58,7 @@ class Answer:
 
     Args:
         text: adds the text to the call's tokens.
-        own_prompts: what the call's tenant sent before.
+        own_prompts: earlier prompts of the call's tenant.
         log: None: prompt and output are not logged.
     """
 

@@ -57,7 +57,7 @@ class DividedText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found; the token that completed it is the last one."""
+        """Return whether a stop string was found; the token that completed it is the last one."""
         return self._stop_strings.stopped
 
     @property

@@ -116,7 +116,7 @@ _PARTIALS = {
 }  # fmt: skip
 _SIZES = {"logits_stride": "i32:16", "vocab_size": "i32:16"}
 _COUNTS = {"num_parts": "i32", "num_groups": "i32"}
-# Of 151,936 tokens, Qwen3's vocabulary.
+# For 151,936 tokens, Qwen3's vocabulary.
 AOT_CASES = (
     AotCase(
         "sampling partials bf16",
