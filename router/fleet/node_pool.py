@@ -58,7 +58,7 @@ HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
 class NodePool:
-    """Hold all nodes of one router.
+    """Hold all nodes of one base model.
 
     Args:
         own_identity: entries of `model_identity` known from the router's own folder. Nodes with
