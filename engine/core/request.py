@@ -236,7 +236,7 @@ class Request:
         """Add a sampled token; return the final status if the token ends the output, else None.
 
         In a thought whose answer must still come, an end token is replaced by the closing mark.
-        Returns ABORTED, without adding the token, if the grammar refuses the token.
+        Return FINISHED_ABORTED, without adding the token, if the grammar refuses the token.
         """
         grammar = self.grammar
         if grammar is not None:

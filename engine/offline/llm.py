@@ -95,8 +95,12 @@ class LLM:
         options["max_adapters"] = max(len(adapters), options.get("max_adapters", 0))
         self.engine = make_engine(folder, EngineConfig(**options))
         self._adapters: dict[str, _NamedAdapter] = {}
-        for name, adapter_folder in adapters.items():
-            self.load_adapter(name, adapter_folder)
+        try:
+            for name, adapter_folder in adapters.items():
+                self.load_adapter(name, adapter_folder)
+        except BaseException:
+            self.engine.close()
+            raise
         self._answers: dict[str, Answer] = {}  # requests in progress, by request id
         self._num_requests = 0
         self._dead = False
@@ -225,7 +229,9 @@ class LLM:
             raise InvalidRequestError("adapter", "must have a name of 1 character or more")
         path = Path(folder).expanduser()
         adapter = self.engine.adapters.read(path)
-        self.engine.adapters.load(adapter, pinned=pinned)
+        others = [one for other, one in self._adapters.items() if other != name]
+        is_pinned = pinned or any(one.pinned and one.digest == adapter.digest for one in others)
+        self.engine.adapters.load(adapter, pinned=is_pinned)
         before = self._adapters.get(name)
         self._adapters[name] = _NamedAdapter(adapter.digest, path, pinned)
         if before is not None:

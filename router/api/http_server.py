@@ -50,7 +50,7 @@ from router.api.http.errors import (
     error_response,
     is_of_messages,
 )
-from router.api.http.exchange import BODIES, ENTRY, PRINCIPAL, HttpOptions, find_name
+from router.api.http.exchange import BODIES, ENTRY, PRINCIPAL, HttpOptions, list_name
 from router.api.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
 from router.api.http.responses import LoadObject, ModelList, ModelObject, VersionObject
 from router.api.http.schema import ChatRequest, CompletionRequest
@@ -376,7 +376,7 @@ class HttpServer:
         return _json(ModelList([self._model_object(one) for one in served]))
 
     async def _model(self, request: web.Request) -> web.Response:
-        served = find_name(self._names, request.match_info["model"], request[PRINCIPAL])
+        served = list_name(self._names, request.match_info["model"], request[PRINCIPAL])
         return _json(self._model_object(served))
 
     async def _health(self, request: web.Request) -> web.Response:

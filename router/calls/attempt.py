@@ -95,6 +95,7 @@ class Attempt:
             self.forecast = self.decode.open_leg(
                 self._request_id,
                 self.epoch,
+                # what the request may come to hold; on a prefill node, what it must compute
                 len(call.prompt_token_ids) + params.max_tokens,
                 self,
                 num_uncomputed=0 if self.prefill else num_uncomputed,

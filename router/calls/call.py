@@ -24,7 +24,8 @@ class Terms:
         priority: order among waiting requests; smaller goes first.
         principal: the caller.
         cache_word: only prompts with an equal word share cached blocks; empty: no word.
-        adapter: digest of the bytes of the adapter to use; empty: none.
+        adapter: digest of the adapter that the request's name stands for; empty: none. Commands
+            carry no adapter yet, so `NameTable.resolve` refuses such names.
         text_options: how tokens become text.
         trace: the client's trace context; None: not traced.
     """

@@ -20,7 +20,7 @@ _EARLY_S = 1e-6  # timers may fire this early: a shorter wait would loop without
 
 
 class Placer:
-    """Place the calls of one router.
+    """Place the calls of one base model.
 
     Args:
         num_queued: returns the number of requests that wait at the gate.

@@ -82,7 +82,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Keep the records of one router's last requests, on its event loop.
+    """Keep the records of the last requests of one base model, on its event loop.
 
     Args:
         max_requests: most records kept; open requests count and may be dropped.

@@ -58,7 +58,7 @@ HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
 class NodePool:
-    """Hold all nodes of one router.
+    """Hold all nodes of one base model.
 
     Args:
         own_identity: entries of `model_identity` known from the router's own folder. Nodes with
@@ -349,7 +349,7 @@ class NodePool:
 
     @property
     def _is_held_up(self) -> bool:
-        """Return whether this process stalled a moment ago, so that nodes may have hung up on it."""
+        """Return whether this process stalled recently, so that nodes may have hung up on it."""
         return self._is_late or self.clock() < self._held_up_until
 
     def hang_up(self, node: Node, problem: str) -> None:

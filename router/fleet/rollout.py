@@ -55,7 +55,7 @@ class RevisionView:
 
 
 class Rollout:
-    """Divide requests among the revisions of one router's nodes.
+    """Divide requests among the revisions of one base model's nodes.
 
     Args:
         clock: monotonic seconds.

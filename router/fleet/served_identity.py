@@ -1,4 +1,4 @@
-"""ServedIdentity: decides which model of the joined nodes this router serves.
+"""ServedIdentity: decides which identity of the joined nodes serves a base model.
 
     nodes match the router's own model folder                    these nodes serve
     the folder has no weights, or the matching nodes are gone    another identity may serve
@@ -32,10 +32,10 @@ SETTLE_S = 2.0
 
 
 class ServedIdentity:
-    """Choose the served identity for one router.
+    """Choose the served identity of one base model.
 
     Args:
-        own: entries known from the router's own folder; ``weights`` only if it has them.
+        own: entries known from the base model's folder; ``weights`` only if it has them.
         clock: monotonic seconds.
 
     Attributes:

@@ -53,7 +53,7 @@ class AdmissionState:
 
 
 class Admission:
-    """Admit the requests of one router, on its event loop.
+    """Admit the requests of one base model, on its event loop.
 
     Args:
         capacity: estimate of the load that the nodes can take.

@@ -22,7 +22,7 @@ _LEAST_WAIT_S = 0.5  # shorter waits do not show how good the estimate is
 
 
 class Capacity:
-    """Estimate the capacity of one router's fleet.
+    """Estimate the capacity of one base model's nodes.
 
     Args:
         fleet: returns the nodes that may get requests now.

@@ -85,7 +85,7 @@ class _Flow:
 
 
 class FairQueue:
-    """Queue one router's requests by tenant.
+    """Queue one base model's requests by tenant.
 
     Attributes:
         num_requests, num_prompt_tokens, num_kv_tokens: sums over all waiting requests.

@@ -53,6 +53,8 @@ class NamesFile:
             raise self._wrong(f"cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise self._wrong(str(error)) from error
+        if not tables:
+            raise self._wrong("has no name; remove the file to use the names of the options")
         return [self._read_name(name, table, bases) for name, table in tables.items()]
 
     def write(self, names: Iterable[ServedName]) -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, ModelLoadError
 from baton.text.chat_template import DEFAULT, ChatTemplate
 from router.intake.intake import Intake
 from router.names.base_model import BaseModel
@@ -49,7 +49,11 @@ class ServedName:
                 f"got {len(self.chat_template)}"
             )
         if self.chat_template:
-            ChatTemplate({DEFAULT: self.chat_template}, {}, Path(self.name))  # or it cannot be used
+            try:
+                ChatTemplate({DEFAULT: self.chat_template}, {}, Path(self.name))
+            except ModelLoadError as error:
+                reason = str(error).removeprefix("tokenizer: ")
+                raise ConfigError(f"chat_template: {reason}") from None
 
     @property
     def intake(self) -> Intake:

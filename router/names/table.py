@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton.access.identity import Principal
 from baton.api.errors import (
@@ -52,7 +52,8 @@ class NameTable:
         self._served: Mapping[str, ServedName] = {one.name: one for one in names}
         self._file = file
         self._changing = asyncio.Lock()
-        _check_number(self._served)
+        self._changes: set[asyncio.Task[None]] = set()
+        self._check(self._served)
 
     @property
     def names(self) -> Sequence[str]:
@@ -99,7 +100,7 @@ class NameTable:
         return self._served[name]
 
     def find_base(self, name: str) -> BaseModel:
-        """Return the base model of a name, or of a model as given to ``--model``.
+        """Return the base model given to ``--model`` by this text, or else that of a name.
 
         Args:
             name: empty: the first base model.
@@ -109,7 +110,7 @@ class NameTable:
         if not name:
             return self.bases[0]
         for base in self.bases:
-            if name == base.model and name not in self._served:
+            if name == base.model:
                 return base
         return self.find(name).base
 
@@ -132,8 +133,7 @@ class NameTable:
 
         Raises InvalidRequestError if there are too many names, or the file cannot be written.
         """
-        async with self._changing:
-            await self._replace({**self._served, served.name: served})
+        await self._change(lambda: {**self._served, served.name: served})
         logger.info(
             "name %s: %s%s",
             served.name,
@@ -148,29 +148,45 @@ class NameTable:
             NotFoundError: there is no such name.
             InvalidRequestError: the name is the last one, or the file cannot be written.
         """
-        async with self._changing:
+
+        def without() -> Mapping[str, ServedName]:
             self.find(name)
             left = {key: one for key, one in self._served.items() if key != name}
             if not left:
                 raise InvalidRequestError("name", f"{name!r} is the last one, and so it stays")
-            await self._replace(left)
+            return left
+
+        await self._change(without)
         logger.info("name %s: removed", name)
 
-    async def _replace(self, served: Mapping[str, ServedName]) -> None:
+    async def _change(self, make: Callable[[], Mapping[str, ServedName]]) -> None:
+        """Replace the table by what `make` returns, to the end even if the caller is cancelled.
+
+        A write that goes on without its lock would meet the next one, and the file would differ
+        from the table.
+        """
+        change = asyncio.create_task(self._replace(make))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        await asyncio.shield(change)
+
+    async def _replace(self, make: Callable[[], Mapping[str, ServedName]]) -> None:
         """Put a new table in place of the old one, after the file has it."""
-        try:
-            _check_number(served)
-            if self._file is not None:
-                await asyncio.to_thread(self._file.write, tuple(served.values()))
-        except ConfigError as error:
-            raise InvalidRequestError("names", str(error)) from None
-        self._served = served
+        async with self._changing:
+            served = make()
+            try:
+                self._check(served)
+                if self._file is not None:
+                    await asyncio.to_thread(self._file.write, tuple(served.values()))
+            except ConfigError as error:
+                raise InvalidRequestError("names", str(error)) from None
+            self._served = served
+
+    @staticmethod
+    def _check(served: Mapping[str, ServedName]) -> None:
+        if not 1 <= len(served) <= MAX_NAMES:
+            raise ConfigError(f"names: must be 1 to {MAX_NAMES}, got {len(served)}")
 
 
 def _may_use(principal: Principal, name: str) -> bool:
     return not principal.models or name in principal.models
-
-
-def _check_number(served: Mapping[str, ServedName]) -> None:
-    if not 1 <= len(served) <= MAX_NAMES:
-        raise ConfigError(f"names: must be 1 to {MAX_NAMES}, got {len(served)}")

@@ -390,6 +390,14 @@ def _receipt_of(delta: TextDelta) -> Receipt:
     return delta.receipt
 
 
+def list_name(names: NameTable, name: str, principal: Principal) -> ServedName:
+    """Return a name's entry, whether or not nodes serve it; raises ApiError if it is unknown."""
+    for served in names.served_to(principal):
+        if served.name == name:
+            return served
+    return find_name(names, name, principal)
+
+
 def find_name(names: NameTable, name: str | None, principal: Principal) -> ServedName:
     """Return what a name stands for; raises ApiError if the name is unknown."""
     try:

@@ -113,8 +113,7 @@ class StatusPage:
     async def show_all(self, request: web.Request) -> web.Response:
         """Return the page of a base model: of ``?model=``, or of the first one."""
         base = self._names.find_base(request.query.get("model", ""))
-        named = (one.name for one in self._names.served if one.base is base)
-        model = next(named, base.model)
+        model = self._name_of(base)
         return self._html(
             "ui.html.j2",
             model=model,
@@ -123,22 +122,28 @@ class StatusPage:
             **await self._state(base),
         )
 
+    def _name_of(self, base: BaseModel) -> str:
+        """Return a base model's first name, or the model itself if it has none."""
+        named = (one.name for one in self._names.served if one.base is base)
+        return next(named, base.model)
+
     async def show_request(self, request: web.Request) -> web.Response:
         """Return the page of a recent request; raises NotFoundError."""
         request_id = request.match_info["request_id"]
         tenant = request.query.get("tenant")
         found = [
-            (record, base.dispatcher)
+            (record, base)
             for base in self._names.bases
             if (record := base.dispatcher.log.get(request_id, tenant)) is not None
         ]
         if not found:
             raise NotFoundError(f"request {request_id!r} is not among the last ones of this router")
-        record, dispatcher = max(found, key=lambda one: one[0].started_at)
+        record, base = max(found, key=lambda one: one[0].started_at)
+        dispatcher = base.dispatcher
         decisions = dispatcher.placer.decisions.get(scoped_id(record.request_id, record.tenant))
         return self._html(
             "request.html.j2",
-            model=self._names.names[0],
+            model=self._name_of(base),
             trace=describe_request(record),
             decisions=[describe_decision(decision) for decision in decisions],
             now_s=dispatcher.log.clock() - record.started_at,

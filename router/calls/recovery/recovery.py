@@ -1,7 +1,7 @@
 """Recovery: decides after a failed attempt who is at fault, and when and where to retry.
 
 Most calls never need it. Knows neither tokens nor their order. `Recoveries` holds what the calls
-of one router share.
+of one base model share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VERDICT_S = 2.0
 
 
 class Recoveries:
-    """Make the recoveries of one router's calls, which share a retry budget and suspicions.
+    """Make the recoveries of one base model's calls, which share a retry budget and suspicions.
 
     Args:
         pool: the router's nodes.

@@ -80,7 +80,7 @@ class Verdict:
 
 
 class Suspects:
-    """Track which requests of one router may be why nodes die.
+    """Track which requests of one base model may be why nodes die.
 
     Args:
         pool: knows the lost nodes and the nodes for trials; its clock is used.

@@ -43,7 +43,7 @@ class _Room:
 
 
 class TrialRooms:
-    """Keep nodes of one router for suspects.
+    """Keep nodes of one base model for suspects.
 
     Args:
         pool: has the nodes; its clock is used.

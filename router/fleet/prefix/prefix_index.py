@@ -62,7 +62,7 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Index the prefix caches of one router's nodes, on its event loop.
+    """Index the prefix caches of one base model's nodes, on its event loop.
 
     Args:
         max_blocks: most (node, block) entries. What nodes hold beyond that is left out, and

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import tempfile
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -189,3 +192,42 @@ def test_a_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="router.names.table"):
         run()
     assert caplog.messages == [f"name c: b, adapter {DIGEST}", "name a: removed"]
+
+
+class SlowFile(NamesFile):
+    """A file whose writes wait until they may go on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_go_on = threading.Event()
+
+    def write(self, names: Iterable[ServedName]) -> None:
+        assert self.may_go_on.wait(10)
+        super().write(names)
+
+
+@asynchronous
+async def test_a_change_whose_caller_gives_up_ends_whole_and_before_the_next() -> None:
+    folder = tempfile.TemporaryDirectory()
+    base, file = NamedModel("a").base, SlowFile(Path(folder.name, "names.toml"))
+    table = NameTable([base], [ServedName(name="a", base=base)], file)
+    given_up = asyncio.create_task(table.set_name(ServedName(name="b", base=base)))
+    await asyncio.sleep(0.05)
+    given_up.cancel()
+    following = asyncio.create_task(table.set_name(ServedName(name="c", base=base)))
+    await asyncio.sleep(0.05)
+    assert not following.done()
+    file.may_go_on.set()
+    await following
+    assert table.names == ("a", "b", "c")
+    assert [one.name for one in file.read([base])] == ["a", "b", "c"]
+    folder.cleanup()
+
+
+@asynchronous
+async def test_operators_find_a_base_model_whose_text_became_the_name_of_another() -> None:
+    models = NamedModels()
+    model = models.a.base.model
+    await models.table.set_name(ServedName(name=model, base=models.b.base))
+    assert models.table.resolve(model, ANYBODY).base is models.b.base
+    assert models.table.find_base(model) is models.a.base
