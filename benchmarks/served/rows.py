@@ -11,6 +11,7 @@ from benchmarks.page.rows import (
     Subject,
     at,
     number,
+    value,
 )
 
 MOST_RATIO = 1.3
@@ -260,6 +261,51 @@ SERVED_ROWS = Source(
     " peer.",
 )
 
+MOST_WHEEL_MB = 25.0
+
+
+def _answered(document: Json) -> Found:
+    rows = at(document, "systems").values()
+    return _all(["failed" not in row for row in rows])
+
+
+def _equal_tokens(document: Json) -> Found:
+    rows = at(document, "systems").values()
+    emulated = [row for row in rows if row.get("machine") == "aarch64"]
+    return _all([row.get("equals_this_machine") is True for row in emulated])
+
+
+def _all(held: list[bool]) -> Found:
+    if not held:
+        raise ValueError("no system was measured")
+    return Found(f"{sum(held)} of {len(held)}", all(held))
+
+
+def _largest_wheel(document: Json) -> Found:
+    largest = max(number(document, "wheels", name, "mb") for name in at(document, "wheels"))
+    return Found(f"{largest:.1f}", largest <= MOST_WHEEL_MB)
+
+
+def _of_system(what: str, tool: str, key: str) -> Row:
+    return Row(what, value("systems", f"debian12-python3.11-{tool}", key, form="{:,.5g}"))
+
+
+FRESH_INSTALLS = Source(
+    "fresh_installs",
+    (
+        Row("fresh systems that answer", _answered, "all"),
+        Row("emulated aarch64 systems with the tokens of x86-64", _equal_tokens, "all"),
+        Row("largest wheel, MB", _largest_wheel, f"<= {MOST_WHEEL_MB:g}"),
+        _of_system("installed with pip and PyTorch's CPU build, MB", "pip", "installed_mb"),
+        _of_system("installed with pip and PyPI's torch, MB", "pypi", "installed_mb"),
+        _of_system("memory of router and two nodes after an answer, MiB", "pip", "memory_mib"),
+    ),
+    "Baton's wheel in fresh Debian systems without a compiler, installed with the quickstart's"
+    " commands. SmolLM2-135M answers; where QEMU emulates aarch64, the toy model. All rows are in"
+    " [releases](releases.md#fresh-systems).",
+    options="--torch-wheels FOLDER",
+)
+
 
 SUBJECT = Subject(
     "Served over HTTP",
@@ -269,7 +315,11 @@ SUBJECT = Subject(
         Measurement("benchmarks.served.served_rows", "engine router kernels/csrc", (SERVED_ROWS,)),
         Measurement("benchmarks.served.served_steps", "engine router"),
         Measurement("benchmarks.served.install_sizes", "pyproject.toml"),
-        Measurement("benchmarks.served.fresh_installs", "pyproject.toml tools/build_wheels.py"),
+        Measurement(
+            "benchmarks.served.fresh_installs",
+            "pyproject.toml tools/build_wheels.py kernels/csrc",
+            (FRESH_INSTALLS,),
+        ),
     ),
     log=(
         "2026-11-29: what a start takes, and threads that spin",
