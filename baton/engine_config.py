@@ -24,6 +24,7 @@ NUMA = "numa"  # instead of a list of cores
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
+MAX_ADAPTERS = 4096
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_BATCHED_TOKENS = 2**20  # larger steps would take too long
@@ -55,65 +56,66 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         choices=DTYPES,
-        help="Weights and computation; auto: float32 on a CPU, else the checkpoint's own, and "
-        "bfloat16 where that is float32.",
+        help="Type of weights and computation; auto: float32 on a CPU, else the checkpoint's "
+        "type, or bfloat16 for a float32 checkpoint.",
     )
     kv_cache_dtype: str = option(
         "auto",
         choices=KV_CACHE_DTYPES,
-        help="KV cache; auto: as --dtype; fp8 (e4m3) takes half or a quarter of the bytes, with "
-        "the checkpoint's scales where it has any. The same on all nodes.",
+        help="Type of the KV cache; auto: as --dtype; fp8 (e4m3) takes half or a quarter of the "
+        "bytes and uses the checkpoint's scales, if any. The same on all nodes.",
     )
-    device: str = option("auto", help="auto, cpu, cuda or cuda:N.")
+    device: str = option("auto", help="Device to compute on: auto, cpu, cuda or cuda:N.")
     num_threads: int = option(0, least=0, help="Threads for computing on a CPU; 0: all cores.")
     cpu_list: str = option(
         "",
-        help="Cores to run on, such as 0-3,8, which ranks divide; numa: each rank those of a NUMA "
-        "node; empty: all that it may. Threads that computed before stay where they are.",
+        help="Cores to run on, such as 0-3,8, divided among the ranks; numa: each rank uses the "
+        "cores of one NUMA node; empty: all allowed cores. Threads that have computed already "
+        "keep their cores.",
     )
     core_locks: str = option(
         "",
-        help="Folder in which the nodes of one machine say which of their cores, those of "
-        "--cpu-list, have nothing to do: others compute there meanwhile. For a CPU and one rank.",
+        help="Folder in which the nodes of a machine announce which cores of their --cpu-list "
+        "are idle, so that other nodes compute there meanwhile. For a CPU and one rank.",
     )
     tensor_parallel_size: int = option(
         1,
         least=1,
         most=MAX_RANKS,
-        help="Ranks that share every layer of the model, each in a process of its own.",
+        help="Ranks that share every layer of the model, each in its own process.",
     )
     pipeline_parallel_size: int = option(
         1,
         least=1,
         most=MAX_RANKS,
-        help="Stages that share the model's layers; each of them has --tensor-parallel-size ranks.",
+        help="Stages that share the model's layers; each stage has --tensor-parallel-size ranks.",
     )
     executor: str = option(
         "auto",
         choices=EXECUTOR_NAMES,
-        help="Who runs the ranks: uniproc (one, in this process), multiproc (processes that this "
-        "one starts on its machine), external_launcher (torchrun, SLURM or Kubernetes starts this "
-        "program once per rank) or ray (actors of a Ray cluster); auto: as many ranks want.",
+        help="Who starts the ranks: uniproc (one rank, in this process), multiproc (this process "
+        "starts the others on its machine), external_launcher (torchrun, SLURM or Kubernetes "
+        "starts this program once per rank) or ray (actors of a Ray cluster); auto: depends on "
+        "the number of ranks.",
     )
     ray_address: str = option(
         "",
-        help="Ray cluster for --executor ray, such as auto or ray://HOST:10001; empty: the one "
-        "that RAY_ADDRESS names, or a new one on this machine.",
+        help="Ray cluster for --executor ray, such as auto or ray://HOST:10001; empty: the "
+        "cluster of RAY_ADDRESS, or a new one on this machine.",
     )
     weights: str = option(
         "auto",
         choices=WEIGHTS,
-        help="How the weights of linear layers are kept; auto: as the checkpoint has them. On a "
-        "CPU int8 (a scale per 128) and int4 (scale and minimum per 32; the head is int8) round "
-        "inputs to 8 bits too, per row and 64 of them; int8-weight-only and fp8 (a scale per "
-        "output; with fp8 the head is int8) do not. On a GPU int8 and fp8 (a scale per output) "
-        "round inputs likewise, per row, and auto does where the checkpoint says so. The same on "
-        "all nodes.",
+        help="Format of linear layers' weights; auto: the checkpoint's. On a CPU int8 (a scale "
+        "per 128) and int4 (scale and minimum per 32; the head is int8) also round inputs to 8 "
+        "bits, per row and 64 values; int8-weight-only and fp8 (a scale per output; with fp8 the "
+        "head is int8) do not. On a GPU int8 and fp8 (a scale per output) also round inputs, per "
+        "row; so does auto if the checkpoint says so. The same on all nodes.",
     )
     check_memory: bool = option(
         True,
-        help="On a CPU, refuse a model before it is loaded if its weights and the KV cache do not "
-        "fit the memory that can be had.",
+        help="On a CPU, refuse a model before it is loaded if its weights and the KV cache do "
+        "not fit the available memory.",
     )
     weights_cache_bytes: int | None = option(
         None,
@@ -122,35 +124,35 @@ class EngineConfig:
         unset="auto",
         parse=parse_bytes,
         help="On a CPU, most disk space for packed weights in the cache (~/.cache/baton, or "
-        "BATON_CACHE), such as 50G. All nodes of a machine map one copy of a model there, "
-        "and later starts need not pack them; auto: 20G; 0: each node packs them for itself.",
+        "BATON_CACHE), such as 50G. All nodes of a machine map one copy of a model there, and "
+        "later starts need not pack it; auto: 20G; 0: each node packs its own copy.",
     )
     native_kernels: bool = option(
         True,
-        help="On a CPU, use kernels in C (built at first use) where they can be built. Of the "
-        "whole process.",
+        help="On a CPU, use kernels in C (built at first use) if they can be built. Applies to "
+        "the whole process.",
     )
     batch_invariant: bool = option(
         False,
-        help="On a GPU, too, compute a request's tokens and logprobs so that they do not depend "
-        "on who is computed with it, on chunks, preemption or which node of its kind, to the bit; "
-        "slower. A CPU with native kernels always does. The same on all nodes.",
+        help="On a GPU, too, compute a request's tokens and logprobs bit-identically, whatever "
+        "else is in the batch, and whatever the chunks, preemptions or node of its kind; slower. "
+        "A CPU with native kernels always does. The same on all nodes.",
     )
     block_size: int = option(
         0,
         least=0,
-        help="Tokens per KV block; 0: 16, and in a model with states (Mamba, convolutions) the "
-        "fewest whose keys and values take as many bytes as those. The same on all nodes.",
+        help="Tokens per KV block; 0: 16, but in a model with states (Mamba, convolutions) the "
+        "fewest whose keys and values take as many bytes as the states. The same on all nodes.",
     )
     kv_layout: str = option(
         "layers",
         choices=KV_LAYOUTS,
-        help="What lies together in a KV block: layers, so that the last chunk of a prompt can be "
-        "sent layer by layer; heads, so that between nodes of unlike --tensor-parallel-size a "
-        "rank's part of a block is one range. The same on all nodes.",
+        help="Order of bytes in a KV block: layers, so that the last chunk of a prompt can be "
+        "sent layer by layer; heads, so that a rank's part of a block is one range between nodes "
+        "of different --tensor-parallel-size. The same on all nodes.",
     )
     num_blocks: int | None = option(
-        None, least=1, unset=0, help="KV blocks; 0: as many as --kv-cache-memory holds."
+        None, least=1, unset=0, help="Number of KV blocks; 0: as many as --kv-cache-memory holds."
     )
     kv_cache_bytes: int | None = option(
         None,
@@ -165,8 +167,8 @@ class EngineConfig:
         above=0,
         most=1,
         unset=0.0,
-        help="Share of the device's memory that weights, activations and KV blocks may take "
-        "together, others' use counts; on a CPU, of the machine's or the control group's, "
+        help="Share of the device's memory for weights, activations and KV blocks together with "
+        "what others use; on a CPU, share of the machine's or the control group's memory, "
         "whichever is less. 0: 0.9, and on a CPU at most 1 GiB of KV blocks, so that several "
         "nodes fit a machine.",
     )
@@ -174,8 +176,8 @@ class EngineConfig:
         None,
         least=1,
         unset=0,
-        help="Most tokens of a request, prompt and output; 0: the model's own limit, or what the "
-        "KV cache holds if that is less.",
+        help="Most tokens of a request, prompt and output together; 0: the model's limit, or "
+        "what the KV cache holds if that is less.",
     )
     max_num_requests: int = option(
         0, least=0, help="Most requests in a batch; 0: 64 on a CPU, 256 on a GPU."
@@ -189,83 +191,102 @@ class EngineConfig:
     long_prefill_token_threshold: int = option(
         0,
         least=0,
-        help="Most tokens of one prompt in a step (its chunk), so that a long one leaves room for "
-        "others; 0: 512 on a CPU, 4096 on a GPU.",
+        help="Most tokens of one prompt in a step (its chunk), so that a long prompt leaves room "
+        "for others; 0: 512 on a CPU, 4096 on a GPU.",
     )
     prefill_tokens_beside_decodes: int = option(
         0,
         least=0,
         help="Most prompt tokens in a step that also decodes: fewer keep the gaps between a "
-        "stream's tokens short, more end prompts sooner; 0: 64 on a CPU, 2048 on a GPU.",
+        "stream's tokens short, more finish prompts sooner; 0: 64 on a CPU, 2048 on a GPU.",
     )
     preemption: str = option(
         "recompute",
         choices=PREEMPTION,
-        help="Of a request whose memory an older one needs: hand-back (whoever placed it places "
-        "it again) or recompute (here, prompt included).",
+        help="What to do with a request whose memory an older one needs: hand-back (its sender "
+        "places it again) or recompute (this node computes it again, prompt included).",
     )
-    prefix_cache: bool = option(True, help="Find prefixes again that were computed before.")
+    prefix_cache: bool = option(True, help="Reuse KV blocks of prefixes that were computed before.")
     prefix_hash: str = option(
         DEFAULT_HASH_ALGORITHM,
         choices=tuple(HASH_ALGORITHMS),
-        help="Names of prefixes; xxh3_128 is faster, and a client can make it collide.",
+        help="Hash that identifies prefixes; xxh3_128 is faster, but a client can make it collide.",
     )
-    attention_backend: str = option("auto", help="A backend's name, or auto.")
+    attention_backend: str = option("auto", help="Attention backend: its name, or auto.")
     async_scheduling: bool | None = option(
         None,
-        help="Schedule a step while the one before it runs, for the same tokens; by default where "
-        "the device computes by itself (a GPU).",
+        help="Schedule a step while the previous one runs; the tokens stay the same. By default "
+        "on if the device computes asynchronously (a GPU).",
+    )
+    max_adapters: int = option(
+        0,
+        least=0,
+        most=MAX_ADAPTERS,
+        help="Most LoRA adapters in memory; the least recently used one leaves for another. 0: "
+        "none can be loaded. For a CPU and one rank.",
+    )
+    adapter_cache_bytes: int | None = option(
+        None,
+        name="adapter_cache",
+        least=0,
+        unset="auto",
+        parse=parse_bytes,
+        help="Most memory for the numbers of adapters that were read before, such as 1G: such an "
+        "adapter is loaded again without its files; auto: 256M.",
     )
     cuda_graphs: bool = option(
-        True, help="Replay steps on a GPU instead of launching kernel by kernel."
+        True, help="On a GPU, replay captured steps instead of launching kernel by kernel."
     )
     cuda_graph_max_batch: int = option(
-        512, least=0, help="Most requests in a decode step that is replayed; 0: none is."
+        512,
+        least=0,
+        help="Most requests in a decode step that is replayed; 0: no such steps are replayed.",
     )
     cuda_graph_max_chunk: int = option(
         512,
         least=0,
-        help="Most tokens in a step with prompts that is replayed, layer by layer; 0: none is.",
+        help="Most tokens in a step with prompts that is replayed, layer by layer; 0: no such "
+        "steps are replayed.",
     )
     speculative_method: str = option(
         "none",
         choices=SPECULATIVE_METHODS,
-        help="Drafter: proposes the next tokens, so that one step may sample several; no token "
-        "changes. none: no drafter; ngram: copies what followed the output's last words earlier in "
-        "the prompt or output; draft_model: a smaller model of the same vocabulary; medusa, eagle, "
-        "mtp: heads or a layer that were trained for the model.",
+        help="Drafter: proposes the next tokens, so that one step may yield several; outputs do "
+        "not change. none: no drafter; ngram: copies what followed the output's last words "
+        "earlier in the prompt or output; draft_model: a smaller model with the same vocabulary; "
+        "medusa, eagle, mtp: heads or a layer trained for the model.",
     )
     speculative_model: str = option(
         "",
-        help="Folder of the drafter, for draft_model, medusa and eagle; for mtp empty: the model's "
-        "own checkpoint has the layer. The same on all nodes.",
+        help="Folder of the drafter, for draft_model, medusa and eagle; for mtp empty if the "
+        "model's own checkpoint has the layer. The same on all nodes.",
     )
     draft_acceptance: str = option(
         "equality",
         choices=DRAFT_ACCEPTANCE,
         help="Which drafts are kept: equality (drafts equal to the token sampled in their place, "
-        "so that no token changes) or rejection (by chance, so that outputs have the same "
-        "distribution and other tokens).",
+        "so that no token changes) or rejection (by chance: outputs have the same distribution, "
+        "but other tokens).",
     )
     num_speculative_tokens: int = option(
         0,
         least=0,
         most=MAX_SPECULATIVE_TOKENS,
-        help="Most drafts for a request in a step; 0: 5, or the number of Medusa heads where that "
+        help="Most drafts for a request in a step; 0: 5, or the number of Medusa heads if that "
         "is less.",
     )
     adaptive_speculation: bool = option(
         True,
-        help="Compute only as many drafts as pay, by measured step times and acceptance rates; "
-        "none where batches are large. Off: all of them.",
+        help="Compute only as many drafts as pay off, by measured step times and acceptance "
+        "rates; none if batches are large. Off: all drafts.",
     )
     ngram_min: int = option(
         2,
         least=1,
-        help="Fewest last tokens that must occur earlier for ngram to draft what followed.",
+        help="ngram: fewest last tokens that must occur earlier, so that what followed is drafted.",
     )
     ngram_max: int = option(
-        4, least=1, help="Length of a match at which ngram looks for no longer one."
+        4, least=1, help="ngram: length of a match at which the search for longer ones ends."
     )
 
     def __post_init__(self) -> None:
@@ -287,6 +308,10 @@ class EngineConfig:
                 f"{self.tensor_parallel_size} and pipeline_parallel_size "
                 f"{self.pipeline_parallel_size}"
             )
+        if self.max_adapters and self.num_ranks > 1:
+            raise ConfigError(
+                f"max_adapters: adapters are computed by one rank, and there are {self.num_ranks}"
+            )
         if self.ngram_max < self.ngram_min:
             raise ConfigError(
                 f"ngram_max: must be at least ngram_min ({self.ngram_min}), got {self.ngram_max}"
@@ -303,8 +328,8 @@ class EngineConfig:
             raise ConfigError(f"speculative_model: {method} needs the drafter's folder")
         if self.num_ranks > 1:
             raise ConfigError(
-                f"speculative_method: {method} drafts in one rank alone, and there are "
-                f"{self.num_ranks}; use ngram"
+                f"speculative_method: {method} drafts with one rank only, got {self.num_ranks}; "
+                "use ngram"
             )
 
     @property

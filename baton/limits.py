@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton.api.errors import ConfigError
 
-# It goes to every node of the other role. Ours take a kilobyte; each network device adds some 100
-# bytes, each registered memory some dozens.
+# Peer info goes to every node of the other role. It usually has a kilobyte; each network device
+# adds some 100 bytes, and each registered memory some dozens.
 MAX_PEER_INFO_BYTES = 2**17
 
 # Parts in which the last chunk of a prompt is sent; routers estimate with it.

@@ -46,6 +46,8 @@ class Declaration:
         parse: converts a user's text, given the option's name for ConfigError.
         variable: an additional environment variable for it.
         is_secret: whether the value is never shown.
+        further: name of the field that takes the values after the first; empty: the option may be
+            given once.
     """
 
     help: str
@@ -58,6 +60,7 @@ class Declaration:
     parse: Callable[[str, str], Any] | None = None
     variable: str = ""
     is_secret: bool = False
+    further: str = ""
 
     def problem(self, value: Any) -> str:
         """Return what is wrong with a value; empty if nothing is."""
@@ -184,7 +187,17 @@ def _options_of(kind: type[Any], owner: Any, path: tuple[str, ...]) -> Iterator[
 
 def make(kind: type[T], values: Mapping[str, Any]) -> T:
     """Make a dataclass from users' values by option name; raises ConfigError."""
-    given = {one.path: one.read(values[one.name]) for one in options_of(kind) if one.name in values}
+    given: dict[tuple[str, ...], Any] = {}
+    for one in options_of(kind):
+        if one.name not in values:
+            continue
+        value, further = values[one.name], one.declaration.further
+        if further and isinstance(value, list):
+            if not value:
+                continue
+            value, *others = value
+            given[*one.path[:-1], further] = tuple(others)
+        given[one.path] = one.read(value)
     return kind(**_fields(kind, None, given))
 
 

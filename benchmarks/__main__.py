@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
     if words[:1] == ["--list"]:
         print_list()
         return 0
-    if words[:1] == ["--call"]:  # a process that a measurement starts
+    if words[:1] == ["--call"]:  # a child process of a measurement
         module, _, function = words[1].partition(":")
         getattr(importlib.import_module(module), function)(*words[2:])
         return 0

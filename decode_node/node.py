@@ -25,7 +25,6 @@ from baton.link.words import (
     RouterCommand,
 )
 from baton.telemetry.ledger import Ledger
-from baton.telemetry.node_metrics import HandoffMetrics
 from baton.telemetry.spans import SpanSink, zero_of
 from decode_node.options import DecodeOptions
 from decode_node.reservations import Reservation, Reservations, ReservationState
@@ -33,7 +32,7 @@ from decode_node.spans import DecodeMoments, decode_spans
 from engine.core.outputs import StepResult
 from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
-from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Inbox, Outbox, is_busy

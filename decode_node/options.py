@@ -15,26 +15,26 @@ class DecodeOptions:
     """Limits of what a decode node accepts; raises ConfigError naming the field."""
 
     max_receiving_requests: int = option(
-        64, least=1, help="Most requests whose KV is arriving at a time."
+        64, least=1, help="Most requests whose KV arrives at the same time."
     )
     max_receiving_tokens: int = option(
         0,
         least=0,
-        help="Most tokens whose KV is arriving at a time; one request alone may have more. Others "
-        "wait for their grant. 0: half of the KV cache.",
+        help="Most tokens whose KV arrives at the same time; a single request may have more. "
+        "Other requests wait for their grant. 0: half of the KV cache.",
     )
     local_prefill_threshold: int = option(
         32,
         least=0,
-        help="Compute a request here, without receiving KV, if the prefix cache has all of it but "
-        "at most this many tokens and it can begin at once. 0: never.",
+        help="Compute a request here, without receiving KV, if the prefix cache lacks at most "
+        "this many of its tokens and it can begin at once. 0: never.",
     )
     max_step_stretch: float = option(
         3.0,
         least=0.0,
-        help="While a prefill node is connected: a step that decodes and computes a prompt, too, "
-        "may take so many times as long as steps that only decode, as they are measured. Lower "
-        "keeps the gaps between a stream's tokens even, higher ends prompts sooner; 0: only "
+        help="While a prefill node is connected: most time of a step that decodes and computes a "
+        "prompt, as a multiple of the measured time of steps that only decode. Lower keeps the "
+        "gaps between a stream's tokens even, higher finishes prompts sooner; 0: only "
         "--prefill-tokens-beside-decodes bounds steps.",
     )
 

@@ -19,13 +19,18 @@ from enum import Enum
 
 from baton.api.outputs import PushReceipt
 from baton.telemetry.ledger import BlockHolding, BlockOwner
-from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from decode_node.grant_queue import GrantQueue, Key
 from decode_node.options import DecodeOptions
 from decode_node.quarantine import Quarantine
 from engine.core.request import Request
 from engine.engine import Engine
-from kvconnector.base import KVReservation, TransferEvent, TransferEventKind
+from kvconnector.base import (
+    HandoffMetrics,
+    KVReservation,
+    TransferEvent,
+    TransferEventKind,
+    TransferOutcome,
+)
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 
@@ -287,7 +292,7 @@ class Reservations:
         if reservation.state is ReservationState.PARKED:
             return
         if num_tokens > reservation.request.num_initial_tokens:
-            logger.warning("dropped a watermark behind the end of its request")
+            logger.warning("dropped a watermark of more tokens than its request has")
             return
         reservation.state = ReservationState.RECEIVING
         reservation.num_received_tokens = max(reservation.num_received_tokens, num_tokens)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from baton.api.outputs import DecodeReceipt
 from baton.link.words import DecodeCommand
-from baton.telemetry.spans import Attribute, Span, SpanKind
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import Attribute, Span, SpanKind, TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,34 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
 
 from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
-from baton.engine_config import EngineConfig
-from baton.kv.block_hash import BlockHash, BlockHasher, cache_namespace
-from baton.text.grammar_trials import EarlyGrammars
-from engine.core.drafts import ALL, is_drafted_for
+from baton.kv.block_hash import BlockHash
+from engine.adapters import AdapterTable
+from engine.core.drafts import is_drafted_for
 from engine.core.grammar import GrammarState
-from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
+from engine.core.kv_cache_manager import GrantedBlocks
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.executors import EXECUTORS
 from engine.executors.base import Executor, PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sampling.mask_threads import MaskThreads
-from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
+from engine.speculation.speculation import Speculation
 from engine.step_figures import StepFigures
-from engine.step_stretch import StepStretch
 
-# A step beside decodes may compute this fraction (1/8) of its most prompt tokens even if it becomes
-# too long. Fewer tokens per step would read all weights more often for the same prompt.
-_LEAST_PART = 8
-
-_NOBODYS: Mapping[str, str] = MappingProxyType({})
 AfterLayer = Callable[[int], None]
 _StepInFlight = tuple[SchedulerOutput, PendingStep]
 
@@ -47,6 +36,7 @@ class Engine:
     Attributes:
         executor: computes the steps.
         kv_memory: the memory of the KV cache; see `KVMemory`.
+        adapters: the LoRA adapters in memory.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.
         max_model_len: most tokens of one request.
@@ -57,70 +47,37 @@ class Engine:
 
     def __init__(
         self,
-        model_folder: Path,
-        config: EngineConfig,
-        identity: Mapping[str, str] = _NOBODYS,
-        executor: Executor | None = None,
-        grammars: EarlyGrammars | None = None,
+        executor: Executor,
+        scheduler: Scheduler,
+        grammars: GrammarCompiler,
+        speculation: Speculation | None,
+        compatibility: Mapping[str, str],
     ) -> None:
-        """Load the model and allocate the cache.
+        """Join the parts; `make_engine` makes them.
 
         Args:
-            identity: identity of the model folder (`folder_identity`), which makes hashes of cached
-                KV equal on all nodes; without it, hashes are valid in this process only.
-            executor: computes the steps; None: make the one that the options name.
-            grammars: see `GrammarCompiler`.
-
-        Raises:
-            ModelLoadError: the folder is missing, incomplete or unsupported.
-            ConfigError: an option does not fit the model or the machine.
+            executor: has loaded the model and allocated the cache.
+            scheduler: schedules over the blocks of that cache.
+            grammars: compiles requests' grammars.
+            speculation: the scheduler's `DraftPolicy`; None: no drafts.
+            compatibility: properties that KV depends on.
         """
-        config = find_drafter(config)
-        if executor is None:
-            executor = EXECUTORS.load(config.executor_name)(model_folder, config)
         self.executor = executor
-        config = executor.config
         self.model_config, self.dtype = executor.model_config, executor.dtype
         self.kv_memory, self.max_model_len = executor.kv_memory, executor.max_model_len
         self.num_blocks = self.kv_memory.num_blocks
         self.eos_token_ids = self.model_config.eos_token_ids
-        self.compatibility = {
-            **identity,
-            "dtype": self.dtype,
-            "linear_weights": executor.linear_weights,
-            "kv_cache_dtype": self.kv_memory.dtype,
-            "block_size": str(config.block_size),
-            "kv_layout": self.kv_memory.manifest.layout,
-        }
-        if config.num_lookahead_drafts:  # the drafter's KV lies beside the model's
-            self.compatibility["drafter"] = drafter_identity(config, model_folder)
-        kv_cache_manager = KVCacheManager(
-            self.num_blocks,
-            config.block_size,
-            sliding_windows=self.kv_memory.spec.sliding_windows,
-            hasher=_hasher(config, self.compatibility) if config.prefix_cache else None,
+        self.compatibility = compatibility
+        self.block_pool = scheduler.kv_cache_manager.block_pool
+        self._scheduler, self._grammars, self._speculation = scheduler, grammars, speculation
+        self._figures = StepFigures(scheduler, executor)
+        config = executor.config
+        self.adapters = AdapterTable(
+            executor, config.max_adapters, config.adapter_cache_bytes, self._adapters_in_use
         )
-        self.block_pool = kv_cache_manager.block_pool
-        self._masks = MaskThreads()
-        self._speculation = make_speculation(config, self.model_config.vocab_size)
-        self._scheduler = Scheduler(
-            kv_cache_manager,
-            max_num_requests=config.max_num_requests,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            prefill_tokens_beside_decodes=config.prefill_tokens_beside_decodes,
-            preemption=config.preemption,
-            drafting=self._speculation,
-            masks=self._masks,
-        )
-        self._grammars = GrammarCompiler(
-            model_folder, self.model_config.vocab_size, self.eos_token_ids, grammars
-        )
-        self._figures = StepFigures(self._scheduler, executor)
         self.last_scheduled: SchedulerOutput | None = None
         self._in_flight: _StepInFlight | None = None
         self._busy_until = 0.0  # when the device finished the previous step
-        self._stretch: StepStretch | None = None
 
     # ------------------------------------------------------------------ requests
 
@@ -135,14 +92,22 @@ class Engine:
         return self._scheduler.num_waiting
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; its id must not be in use."""
+        """Queue a request; its id must not be in use.
+
+        Raises NodeUnavailableError if its adapter is not loaded here.
+        """
+        self.adapters.acquire(request.adapter)
         self._grammars.follow_thought(request)
         self._scheduler.add_request(request)
         if request.awaits_grammar:
             self._grammars.submit(request)
 
     def park(self, request: Request) -> None:
-        """Park a request whose prompt KV a remote node will write."""
+        """Park a request whose prompt KV a remote node will write.
+
+        Raises NodeUnavailableError if its adapter is not loaded here.
+        """
+        self.adapters.acquire(request.adapter)
         self._grammars.follow_thought(request)
         self._scheduler.park(request)
         if request.awaits_grammar:  # compiled while the KV travels
@@ -218,7 +183,7 @@ class Engine:
         Raises:
             ConfigError: no thread or descriptor is left.
         """
-        self._masks.start()
+        self._scheduler.masks.start()
         self._grammars.prepare()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
@@ -244,7 +209,9 @@ class Engine:
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; return it, or None if its id is unknown."""
-        return self._scheduler.abort(request_id)
+        aborted = self._scheduler.abort(request_id)
+        self.adapters.settle()
+        return aborted
 
     # ------------------------------------------------------------------ steps
 
@@ -267,11 +234,10 @@ class Engine:
         Steps with drafts are not measured.
 
         Args:
-            limit: times that such a step may take, above 1. None: only the engine's
-                ``prefill_tokens_beside_decodes`` bounds them.
+            limit: longest such step, as a multiple of a decode-only step; above 1. None: only the
+                engine's ``prefill_tokens_beside_decodes`` bounds them.
         """
-        least = max(self.executor.config.prefill_tokens_beside_decodes // _LEAST_PART, 1)
-        self._stretch = None if limit is None else StepStretch(limit, least)
+        self._figures.limit_stretch(limit)
 
     def step(self) -> StepResult:
         """Run one step: schedule, execute, update."""
@@ -280,10 +246,10 @@ class Engine:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. Call `execute` next."""
         started = time.monotonic()
+        self.adapters.settle()
         for request, grammar in self._grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
-        num_beside = ALL if self._stretch is None else self._stretch.num_tokens()
-        scheduled = self._scheduler.schedule(num_beside)
+        scheduled = self._scheduler.schedule(self._figures.num_beside_decodes())
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled
 
@@ -350,11 +316,10 @@ class Engine:
             seconds = output.ended_at - self._busy_until
             self._speculation.note_step(scheduled, seconds, output.drafting_s)
         self._busy_until = output.ended_at
-        if self._stretch is not None and scheduled.decodes and not scheduled.has_drafts:
-            self._stretch.note_step(scheduled.num_prompt_tokens, computed_s)
         self._figures.note_step(scheduled, computed_s)
         self._scheduler.fail_all(output.without_numbers)
         result = self._scheduler.update(scheduled, output)
+        self.adapters.settle()
         if self._speculation is not None:
             drafted = output.draft_token_ids
             drafts = self._speculation.after_step(result, self.requests, drafted)
@@ -387,8 +352,9 @@ class Engine:
         """Assert the engine's invariants; for tests and debug runs."""
         self._scheduler.check()
 
-
-def _hasher(config: EngineConfig, compatibility: Mapping[str, str]) -> BlockHasher:
-    """Make the hasher of cached blocks: hashes are equal only on nodes that compute alike."""
-    namespace = cache_namespace(compatibility)
-    return BlockHasher(config.block_size, config.prefix_hash, namespace)
+    def _adapters_in_use(self) -> set[str]:
+        """Return the adapters of open requests and of the step in flight."""
+        in_use = {request.adapter for request in self.requests.values()}
+        if self._in_flight is not None:
+            in_use |= {item.request.adapter for item in self._in_flight[0].scheduled}
+        return in_use

@@ -30,11 +30,14 @@ _WAYS = (
 )
 
 
-def rehearse(engine: Engine) -> None:
+def rehearse(engine: Engine, *, decodes: bool = True) -> None:
     """Compute prompts and decode steps: of one greedy request, then of one per way of sampling.
 
     Overwrites the last block of the KV memory and the first rows; the engine must have no request.
     Call this on the thread that computes all steps.
+
+    Args:
+        decodes: whether the engine will decode; otherwise only prompts are computed.
     """
     assert not engine.requests, "steps are rehearsed before there are requests"
     config = engine.executor.config
@@ -42,7 +45,9 @@ def rehearse(engine: Engine) -> None:
     most = min(config.max_num_requests, config.max_num_batched_tokens // num_tokens)
     batches = [(_GREEDY,), *(_WAYS[start : start + most] for start in range(0, len(_WAYS), most))]
     for batch in batches:
-        for plan in (_prompts(engine, batch, num_tokens), _decodes(batch, num_tokens)):
+        steps = [_prompts(engine, batch, num_tokens)]
+        steps += [_decodes(batch, num_tokens)] if decodes else []
+        for plan in steps:
             hooks = StepHooks(allowed_bits=_All(plan.constrained, engine))
             engine.executor.submit(plan, hooks).wait()
     engine.executor.rest()

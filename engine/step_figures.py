@@ -1,4 +1,7 @@
-"""StepFigures: what an engine's steps computed and read, and how long they took."""
+"""StepFigures: what an engine's steps computed and read, and how long they took.
+
+The measured times also bound the prompt tokens of the next step.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,17 @@ import time
 
 from baton.api.outputs import FinishReason
 from baton.kv.manifest import KVKind
+from engine.core.drafts import ALL
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput
 from engine.core.scheduler import Scheduler
 from engine.executors.base import Executor
+from engine.step_stretch import StepStretch
 from models.work import model_work
+
+# A step beside decodes may compute this fraction (1/8) of its most prompt tokens even if it becomes
+# too long. Fewer tokens per step would read all weights more often for the same prompt.
+_LEAST_PART = 8
 
 
 class StepFigures:
@@ -27,6 +36,9 @@ class StepFigures:
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.num_steps = 0
         self._scheduler, self._looks_up = scheduler, executor.config.prefix_cache
+        most_beside = executor.config.prefill_tokens_beside_decodes
+        self._least_beside = max(most_beside // _LEAST_PART, 1)
+        self._stretch: StepStretch | None = None
         self._made_at = time.monotonic()
         memory = executor.kv_memory
         self._work = model_work(
@@ -43,12 +55,22 @@ class StepFigures:
 
     def note_step(self, scheduled: SchedulerOutput, computed_s: float) -> None:
         """Count a step that has ended; call before its requests are updated."""
+        if self._stretch is not None and scheduled.decodes and not scheduled.has_drafts:
+            self._stretch.note_step(scheduled.num_prompt_tokens, computed_s)
         self.num_steps += 1
         counters, num_tokens = self._scheduler.counters, scheduled.num_scheduled_tokens
         counters.forward_s += computed_s
         counters.note_step(num_tokens)
         counters.note_work(scheduled)
         counters.experts_read += self._work.expert_share(num_tokens)
+
+    def limit_stretch(self, limit: float | None) -> None:
+        """Bound steps beside prompts from now on; see `Engine.limit_stretch`."""
+        self._stretch = None if limit is None else StepStretch(limit, self._least_beside)
+
+    def num_beside_decodes(self) -> int:
+        """Return the most prompt tokens of the next step if a request decodes in that step."""
+        return ALL if self._stretch is None else self._stretch.num_tokens()
 
     def metrics(self) -> EngineMetrics:
         """Return the metrics; safe from any thread, even during a step."""

@@ -1,7 +1,8 @@
 """Step profile: measures how long steps take on this machine, before any request.
 
-Each step is computed twice, as the first may compile kernels or touch new memory. Refuses to know:
-the use of the times, tensors.
+Each step is computed twice, as the first time may compile kernels or touch new memory. A CPU
+compiles nothing, and new memory is a small part of a long step: such a step is computed once.
+Refuses to know: the use of the times, tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from engine.engine import Engine
 _FEW_TOKENS = 64
 # Limits the time at start: on a slow machine, the largest step is smaller.
 _MOST_SECONDS = 0.25
+_LONG_S = 0.1
 _STRIDE = 7919  # a prime: spreads ids over the vocabulary, so that no expert gets all tokens
 _GREEDY = SamplingParams(temperature=0)
 _NO_HOOKS = StepHooks()
@@ -22,13 +24,16 @@ _MANY_REQUESTS = 32
 _SHORT_CONTEXT, _LONG_CONTEXT = 64, 4096
 
 
-def measure_step_times(engine: Engine, *, pushes: bool) -> tuple[tuple[int, float], ...]:
+def measure_step_times(
+    engine: Engine, *, pushes: bool, compiles: bool = True
+) -> tuple[tuple[int, float], ...]:
     """Return (prompt tokens, seconds) of steps with 1 token, 64 tokens and the largest chunk.
 
     Overwrites the last block of the KV memory and row 0; the engine must have no request.
 
     Args:
         pushes: whether to measure steps whose layers are sent while later ones are computed.
+        compiles: whether a step's first time may compile kernels.
     """
     assert not engine.requests, "steps are measured before there are requests"
     config = engine.executor.config
@@ -36,50 +41,62 @@ def measure_step_times(engine: Engine, *, pushes: bool) -> tuple[tuple[int, floa
         config.long_prefill_token_threshold, config.max_num_batched_tokens, engine.max_model_len - 1
     )
     few = min(_FEW_TOKENS, most)
-    times = {tokens: _measure(engine, tokens, pushes=pushes) for tokens in sorted({1, few})}
+    times = {
+        tokens: _measure(engine, tokens, pushes=pushes, compiles=compiles)
+        for tokens in sorted({1, few})
+    }
     most = min(most, int(_MOST_SECONDS * few / times[few]))
     if most > few:
-        times[most] = _measure(engine, most, pushes=pushes)
+        times[most] = _measure(engine, most, pushes=pushes, compiles=compiles)
     engine.executor.rest()
     return tuple(times.items())
 
 
-def measure_decode_times(engine: Engine) -> tuple[tuple[int, int, float], ...]:
+def measure_decode_times(
+    engine: Engine, *, compiles: bool = True
+) -> tuple[tuple[int, int, float], ...]:
     """Return (requests, total context tokens, seconds) of decode steps.
 
     Measures one request, many requests, and one request with a long context. Overwrites the last
     block of the KV memory and the first rows; the engine must have no request. Call this after
     `measure_step_times`, which leaves numbers in that block.
+
+    Args:
+        compiles: whether a step's first time may compile kernels.
     """
     assert not engine.requests, "steps are measured before there are requests"
     config = engine.executor.config
     most_context = engine.max_model_len - 2
     short, long = min(_SHORT_CONTEXT, most_context), min(_LONG_CONTEXT, most_context)
-    alone_s = _time(engine, _decode_plan(engine, 1, short))
+    alone_s = _time(engine, _decode_plan(engine, 1, short), compiles=compiles)
     times = [(1, short, alone_s)]
     # A slow machine measures fewer requests; each costs less than one request alone.
     num_affordable = int(2 * _MOST_SECONDS / alone_s)
     many = min(_MANY_REQUESTS, config.max_num_requests, num_affordable)
     if many > 1:
-        times.append((many, many * short, _time(engine, _decode_plan(engine, many, short))))
+        many_s = _time(engine, _decode_plan(engine, many, short), compiles=compiles)
+        times.append((many, many * short, many_s))
     if long > short:
-        times.append((1, long, _time(engine, _decode_plan(engine, 1, long))))
+        long_s = _time(engine, _decode_plan(engine, 1, long), compiles=compiles)
+        times.append((1, long, long_s))
     engine.executor.rest()
     return tuple(times)
 
 
-def _measure(engine: Engine, num_tokens: int, *, pushes: bool) -> float:
+def _measure(engine: Engine, num_tokens: int, *, pushes: bool, compiles: bool) -> float:
     hooks = StepHooks(after_layer=_ignore if pushes else None)
-    return _time(engine, _plan(engine, num_tokens), hooks)
+    return _time(engine, _plan(engine, num_tokens), hooks, compiles=compiles)
 
 
-def _time(engine: Engine, plan: StepPlan, hooks: StepHooks = _NO_HOOKS) -> float:
-    """Compute a step twice; return the seconds of the second time."""
+def _time(engine: Engine, plan: StepPlan, hooks: StepHooks = _NO_HOOKS, *, compiles: bool) -> float:
+    """Compute a step twice, or once if it is long; return the seconds of the last time."""
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()
         engine.executor.submit(plan, hooks).wait()
         seconds = time.perf_counter() - started
+        if seconds > _LONG_S and not compiles:
+            break
     return seconds
 
 

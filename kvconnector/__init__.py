@@ -1,4 +1,4 @@
-"""KV blocks from here to there. To add a transport: one file and one line here.
+"""Copies KV blocks between nodes. To add a transport: one file and one line here.
 
 Importing this imports no transport, and no torch.
 """

@@ -1,4 +1,4 @@
-"""KV connector: what prefill and decode nodes say to it, and what they hear.
+"""KV connector: the messages, events and counts between nodes and their connector.
 
 Knows blocks and peers; knows no Request, no scheduler and no gRPC. The protocol (start, grant,
 push, commit) is written once, in `protocol/`, over any transport (`transports/base.py`).
@@ -6,15 +6,14 @@ push, commit) is written once, in `protocol/`, over any transport (`transports/b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
 import msgspec
 
 from baton.api.outputs import PushReceipt
-from baton.telemetry.node_metrics import TransferOutcome
 from kvconnector.blocks import LayerRange
 
 TransferKey = tuple[str, int]  # (request_id, epoch)
@@ -25,7 +24,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that a decode node needs to continue a request, beside the KV.
+    """All that a decode node needs to continue a request, besides the KV.
 
     A node ignores fields that it does not know, and uses defaults for absent ones. A field that
     a node cannot do without needs a new version.
@@ -50,8 +49,8 @@ class BlockPush:
     Attributes:
         first_block: index of ``block_ids[0]`` among the prompt's blocks that travel.
         num_tokens: prompt tokens that are complete once these blocks have arrived; 0 unless whole
-            blocks travel, as some layers alone complete no token.
-        record: set in the last push of a request and only there.
+            blocks travel, because some layers alone complete no token.
+        record: set only in the last push of a request.
         layers: the layers that travel; None: all of them.
         is_computed: returns whether the GPU has finished these blocks; called on the I/O thread.
             None: they are finished.
@@ -75,9 +74,9 @@ class KVReservation:
         engine_id: the prefill node that may write.
         block_ids: the decode node's blocks in order, one per travelling block of the prompt from
             ``first_block`` on.
-        first_block: number of the prompt's travelling blocks that the decode node has already.
-        groups: KV group of each travelling block of the prompt, those before ``first_block``
-            included; empty: there is only one group.
+        first_block: number of the prompt's travelling blocks that the decode node already has.
+        groups: KV group of each travelling block of the prompt, including those before
+            ``first_block``; empty: there is only one group.
     """
 
     request_id: str
@@ -98,6 +97,14 @@ class TransferEventKind(Enum):
     WATERMARK = "watermark"  # receiver: tokens up to `num_tokens` are complete
     COMMITTED = "committed"  # both: all blocks are complete; terminal
     FAILED = "failed"  # both: the transfer failed, and nothing is in flight; terminal
+
+
+class TransferOutcome(Enum):
+    """How a started transfer ended."""
+
+    COMMITTED = "committed"
+    FAILED = "failed"  # the request's client was told
+    CANCELLED = "cancelled"  # nobody waits for it any longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,3 +131,48 @@ class TransferEvent:
         if self.kind is TransferEventKind.COMMITTED:
             return TransferOutcome.COMMITTED
         return TransferOutcome.FAILED if self.reason else TransferOutcome.CANCELLED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffMetrics:
+    """Metrics of a prefill node's push tracker or a decode node's reservations.
+
+    Attributes:
+        open: transfers by state.
+        ended: transfers by outcome, since the node started.
+        num_quarantined_blocks: blocks of ended requests that a peer may still write (on a decode
+            node) or read (on a prefill node).
+        received_bytes: bytes of committed transfers; 0 on a prefill node.
+    """
+
+    open: Mapping[str, int]
+    ended: Mapping[TransferOutcome, int]
+    num_quarantined_blocks: int
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorMetrics:
+    """Metrics of one end of the KV connector.
+
+    Attributes:
+        pairs: number of peers, by state and transport.
+        connections: peers with an open connection, including departed peers whose connection is
+            kept.
+        peer_failures: how often a peer was silent or unreachable.
+        sent_bytes, sent_blocks: posted writes, including repeated ones; 0 on a decode node.
+        descriptors: memory ranges in these writes.
+        posting_s: time in calls that post writes.
+        wrong_blocks: blocks that arrived with a wrong digest.
+        refused_messages: messages that were refused, by reason.
+    """
+
+    pairs: Mapping[tuple[str, str], int]
+    peer_failures: int
+    connections: int = 0
+    sent_bytes: int = 0
+    sent_blocks: int = 0
+    descriptors: int = 0
+    posting_s: float = 0.0
+    wrong_blocks: int = 0
+    refused_messages: Mapping[str, int] = field(default_factory=dict)

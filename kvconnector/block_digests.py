@@ -1,7 +1,7 @@
 """BlockDigests: keyed digests of KV blocks, read from the KV cache's memory.
 
-Nodes of several ranks make a digest for each slice of a block. The ranks that write and read the
-slice both make it. The block's digest is the digest of its slices' digests.
+In nodes of several ranks, both the writing and the reading rank make a digest of each slice of a
+block. The block's digest is the digest of its slices' digests.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Protocol
 import torch
 
 from baton.kv.manifest import RankCopy
-from kvconnector.blocks import LayerRange
+from kvconnector.blocks import LayerRange, Ranges, Slices
 from kvconnector.layout import KVMemory
 from kvconnector.protocol.digests import Written
 from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
 from kvconnector.ranks.messages import DigestSlices
-from kvconnector.slices import Ranges, Slices
 from kvconnector.transports.side_stream import SideStream
 
-# No number may be used twice with one key: each slice of a block has a number of its own, and the
-# digest of all slices another.
+# No number may be used twice with one key, so each slice of a block has its own number, and the
+# digest of all slices has another one.
 _PAIR_BITS = 20
 _ALL_PAIRS = (1 << _PAIR_BITS) - 1
 
@@ -54,7 +53,7 @@ class BlockDigests:
         self._layers = kv_cache.view(num_blocks, self.num_local_layers, -1).view(torch.uint8)
         self._layer_bytes = self._layers.shape[2]
         self._side_stream = SideStream(kv_cache)
-        # Thousands of slices are cut: cutting a memoryview costs a tenth of cutting a tensor.
+        # Thousands of slices are cut, and cutting a memoryview costs a tenth of cutting a tensor.
         self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
 
     def of(
@@ -69,8 +68,8 @@ class BlockDigests:
         """Return ``DIGEST_BYTES`` for each block.
 
         Args:
-            slices: between the writing and the reading node; None: a block is one slice.
-            writes: whether this node writes.
+            slices: slices between the writing and the reading node; None: a block is one slice.
+            writes: whether this node is the writing one.
         """
         if slices is not None and not slices.is_whole:
             return self._of_all_slices(block_ids, written, key, slices, writes)
@@ -98,7 +97,7 @@ class BlockDigests:
         Args:
             groups: KV group of each block; empty: there is only one group.
             written: number and context of each block.
-            writes: whether this rank's node writes.
+            writes: whether this rank's node is the writing one.
         """
         digests = [b""] * len(block_ids)
         for kind, places in slices.sorted_by_kind(groups, len(block_ids)):
@@ -196,8 +195,8 @@ class BlockDigests:
 def digests_are_wanted(option: bool | None, kv_connector: str) -> bool:
     """Return whether received blocks are to be checked.
 
-    Without the option they are checked where KV leaves loopback unprotected. NIXL's UCX stays on
-    loopback unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
+    By default, they are checked if KV leaves loopback unprotected. NIXL's UCX stays on loopback
+    unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
     """
     if option is not None:
         return option

@@ -1,20 +1,31 @@
-"""Blocks by their numbers: ranges of layers, runs of neighbours, and which numbers there are.
+"""Block numbers, ranges of layers, and slices: the parts of blocks that ranks write.
 
-Refuses to know: memory, and what lies in it.
+A slice is the part of a unit that a rank of one node writes to a rank of another. Two manifests
+alone decide the slices.
+
+    P, 2 ranks        D, 1 rank            heads of rank 0 -> a range for each layer, of keys and
+    [0 1] [2 3]  ->   [0 1 2 3]            of values; with equal ranks: one range, the whole unit
+
+Refuses to know: memory, the content of blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
+
+from baton.kv.manifest import KVManifest, RankCopy, unit_copies
 
 LayerRange = tuple[int, int]  # from the first layer up to, not including, the second
+Ranges = tuple[tuple[int, int], ...]  # (first byte, number of bytes) within a rank's unit
 
 
 def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
-    """Cut layers into at most ``num_groups`` ranges, as equal as can be, the larger ones first.
+    """Cut layers into at most ``num_groups`` nearly equal ranges; larger ones come first.
 
-    What is behind the last range cannot hide behind a layer's computation, so it is no larger.
+    The push of the last range cannot hide behind a layer's computation, so that range is smallest.
     """
     num_groups = min(num_groups, num_layers)
     size, larger = divmod(num_layers, num_groups)
@@ -23,8 +34,9 @@ def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
 
 
 def count_runs(local: Sequence[int], remote: Sequence[int]) -> int:
-    """Ranges of memory that a copy of blocks ``local[i]`` to ``remote[i]`` consists of, when
-    neighbours that follow each other on both sides are one."""
+    """Count the memory ranges in a copy of blocks ``local[i]`` to ``remote[i]``; blocks that are
+    neighbours on both sides share a range.
+    """
     steps = zip(pairwise(local), pairwise(remote), strict=True)
     num_breaks = sum(b - a != 1 or d - c != 1 for (a, b), (c, d) in steps)
     return num_breaks + 1 if local else 0
@@ -37,6 +49,125 @@ def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
 
 
 def check_layers(layers: LayerRange | None, num_layers: int) -> None:
-    """Raise ValueError unless there are such layers, for the same reason."""
+    """Raise ValueError unless these layers exist: a bad address can kill the receiver."""
     if layers is not None and not 0 <= layers[0] < layers[1] <= num_layers:
         raise ValueError(f"layers: must be a range within 0 to {num_layers}, got {layers}")
+
+
+class Pair(NamedTuple):
+    """A writing rank, and the rank that it writes to."""
+
+    writer: int
+    reader: int
+
+
+class Slices:
+    """All slices between two nodes.
+
+    Args:
+        writers: manifest of the node that sends.
+        readers: manifest of the node that receives.
+
+    Attributes:
+        is_whole: whether both nodes have one rank, so that a unit is one range.
+    """
+
+    def __init__(self, writers: KVManifest, readers: KVManifest) -> None:
+        self._writers, self._readers = writers, readers
+        self.is_whole = writers.num_ranks == readers.num_ranks == 1
+        self._copies: dict[tuple[int, LayerRange | None], dict[Pair, tuple[RankCopy, ...]]] = {}
+        self._sums: dict[LayerRange | None, tuple[int, int]] = {}
+
+    def of(self, kind: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
+        """Return the ranges of each pair of ranks that shares any, in order of the pairs.
+
+        Args:
+            kind: a kind of unit; see `kinds`.
+            layers: range of layers of the whole unit, over all ranks; None: all layers.
+        """
+        if layers == (0, self._writers.layers_per_unit):
+            layers = None
+        key = kind, layers
+        if key not in self._copies:
+            self._copies[key] = self._find(kind, layers)
+        return self._copies[key]
+
+    def _find(self, group: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
+        if self.is_whole:  # includes the padding of smaller groups
+            num_bytes = self._writers.unit_bytes()
+            first, end = layers or (0, self._writers.layers_per_unit)
+            layer_bytes = num_bytes // self._writers.layers_per_unit
+            start = first * layer_bytes
+            return {Pair(0, 0): (RankCopy(0, 0, start, start, (end - first) * layer_bytes),)}
+        found: dict[Pair, list[RankCopy]] = {}
+        for copy in unit_copies(self._writers, self._readers, group, layers):
+            found.setdefault(Pair(copy.writer, copy.reader), []).append(copy)
+        return {pair: tuple(found[pair]) for pair in sorted(found)}
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Return, for each group, the first group whose units are cut in the same way."""
+        if self.is_whole:
+            return (0,) * len(self._writers.groups)
+        first: dict[tuple[RankCopy, ...], int] = {}
+        return tuple(
+            first.setdefault(unit_copies(self._writers, self._readers, group), group)
+            for group in range(len(self._writers.groups))
+        )
+
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Return all pairs that share a slice."""
+        return tuple(sorted({pair for kind in set(self.kinds) for pair in self.of(kind, None)}))
+
+    def readers_of(self, writer: int) -> list[int]:
+        """Return the ranks that a rank writes to."""
+        return [pair.reader for pair in self.pairs if pair.writer == writer]
+
+    def writers_of(self, reader: int) -> list[int]:
+        """Return the ranks that write to a rank."""
+        return [pair.writer for pair in self.pairs if pair.reader == reader]
+
+    def sorted_by_kind(
+        self, groups: Sequence[int], num_blocks: int
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield each kind of units with the indexes of its blocks.
+
+        Args:
+            groups: KV group of each block; empty: all blocks are alike.
+        """
+        if not groups or len(set(self.kinds)) == 1:
+            yield self.kinds[0], range(num_blocks)
+            return
+        for kind in sorted({self.kinds[group] for group in groups}):
+            yield kind, [i for i, group in enumerate(groups) if self.kinds[group] == kind]
+
+    def num_bytes(self, layers: LayerRange | None) -> int:
+        """Return the bytes of one block over all slices, for the largest kind of units."""
+        return self._sum(layers)[0]
+
+    def num_ranges(self, layers: LayerRange | None) -> int:
+        """Return the most ranges of one block over all slices, among all kinds."""
+        return self._sum(layers)[1]
+
+    def _sum(self, layers: LayerRange | None) -> tuple[int, int]:
+        if layers not in self._sums:
+            copies = [
+                [copy for of_pair in self.of(kind, layers).values() for copy in of_pair]
+                for kind in set(self.kinds)
+            ]
+            self._sums[layers] = (
+                max(sum(copy.num_bytes for copy in of_kind) for of_kind in copies),
+                max(map(len, copies)),
+            )
+        return self._sums[layers]
+
+
+def part_of_scratch(slot_bytes: int, writers: Sequence[int], writer: int) -> tuple[int, int]:
+    """Return the part of a slot that a rank writes in a self-test: first byte, number of bytes.
+
+    The ranks that write to one reader fill its slot together.
+    """
+    place, num_parts = writers.index(writer), len(writers)
+    first, end = place * slot_bytes // num_parts, (place + 1) * slot_bytes // num_parts
+    return first, end - first

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from baton.telemetry.node_metrics import ConnectorMetrics
 from baton.telemetry.round_watch import Rounds
-from kvconnector.base import BlockPush, KVReservation, TransferEvent
+from kvconnector.base import BlockPush, ConnectorMetrics, KVReservation, TransferEvent
 from kvconnector.io import IoLoop
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess, start_time
@@ -44,7 +43,7 @@ def _describe(transport: KVTransport, channels: Channels) -> PeerInfo:
 
 
 class _End:
-    """The part that both ends share.
+    """The common part of both ends.
 
     No method blocks. One thread of the node calls them; `metrics` and `rounds` may be called from
     any thread.
@@ -86,16 +85,16 @@ class Sender(_End):
 
     Args:
         transport: how bytes travel; owned from now on.
-        on_event: called (on the loop's thread) when `poll` has something.
+        on_event: called (on the loop's thread) when `poll` has new events.
         on_death: called (on the loop's thread) when the connector cannot continue.
-        clock: seconds that never go back.
-        digests: makes the digests of this node's blocks; None: the decode node checks none.
-        channels: seal the messages; None: new ones, with a key of their own.
+        clock: returns monotonic seconds.
+        digests: makes the digests of this node's blocks; None: the decode node does not check any.
+        channels: seal the messages; None: make new ones, with a key of their own.
         make_peers: makes the table of peers and their states.
-        portions: how many bytes are posted at once; None: as suits the memory.
+        portions: how many bytes are posted at once; None: a default for the kind of memory.
 
     Attributes:
-        machine: the protocol; touched by the loop's thread alone.
+        machine: the protocol; used by the loop's thread alone.
     """
 
     def __init__(
@@ -171,14 +170,14 @@ class Receiver(_End):
 
     Args:
         transport: how bytes travel; owned from now on.
-        on_event: called (on the loop's thread) when `poll` has something.
+        on_event: called (on the loop's thread) when `poll` has new events.
         on_death: called (on the loop's thread) when the connector cannot continue.
-        clock: seconds that never go back.
+        clock: returns monotonic seconds.
         digests: makes the digests of this node's blocks; None: arrived blocks are not checked.
         channels, make_peers: see `Sender`.
 
     Attributes:
-        machine: the protocol; touched by the loop's thread alone.
+        machine: the protocol; used by the loop's thread alone.
         verifier: the filter around the machine; None: blocks are not checked.
     """
 

@@ -15,9 +15,14 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from baton.api.errors import EngineDeadError, TransferError
-from baton.telemetry.node_metrics import ConnectorMetrics
 from baton.telemetry.round_watch import Rounds
-from kvconnector.base import NO_TRANSFER, TransferEvent, TransferEventKind, TransferKey
+from kvconnector.base import (
+    NO_TRANSFER,
+    ConnectorMetrics,
+    TransferEvent,
+    TransferEventKind,
+    TransferKey,
+)
 from kvconnector.protocol import messages
 from kvconnector.protocol.actions import (
     Action,
@@ -54,8 +59,8 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT_POLL_S = 0.0001
 EXPECTING_POLL_S = 0.0005
 IDLE_POLL_S = 0.025
-MAX_READ_FAILURES = 100  # in a row; after them the transport counts as broken
-_WARM_S = 2.0  # after a new peer, poll for so long as if messages were expected
+MAX_READ_FAILURES = 100  # consecutive failures after which the transport counts as broken
+_WARM_S = 2.0  # seconds after a new peer in which to poll as if messages were expected
 
 Answer = TypeVar("Answer")
 
@@ -84,7 +89,7 @@ class IoLoop:
         machine: the core with the filters around it; None: there are no filters.
         on_event: called on the thread after events were added; wakes the node.
         on_death: called on the thread, once, with an unexpected error; the process must end.
-        clock: seconds that never go back.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class IoLoop:
         self._thread = threading.Thread(target=self._run, name="kv-io", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; without it the owner calls `round`."""
+        """Start the thread; without a thread, the owner calls `round`."""
         self._thread.start()
 
     # ------------------------------------------------------------------ from the node's thread
@@ -159,7 +164,8 @@ class IoLoop:
             pairs=Counter((peer.state.value, peer.path) for peer in self._peers),
             connections=self._transport.num_connections,
             peer_failures=self._num_peer_failures,
-            # Zeros, too: Prometheus sees the first refusal as an increase only if a 0 came before.
+            # Include zeros: Prometheus sees the first refusal as an increase only if a 0 came
+            # before.
             refused_messages={reason.value: refused.get(reason, 0) for reason in Refusal},
         )
 
@@ -201,10 +207,10 @@ class IoLoop:
             if pause_s:
                 self._wake.wait(pause_s)
             else:
-                time.sleep(0)  # other threads' turn, no more
+                time.sleep(0)  # let other threads run
 
     def _pause_s(self) -> float:
-        """How long nothing is missed; 0: a GPU's writes end within microseconds."""
+        """Return the longest harmless pause; 0: a GPU's writes end within microseconds."""
         if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
             return 0.0
         if self._core.is_moving:
@@ -215,7 +221,7 @@ class IoLoop:
         return IDLE_POLL_S
 
     def round(self) -> None:
-        """Tell the state machine what has come, and do what it asks for."""
+        """Pass arrived messages and results to the state machine, and carry out its actions."""
         while self._wishes:
             self._tell(self._wishes.popleft())
         self._read()
@@ -226,7 +232,7 @@ class IoLoop:
         self._do(self._machine.tick(self._clock()))
 
     def _read(self) -> None:
-        """Take in messages; raises TransferError when reading fails again and again."""
+        """Read messages; raises TransferError after several failures in a row."""
         try:
             payloads = self._transport.take_notifications()
         except TransferError as error:
@@ -241,7 +247,7 @@ class IoLoop:
             self._inbox.put(sender, payload, self._clock())
 
     def _settle(self) -> None:
-        """Take off what was written since, in the order in which it was posted."""
+        """Report completed writes, in the order in which they were posted."""
         for (engine_id, key), writes in list(self._writes.items()):
             while writes:
                 problem = ""
@@ -259,8 +265,8 @@ class IoLoop:
         self._do(self._machine.handle_input(item, self._clock()))
 
     def _do(self, actions: list[Action]) -> None:
-        """Carry actions out, and first what each of them leads to."""
-        actions.reverse()  # the next one is the last
+        """Carry out actions in order; those that a result causes come before the remaining ones."""
+        actions.reverse()  # so that `pop` returns the next one
         while actions:
             result = self._do_one(actions.pop())
             if result is not None:
@@ -337,7 +343,7 @@ class IoLoop:
         return Posted(action, posting_s, is_done)
 
     def _write_probe(self, action: WriteProbe) -> Result:
-        """Post, for as long as others can wait: posting may copy."""
+        """Post probe writes within the action's limits, as posting may copy while others wait."""
         writes = self._writes.setdefault((action.engine_id, NO_TRANSFER), deque())
         num_before, until = len(writes), self._clock() + action.max_s
         problem = ""

@@ -1,7 +1,7 @@
-"""Where a block lies in a KV cache's memory.
+"""KVLayout: the place of each block in a KV cache's memory.
 
 Only this file and `engine/worker/kv_cache.py` know the cache's layout. The cache is block-major:
-block i is one contiguous range, and ranges within that range travel:
+block i is one contiguous range, and transfers copy ranges within that range:
 
     base_address + i * block_bytes  ..  base_address + (i + 1) * block_bytes
         + first  ..  + first + num_bytes
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.kv.manifest import KVManifest
-from kvconnector.slices import Ranges
+from kvconnector.blocks import Ranges
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class KVLayout:
     """Addresses of the blocks of one cache.
 
     Attributes:
-        device_id: the GPU's number; 0 for host memory.
+        device_id: number of the GPU; 0 for host memory.
     """
 
     base_address: int

@@ -1,7 +1,7 @@
-"""PeerInfo: what a node must know of another node to reach its KV memory. Opaque to routers.
+"""PeerInfo: all that a node must know to reach another node's KV memory. Opaque to routers.
 
-Peer info travels as framed bytes with a checksum, as a damaged blob breaks some transports for
-good. The checksum is against accidents only; links to the router are authenticated.
+Peer info travels as framed bytes with a checksum, because damaged data breaks some transports for
+good. The checksum only finds accidents; links to the router are authenticated.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from baton.limits import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8
 _MAX_ADDRESS = 2**63
-NUM_SLOTS = 4  # of scratch memory; one per peer that is probed at the same time
+NUM_SLOTS = 4  # slots of scratch memory; each serves one probed peer at a time
 
-# A peer may claim anything: numbers that fit no machine are refused before they are used.
+# Peers are not trusted: numbers that fit no machine are refused before they are used.
 Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Address = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ADDRESS - 1)]
@@ -32,7 +32,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         agent_metadata: data of the transport; empty if it needs none.
         base_address: address of block 0.
-        device_id: the GPU's number; 0 for host memory.
+        device_id: number of the GPU; 0 for host memory.
         scratch_address: address of the memory for self-tests (`Scratch`), on the same device.
         host, pid, started_at: the worker's process, as in `PeerInfo`; pid 0: the node's process.
     """
@@ -96,14 +96,14 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, blob: bytes, *, engine_id: str = "") -> PeerInfo:
-        """Read what `encode` made; raise TransferError for anything else.
+        """Read the output of `encode`; raise TransferError for anything else.
 
         Args:
             engine_id: the node whose peer info this must be; empty: any node.
         """
         if len(blob) > MAX_PEER_INFO_BYTES:
             raise TransferError(
-                f"peer info must be of at most {MAX_PEER_INFO_BYTES} bytes, got {len(blob)}"
+                f"peer info must have at most {MAX_PEER_INFO_BYTES} bytes, got {len(blob)}"
             )
         digest, body = blob[:_DIGEST_BYTES], blob[_DIGEST_BYTES:]
         if xxhash.xxh3_64_digest(body) != digest:
@@ -113,12 +113,12 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TransferError(f"peer info is damaged or of another version: {error}") from error
         if engine_id and info.engine_id != engine_id:
-            raise TransferError(f"the peer info of {engine_id} is of {info.engine_id:.100}")
+            raise TransferError(f"the peer info of {engine_id} names {info.engine_id:.100}")
         info.manifest.check()
         if len(info.ranks) != info.manifest.num_ranks:
             raise TransferError(
-                f"ranks: {len(info.ranks)} of them in the peer info, and "
-                f"{info.manifest.num_ranks} in its manifest"
+                f"ranks: the peer info lists {len(info.ranks)}, its manifest has "
+                f"{info.manifest.num_ranks}"
             )
         for rank, memory in enumerate(info.ranks):
             ends = (
@@ -137,7 +137,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         if differs:
             raise TransferError(f"{peer.engine_id} has {differs}")
         if peer.scratch_bytes != self.scratch_bytes:
-            raise TransferError(f"{peer.engine_id} has other scratch memory")
+            raise TransferError(f"{peer.engine_id} has another size of scratch memory")
 
 
 def agent_name(engine_id: str, rank: int, leader: int) -> str:
@@ -146,10 +146,10 @@ def agent_name(engine_id: str, rank: int, leader: int) -> str:
 
 
 def host_identity() -> str:
-    """Return a text that is equal for processes of one kernel and one process namespace."""
+    """Return a text that is equal for processes with the same kernel and process namespace."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:  # not Linux: nobody is near
+    except OSError:  # not Linux: no process counts as near
         return ""
     return f"{boot_id}:{namespace}"

@@ -1,10 +1,10 @@
-"""PeerProcess: whether all processes of a peer have ended, by a proof that holds in containers.
+"""PeerProcess: proves whether all processes of a peer have ended; works in containers.
 
-A pidfd is opened when the peer is met, while it lives and says which process it is; the process is
-that one if its start time is the one that the peer tells. From then on the descriptor says when all
-its threads have ended, whoever gets its number next. What cannot be proved so is not known: a
-missing /proc/PID may be hidden (hidepid, containers), and a number of another machine whose kernel
-was copied with its boot id means nothing here.
+A pidfd is opened when the peer is met, while its process lives. The process is the right one if it
+has the start time that the peer tells. The descriptor then shows when all threads of the process
+have ended, even if the process id is reused. Without this proof, nothing is known: a missing
+/proc/PID may be hidden (hidepid, containers), and a process id of another machine, whose kernel has
+a copied boot id, means nothing here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvconnector.peer_info import PeerInfo, ProcessPlace, host_identity
 
 
 class PeerProcess:
-    """One peer's processes, one for each rank, met while they lived.
+    """One peer's processes, one per rank, met while they lived.
 
     Args:
-        peer: that says which processes they are.
+        peer: peer info, which names the processes.
     """
 
     def __init__(self, peer: PeerInfo) -> None:
@@ -34,7 +34,7 @@ class PeerProcess:
         )
 
     def close(self) -> None:
-        """Watch them no more."""
+        """Stop watching the processes."""
         for pidfd in self._pidfds:
             if pidfd is not None:
                 os.close(pidfd)
@@ -51,7 +51,7 @@ def start_time(pid: int) -> int:
 
 
 def _open(place: ProcessPlace) -> int | None:
-    """A descriptor of a process; None where it is not certain that it is that one."""
+    """Return a descriptor of a process; None unless it is proved to be the right process."""
     is_near = place.host != "" and place.host == host_identity()
     if not is_near or place.pid == 0 or place.started_at == 0 or not hasattr(os, "pidfd_open"):
         return None
@@ -59,7 +59,7 @@ def _open(place: ProcessPlace) -> int | None:
         pidfd = os.pidfd_open(place.pid)
     except OSError:
         return None
-    # Read while the process lives, so the number cannot have passed on to another in between.
+    # Read while the process lives, so its id cannot have been reused in between.
     if start_time(place.pid) == place.started_at and not _has_ended(pidfd):
         return pidfd
     os.close(pidfd)

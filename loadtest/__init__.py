@@ -1,1 +1,1 @@
-"""Load tests: traces of requests, and who plays them against a server. No torch."""
+"""Load tests: traces of requests, and players that send them to a server. No torch."""

@@ -1,8 +1,8 @@
 """Comparison: one workload on the same cores, served by deployments of different shapes.
 
-Each gets the same cores, divided between its nodes, and the same requests. Every repeat starts it
-anew, all deployments in turn: what slows the machine down for a while slows down all of them. Where
-the highest rate of each is searched, each is started once.
+All deployments get the same cores, divided between their nodes, and the same requests. In every
+repeat, each deployment is started anew, in turn, so that a slow phase of the machine slows down all
+of them. When the highest rate of each is searched, each is started once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Comparison:
 
     Attributes:
         up: model, arguments and cores of all deployments.
-        colocated_args: more arguments of nodes that do both.
-        search: compare each at the highest rate that it holds, not at the plan's; None: at that.
+        colocated_args: additional arguments of nodes that prefill and decode.
+        search: compare each deployment at the highest rate that it holds; None: at the plan's rate.
     """
 
     plan: LoadPlan
@@ -77,10 +77,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of one deployment; without a search, those of one repeat have the same requests.
+    """One run of one deployment; without a search, runs of one repeat have the same requests.
 
     Attributes:
-        holds_none: no rate that was tried held the SLO; this is the run at the lowest one.
+        holds_none: whether no tried rate held the SLO; this is then the run at the lowest rate.
     """
 
     deployment: Deployment
@@ -95,7 +95,7 @@ OnTrial = Callable[[Trial], None]
 async def play_comparison(
     comparison: Comparison, options: TargetOptions, stop: asyncio.Event, on_trial: OnTrial
 ) -> list[Trial]:
-    """Play all trials, or those until one was stopped from outside; raises BatonError."""
+    """Play all trials, until one is stopped from outside; raises BatonError."""
     trials: list[Trial] = []
     if comparison.search is not None:
         return await _search(comparison, comparison.search, options, stop, on_trial)
@@ -108,7 +108,7 @@ async def play_comparison(
                 async with _session(comparison, deployment, options, stop) as session:
                     result = await session.play(plan)
             except BatonError:
-                if stop.is_set():  # while it was starting
+                if stop.is_set():  # stopped while it was starting
                     return trials
                 raise
             trials.append(Trial(deployment=deployment, repeat=repeat, result=result))
@@ -125,14 +125,14 @@ async def _search(
     stop: asyncio.Event,
     on_trial: OnTrial,
 ) -> list[Trial]:
-    """Find each deployment's run at the highest rate that it held, in each repeat."""
+    """Find, in each repeat, each deployment's run at the highest rate that it held."""
     trials: list[Trial] = []
     for deployment in comparison.deployments:
         try:
             async with _session(comparison, deployment, options, stop) as session:
                 found = await play_search(session.play, comparison.plan, search, lambda step: None)
         except BatonError:
-            if stop.is_set():  # while it was starting
+            if stop.is_set():  # stopped while it was starting
                 return trials
             raise
         for repeat, highest in enumerate(found.highest):
@@ -168,6 +168,6 @@ async def _session(
 
 
 def _in_turn(deployments: Sequence[Deployment], repeat: int) -> Sequence[Deployment]:
-    """Rotate the deployments, so that each repeat begins with another one."""
+    """Rotate the deployments, so that each repeat begins with a different one."""
     first = repeat % len(deployments)
     return (*deployments[first:], *deployments[:first])

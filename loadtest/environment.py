@@ -1,4 +1,4 @@
-"""Environment: where a run was made, so that its numbers can be judged later."""
+"""Environment: the machine of a run, so that its numbers can be judged later."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PACKAGES = ("grpcio", "aiohttp", "uvloop")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The generator's machine, not the server's.
+    """The load generator's machine, not the server's.
 
     Attributes:
         num_cpus: cores that this process may use.
-        load_average: the load of the last minute at the run's beginning.
+        load_average: the machine's load in the minute before the run.
     """
 
     started_at: str

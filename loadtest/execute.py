@@ -1,4 +1,4 @@
-"""What `baton loadtest run` does once its options are checked: play, print, write, and judge."""
+"""Executes `baton loadtest run` after its options are checked: play, print, write, judge."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from loadtest.targets.base import TargetOptions
 class Job:
     """The work of one command; a sweep or a search replaces the plan's load, step by step.
 
-    Raises ConfigError when made of what does not go together.
+    Raises ConfigError for parts that do not fit together.
     """
 
     plan: LoadPlan
@@ -58,14 +58,14 @@ class Job:
         if (self.up is None) == (not self.options.url):
             raise ConfigError("target, up: exactly one of them must be given")
         if self.faults and (self.sweep is not None or self.search is not None):
-            raise ConfigError("fault: is of a single run, not of a sweep or a search")
+            raise ConfigError("fault: is for a single run, not for a sweep or a search")
         if self.sweep is not None and self.search is not None:
             raise ConfigError("sweep, find_max_goodput: at most one of them can be given")
         if self.search is not None:
             check_search(self.plan)
         has_steps = self.sweep is not None or self.search is not None
         if has_steps and self.outputs.save_requests is not None:
-            raise ConfigError("save_requests: is of a single run, not of a sweep or a search")
+            raise ConfigError("save_requests: is for a single run, not for a sweep or a search")
 
 
 async def execute(job: Job) -> int:
@@ -75,7 +75,7 @@ async def execute(job: Job) -> int:
     if job.up is None:
         return await _play(job, Site(job.pids), stop)
     async with started(job.up, stop) as (site, address):
-        # (Operators may send prompts, too; where there are no keys nobody needs one.)
+        # (Operators may send prompts, too; without keys, nobody needs one.)
         api_key = job.options.api_key or site.admin_token
         options = dataclasses.replace(job.options, url=f"grpc://{address}", api_key=api_key)
         auditor = Auditor(address, site.admin_token)
@@ -157,7 +157,7 @@ def shown(options: TargetOptions) -> dict[str, Any]:
 
 
 def judge(results: Sequence[RunResult]) -> int:
-    """Return the exit code, and print a line for each that is not 0."""
+    """Print a line for each reason to fail, and return the exit code."""
     if any(result.was_stopped for result in results):
         print_error("the run was stopped before its end")
         return EXIT_STOPPED
@@ -168,6 +168,6 @@ def judge(results: Sequence[RunResult]) -> int:
         )
         return EXIT_LAGGED
     if not any(result.summary.num_ok or result.summary.num_cancelled for result in results):
-        print_error("no request of the measured window came through")
+        print_error("no request of the measured window succeeded")
         return EXIT_NOTHING_CAME
     return 0

@@ -1,4 +1,4 @@
-"""A comparison from its options to its page: plays it, shows each trial, writes what was found."""
+"""Executes a comparison: plays it, prints each trial, writes the results."""
 
 from __future__ import annotations
 

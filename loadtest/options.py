@@ -33,13 +33,13 @@ _MAX_FRESH_SEED = 2**31
 
 
 def fresh_seed() -> int:
-    """Return a random seed, most probably unused so far."""
+    """Return a random seed that is probably unused."""
     return secrets.randbelow(_MAX_FRESH_SEED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options that both commands have; raises ConfigError naming the field."""
+    """The options of both commands; raises ConfigError naming the field."""
 
     node_args: str = option("", help="More options of every node, as one string.")
     router_args: str = option("", help="More options of the router, as one string.")
@@ -47,19 +47,19 @@ class LoadOptions:
         None,
         above=0,
         most=MAX_RATE_PER_S,
-        help="Open loop: requests per second, whatever the answers do.",
+        help="Open loop: requests per second, sent whether or not answers come.",
     )
     arrivals: str = same_option(OpenLoop, "arrivals")
     burstiness: float = same_option(OpenLoop, "burstiness")
-    input_tokens: str = option("512", help=f"Prompts: {NOTATION}.")
-    output_tokens: str = option("128", help=f"Outputs: {NOTATION}.")
+    input_tokens: str = option("512", help=f"Prompt tokens per request: {NOTATION}.")
+    output_tokens: str = option("128", help=f"Output tokens per request: {NOTATION}.")
     prefix_groups: int = same_option(LoadPlan, "prefix_groups")
     prefix_tokens: int = same_option(LoadPlan, "prefix_tokens")
     seed: int | None = option(
         None,
         least=0,
-        help="The same seed makes the same requests, which a server may have cached. Without a "
-        "seed, each run has fresh prompts, and its report tells their seed.",
+        help="Seed of the requests; equal seeds make equal requests, which a server may have "
+        "cached. Without a seed, each run has fresh prompts, and its report tells their seed.",
     )
     warmup_s: float = same_option(LoadPlan, "warmup_s")
     duration_s: float | None = same_option(LoadPlan, "duration_s")
@@ -67,17 +67,18 @@ class LoadOptions:
     timeout_s: float = same_option(LoadPlan, "timeout_s")
     drain_timeout_s: float = same_option(LoadPlan, "drain_timeout_s")
     slo: str = option(
-        "", help="Limits of a good request, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10."
+        "", help="Limits that a good request keeps, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10."
     )
     max_lag_ms: float = option(
         10.0,
         above=0,
-        help=f"Exit code {EXIT_LAGGED} if the generator's own lag (p99) is above.",
+        help="Most milliseconds of the generator's own lag (p99); above, the exit code is "
+        f"{EXIT_LAGGED}.",
     )
     find_max_goodput: bool = option(
         False,
-        help="Search the highest rate that holds --slo for --attainment of the requests, "
-        "beginning with --rate; each try has its warm-up and duration.",
+        help="Search for the highest rate at which --attainment of the requests keep --slo, "
+        "beginning with --rate; each try has its own warm-up and duration.",
     )
     search: Search = group(Search)
     json: str = option("", help="Write the result to this file.")
@@ -120,44 +121,49 @@ class RunOptions(LoadOptions):
     target: TargetOptions = group(TargetOptions)
     up: str = option(
         "",
-        help="Instead of --target: start a router and nodes of this model on this machine, as "
-        "baton up does, and stop them in the end.",
+        help="Instead of --target: start a router and nodes for this model on this machine, as "
+        "baton up does, and stop them at the end.",
     )
-    prefill: int = option(1, least=0, help="Up: prefill nodes.")
-    decode: int = option(1, least=1, help="Up: decode nodes.")
+    prefill: int = option(1, least=0, help="With --up: number of prefill nodes.")
+    decode: int = option(1, least=1, help="With --up: number of decode nodes.")
     concurrency: int | None = option(
-        None, least=1, most=MAX_USERS, help="Closed loop: users who wait for their answers."
+        None,
+        least=1,
+        most=MAX_USERS,
+        help="Closed loop: number of users, each waiting for its answer.",
     )
     think_s: float = same_option(ClosedLoop, "think_s")
-    trace: str = option("", help="Replay: a file in the format of Mooncake's traces.")
+    trace: str = option(
+        "", help="Replay the requests of this file, which has the format of Mooncake's traces."
+    )
     slowdown: float = same_option(TraceReplay, "slowdown")
     sweep: str = option(
         "",
-        help="Several runs: rate=1,2,4 (open loop) or concurrency=1,8,64 (closed loop), each with "
-        "its warm-up and duration.",
+        help="Several runs: rate=1,2,4 (open loop) or concurrency=1,8,64 (closed loop), each "
+        "with its own warm-up and duration.",
     )
-    fault: tuple[str, ...] = option((), help=f"What goes wrong in the run: {FAULT_NOTATION}.")
+    fault: tuple[str, ...] = option((), help=f"Faults to inject in the run: {FAULT_NOTATION}.")
     pid: tuple[str, ...] = option((), help="NAME=PID of a process for kill and stop, without --up.")
     admin: str = option(
         "",
-        help="host:port of Baton's router, to be asked for KV blocks that nobody owns and that "
-        "are held after the run; with --up: that router.",
+        help="host:port of Baton's router, asked after the run for KV blocks that are held but "
+        "have no owner; with --up: that router.",
     )
-    admin_token: str = option("", is_secret=True, help="For --admin.")
+    admin_token: str = option("", is_secret=True, help="Operator's token for --admin.")
     cancel_rate: float = same_option(LoadPlan, "cancel_rate")
     turns: str = option(
         "1",
-        help=f"Requests of a conversation, each of which goes on from the one before: {NOTATION}.",
+        help=f"Turns per conversation, each continuing the one before: {NOTATION}.",
     )
     turn_pause_s: float = same_option(LoadPlan, "turn_pause_s")
     dataset: str = option(
         "",
-        help="Prompts and conversations of this file instead of random tokens: ShareGPT, or JSONL "
-        "with prompt, messages or turns.",
+        help="File of prompts and conversations to send instead of random tokens: ShareGPT, or "
+        "JSONL with prompt, messages or turns.",
     )
     tokenizer: str = option(
         "",
-        help="Folder with tokenizer.json: outputs are as long as the data set's answers, where it "
+        help="Folder with tokenizer.json: outputs are as long as the data set's answers, if it "
         "has them; else as --output-tokens says.",
     )
     num_requests: int | None = same_option(LoadPlan, "num_requests")
@@ -196,21 +202,27 @@ class RunOptions(LoadOptions):
 class CompareOptions(LoadOptions):
     """Options of `baton loadtest compare`; raises ConfigError naming the field."""
 
-    up: str = option(help="Model folder, GGUF file, or hub id, of all deployments.")
+    up: str = option(help="Model folder, GGUF file, or hub id, for all deployments.")
     rate: float = option(
-        above=0, most=MAX_RATE_PER_S, help="Requests per second, of each deployment."
+        above=0, most=MAX_RATE_PER_S, help="Requests per second for each deployment."
     )
     duration_s: float = option(
-        above=0, help="Nothing is sent after, seconds, in each run; warm-up included."
+        above=0,
+        help="Time after which nothing is sent, seconds, in each run; includes the warm-up.",
     )
-    slo: str = option(help="Limits of a good request, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10.")
+    slo: str = option(
+        help="Limits that a good request keeps, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10."
+    )
     deployments: str = option(
-        "colocated:2,1:1", help=f"What is compared, separated by commas: {DEPLOYMENT_NOTATION}."
+        "colocated:2,1:1",
+        help=f"Deployments to compare, separated by commas: {DEPLOYMENT_NOTATION}.",
     )
     cores: str = option(
-        "", help="Cores that each deployment's nodes divide, like 0-3; all if empty."
+        "", help="Cores that each deployment's nodes divide, like 0-3; empty: all cores."
     )
-    colocated_args: str = option("", help="More options of nodes that do both, as one string.")
+    colocated_args: str = option(
+        "", help="More options of nodes that both compute prompts and decode, as one string."
+    )
 
 
 def chosen_cores(text: str) -> tuple[int, ...]:

@@ -1,12 +1,12 @@
-"""LoadPlan and Search: what runs are to do, complete and checked.
+"""LoadPlan and Search: the checked description of a run or of a search.
 
 Knows no target, no clock and no result.
 
-Three ways to say when requests are sent:
+There are three ways to time requests:
 
     OpenLoop     at times that do not depend on the answers
-    ClosedLoop   by so many users, each of whom waits for an answer before asking again
-    TraceReplay  when a trace says, slowed down or not
+    ClosedLoop   by a number of users, each of whom waits for an answer before asking again
+    TraceReplay  at a trace's times, maybe slowed down
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from loadtest.report.confidence import MAX_REPEATS
 from loadtest.slo import NO_SLO, Slo
 
 ARRIVALS = ("constant", "poisson", "gamma")
-# Each user is a task, and each request a message that is made ahead of its time.
+# Each user is a task, and each request is a message that is made in advance.
 MAX_USERS, MAX_RATE_PER_S = 100_000, 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLoop:
-    """An open loop: so many requests per second, however the server does.
+    """An open loop: requests at a fixed rate, however the server does.
 
     Attributes:
         arrivals: one of ARRIVALS.
@@ -40,35 +40,41 @@ class OpenLoop:
         name="rate",
         above=0,
         most=MAX_RATE_PER_S,
-        help="Open loop: requests per second, whatever the answers do.",
+        help="Open loop: requests per second, sent whether or not answers come.",
     )
-    arrivals: str = option("poisson", choices=ARRIVALS, help=f"Open loop: {', '.join(ARRIVALS)}.")
+    arrivals: str = option(
+        "poisson",
+        choices=ARRIVALS,
+        help=f"Open loop: distribution of arrivals: {', '.join(ARRIVALS)}.",
+    )
     burstiness: float = option(
         1.0,
         above=0,
         most=100,
-        help="Gamma arrivals: standard deviation of the gaps over their mean.",
+        help="Gamma arrivals: standard deviation of the gaps divided by their mean.",
     )
 
     def __post_init__(self) -> None:
         check_limits(self)
         if self.arrivals != "gamma" and self.burstiness != 1.0:
-            raise ConfigError(f"burstiness: is of gamma arrivals, got {self.arrivals!r}")
+            raise ConfigError(f"burstiness: is for gamma arrivals, got {self.arrivals!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """A closed loop: users who wait for their answers; they begin evenly over the warm-up.
+    """A closed loop: users who wait for their answers; they start evenly over the warm-up.
 
     Attributes:
         think_s: mean pause between an answer and the next request, exponential.
     """
 
     concurrency: int = option(
-        least=1, most=MAX_USERS, help="Closed loop: users who wait for their answers."
+        least=1, most=MAX_USERS, help="Closed loop: number of users, each waiting for its answer."
     )
     think_s: float = option(
-        0.0, least=0, help="Closed loop: mean pause before the next request, exponential."
+        0.0,
+        least=0,
+        help="Closed loop: mean pause before a user's next request, seconds, exponential.",
     )
 
     def __post_init__(self) -> None:
@@ -80,7 +86,7 @@ class TraceReplay:
     """The requests of a trace file, at its times multiplied by ``slowdown``."""
 
     path: Path
-    slowdown: float = option(1.0, above=0, most=1e6, help="Replay: times are multiplied by this.")
+    slowdown: float = option(1.0, above=0, most=1e6, help="Replay: factor for all times.")
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -95,25 +101,25 @@ class LoadPlan:
     """The load and its limits; checked when made, raises ConfigError naming the option.
 
     Attributes:
-        input_lengths: tokens of prompts, a shared prefix not included; a trace has its own.
-        prefix_groups: requests are drawn into so many groups; 0: none.
+        input_lengths: prompt lengths in tokens, without a shared prefix; a trace has its own.
+        prefix_groups: number of groups into which requests are drawn; 0: none.
         prefix_tokens: length of the common beginning of all prompts of a group.
         cancel_rate: share of requests that the client cancels before their end.
-        seed: seed of all draws. Another seed makes other prompts, of a trace or data set, too.
-        round: number of a repetition with the same seed. Each repetition has other prompts, as a
-            server may have cached those of the one before.
-        turns: turns of a conversation, whose prompts repeat all that was said before. A turn is
-            sent when the previous answer has come. An open loop starts conversations at its rate.
+        seed: seed of all draws. Another seed makes other prompts, also of a trace or data set.
+        round: number of a repetition with the same seed. Each has other prompts, as a server may
+            have cached those of the previous one.
+        turns: turns per conversation, whose prompts repeat all earlier messages. A turn is sent
+            after the previous answer. An open loop starts conversations at its rate.
         turn_pause_s: mean pause between an answer and the next turn, exponential.
         dataset: a file of prompts or conversations to be sent instead of random token ids.
-        tokenizer: a folder with tokenizer.json, which counts the tokens of a data set's answers;
-            None: outputs are as long as the option for output lengths says.
+        tokenizer: a folder with tokenizer.json, to count the tokens of a data set's answers; None:
+            the option for output lengths decides.
         warmup_s: requests that are scheduled before this time are not measured.
         duration_s: no request is scheduled after this time; None: no limit.
         num_requests: most requests of a run; None: no limit.
         vocab_size: prompts are drawn from token ids below this number.
-        timeout_s: limit for one request, from its sending on.
-        drain_timeout_s: requests that are open so long after the last sending are given up.
+        timeout_s: limit for one request, from its sending.
+        drain_timeout_s: time after the last sending at which open requests are given up.
         max_lag_s: the generator's own lag (p99) above which a run's figures are not valid.
     """
 
@@ -124,16 +130,16 @@ class LoadPlan:
         0,
         least=0,
         most=10**6,
-        help="Prompts are of so many groups that begin alike; 0: none do.",
+        help="Number of groups of prompts; the prompts of a group begin alike; 0: no groups.",
     )
     prefix_tokens: int = option(
         0,
         least=0,
         most=MAX_LENGTH,
-        help="Tokens of a group's beginning, before those of --input-tokens.",
+        help="Tokens of a group's common beginning, before those of --input-tokens.",
     )
     cancel_rate: float = option(
-        0.0, least=0, most=1, help="Share of requests that the client gives up on the way."
+        0.0, least=0, most=1, help="Share of requests that the client cancels before they end."
     )
     turns: LengthDistribution = ONE_TURN
     turn_pause_s: float = option(
@@ -146,18 +152,22 @@ class LoadPlan:
     seed: int = 0
     round: int = 0
     warmup_s: float = option(
-        0.0, least=0, help="What is scheduled before is not measured, seconds."
+        0.0,
+        least=0,
+        help="Time before measuring, seconds: requests scheduled in it are not measured.",
     )
     duration_s: float | None = option(
-        None, above=0, help="Nothing is sent after, seconds; warm-up included."
+        None, above=0, help="Time after which nothing is sent, seconds; includes the warm-up."
     )
-    num_requests: int | None = option(None, least=1, most=10**9, help="Send at most so many.")
+    num_requests: int | None = option(None, least=1, most=10**9, help="Most requests to send.")
     vocab_size: int = option(
         1000, least=1, most=2**31, help="Prompts are made of the token ids below this."
     )
-    timeout_s: float = option(600.0, above=0, help="Of one request, seconds.")
+    timeout_s: float = option(600.0, above=0, help="Time limit of one request, seconds.")
     drain_timeout_s: float = option(
-        60.0, least=0, help="What has no answer so long after the last is sent is given up."
+        60.0,
+        least=0,
+        help="Time after the last sending at which open requests are given up, seconds.",
     )
     max_lag_s: float = 0.01
     slo: Slo = NO_SLO
@@ -171,7 +181,7 @@ class LoadPlan:
             )
         if (self.prefix_groups > 0) != (self.prefix_tokens > 0):
             raise ConfigError(
-                "prefix_groups, prefix_tokens: must both be 0 or both be above, "
+                "prefix_groups, prefix_tokens: must both be 0 or both above 0, "
                 f"got {self.prefix_groups}, {self.prefix_tokens}"
             )
         if self.duration_s is not None and not self.duration_s > self.warmup_s:
@@ -199,8 +209,8 @@ class Search:
 
     Attributes:
         attainment: share of requests that must keep the SLO.
-        precision: the search ends when the lowest rate that fails is at most so much above the
-            highest that holds.
+        precision: the search ends when the lowest failing rate exceeds the highest holding rate by
+            at most this fraction.
     """
 
     attainment: float = option(
@@ -210,13 +220,14 @@ class Search:
         3,
         least=1,
         most=MAX_REPEATS,
-        help="Search: so many times, for a confidence interval.",
+        help="Search: number of searches, for a confidence interval.",
     )
     precision: float = option(
         0.1,
         least=0.001,
         most=1,
-        help="Search: ends when what fails is so much above what holds.",
+        help="Search: ends when the lowest failing rate exceeds the highest passing rate by at "
+        "most this share.",
     )
 
     def __post_init__(self) -> None:

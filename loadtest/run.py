@@ -1,4 +1,4 @@
-"""Run: a plan played against a target, once; its result is all that reports are made of."""
+"""Run: plays a plan against a target once; all reports are made from its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunResult:
     Attributes:
         target: the server's description of itself.
         elapsed_s: time from the first sending to the last answer.
-        cpu_share: share of one core that the generator used meanwhile.
+        cpu_share: share of one core that the generator used.
         load_average_at_end: the load of the last minute at the run's end.
         was_stopped: whether the user or a signal ended the run before its time.
     """
@@ -44,7 +44,7 @@ class RunResult:
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Pause garbage collection: with 2,000 streams it takes 5 to 70 ms, all of which would be lag.
-    There is nothing to collect: neither player nor targets make cycles (a test counts them).
+    Nothing needs collection: neither player nor targets make cycles (a test counts them).
     """
     was_enabled = gc.isenabled()
     gc.collect()
@@ -70,7 +70,7 @@ class Run:
         """Play the plan until it ends or ``stop`` is set; raises ConfigError.
 
         Args:
-            beside: begins with the run and is cancelled at its end.
+            beside: a job that begins with the run and is cancelled at its end.
         """
         where = environment()
         self.player.prepare()

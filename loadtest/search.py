@@ -1,8 +1,8 @@
-"""Search for the highest rate that a server holds within an SLO, and how sure that is.
+"""Search for the highest rate that a server holds within an SLO, and its uncertainty.
 
-Bracketed, then bisected; the whole search is repeated with other requests, for one search gives
-one bracket and no idea of its error. Each repeat tries other rates: on one grid all of them would
-end at the same points, and agree for no other reason.
+A rate is bracketed, then bisected. The whole search is repeated with other requests, because one
+search gives a bracket but no idea of its error. Each repeat tries other rates: on one grid, all
+repeats would end at the same points and agree for no other reason.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ async def find_highest(
     precision: float,
     least: float,
 ) -> tuple[float, float]:
-    """Find the highest value that holds, if all below it do, and the lowest above that does not.
+    """Find the highest value that holds, if all below it do, and the lowest failing one above it.
 
-    0 and that: none that was tried holds. Infinity: none that was tried fails.
+    Returns 0 for the first one if no tried value held, and infinity for the second if none failed.
 
     Args:
-        start: tried first.
-        factor: to the next one, up or down; grows until both sides are known.
-        least: nothing below is tried.
+        start: first value to try.
+        factor: factor to the next value, up or down; grows until both sides are known.
+        least: lowest value to try.
     """
     value, low, high = start, 0.0, math.inf
     for _ in range(MAX_TRIALS):
@@ -90,14 +90,14 @@ async def find_highest(
 
 
 def check_search(plan: LoadPlan) -> OpenLoop:
-    """Make the load that a search begins with; raises ConfigError when there is none."""
+    """Return the load that a search begins with; raises ConfigError if there is none."""
     if not plan.slo.limits or not isinstance(plan.load, OpenLoop):
         raise ConfigError("find_max_goodput: needs --slo, and --rate to begin with")
     return plan.load
 
 
 async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnStep) -> SearchResult:
-    """Play the search, so many times; raises ConfigError."""
+    """Play the search, with all its repeats; raises ConfigError."""
     load = check_search(plan)
     steps: list[Step] = []
     highest: list[Step | None] = []
@@ -128,14 +128,14 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
             was_stopped = True
             break
         except _SilentError:
-            least = min(step.value for step in steps)  # no lower one can be judged in this time
+            least = min(step.value for step in steps)  # lower rates cannot be judged in this time
         held = [step for step in steps if step.repeat == repeat and step.held]
         highest.append(max(held, key=lambda step: step.value, default=None))
-        # The next search begins where this one ended: one try, if again nothing holds.
+        # The next repeat begins where this one ended: if nothing holds again, it needs one try.
         found = highest[-1]
         factor = _MAX_FACTOR if found is None else min(1 + 2 * search.precision, _MAX_FACTOR)
         start = min(step.value for step in steps) if found is None else found.value
-        if found is not None:  # and off its grid
+        if found is not None:  # and leaves its grid
             start *= (1 + search.precision) ** chance.uniform(-0.5, 0.5)
     brackets = [_bracket(steps, repeat) for repeat in range(len(highest))]
     goodputs = [
@@ -153,7 +153,7 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
 
 
 def _bracket(steps: Sequence[Step], repeat: int) -> tuple[float, float]:
-    """See SearchResult; a repeat that tried nothing is held against what the others tried."""
+    """Return a repeat's bracket (see SearchResult), from all repeats' tries if it has none."""
     tried = [step for step in steps if step.repeat == repeat] or steps
     low = max((step.value for step in tried if step.held), default=0.0)
     return low, min((step.value for step in tried if step.value > low), default=low)

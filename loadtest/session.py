@@ -1,4 +1,4 @@
-"""Session: an open target, and plans that are played against it one after the other."""
+"""Session: an open target, and plans that are played against it one after another."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from loadtest.targets.base import Target
 
 
 class Session:
-    """The target stays open, and is somebody else's to close.
+    """The target stays open; its owner closes it.
 
     Args:
-        stop: set from outside, ends what is being played.
+        stop: set from outside, ends the current run.
     """
 
     def __init__(self, target: Target, stop: asyncio.Event) -> None:
@@ -26,7 +26,7 @@ class Session:
         self._stop = stop
 
     async def play(self, plan: LoadPlan, beside: Beside | None = None) -> RunResult:
-        """Play one run and show a line on the terminal meanwhile; raises ConfigError."""
+        """Play one run, and show its progress on a terminal; raises ConfigError."""
         run = Run(plan, self._target)
         showing = asyncio.create_task(show_progress(plan, run.player, Console(stderr=True)))
         try:

@@ -1,4 +1,4 @@
-"""Slo: what a request must keep to be a good one."""
+"""Slo: the limits that a good request keeps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Slo:
         return cls(tuple(limits.items()))
 
     def is_kept(self, seconds: Mapping[str, float | None]) -> bool:
-        """Say whether all latencies are within the limits; one that did not happen (None) is 0."""
+        """Return whether all latencies are within the limits; a missing one (None) counts as 0."""
         return all((seconds[name] or 0.0) <= limit for name, limit in self.limits)
 
     def text(self) -> str:

@@ -1,6 +1,6 @@
 """Networks only: a model folder in Hugging Face layout becomes a module that runs on paged KV.
 
-Refuses to know: requests, schedulers, samplers, tokenizers, networks of the other kind.
+Refuses to know: requests, schedulers, samplers, tokenizers, computer networks.
 Importing this imports no torch, so that programs without torch can read ``ModelConfig``.
 """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from models.config import ModelConfig
 
-# Cosines and sines of a step, each [num_tokens, rotary_dim], by each rotary embedding of the model.
+# Cosines and sines of a step, each [num_tokens, rotary_dim], for each rotary embedding.
 Rotations = tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -26,17 +26,31 @@ AttentionStep = tuple[AttentionMetadata, AttentionBackend]
 GroupStep = AttentionStep | tuple[StateMetadata, None]
 
 
+class AdapterSpan(NamedTuple):
+    """The tokens of a step, side by side, that one adapter is computed for.
+
+    Attributes:
+        adapter: the adapter's digest.
+        first, end: the tokens' places in the step.
+    """
+
+    adapter: str
+    first: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Everything but the token ids that one forward pass depends on; an argument, never ambient."""
 
     positions: Tensor  # [num_tokens] int64, position of each token in its sequence
-    # One per KV cache group. Groups of states have no backend, and the first group has none of
-    # these; the other groups' backends have planned this step.
+    # One per KV cache group; the first one attends. Groups of states have no backend. The other
+    # groups' backends have planned this step.
     groups: tuple[GroupStep, ...]
     layer_groups: tuple[int, ...]  # each layer's group
     layer_caches: tuple[LayerCache, ...]  # one per layer
     after_layer: Callable[[int], None] | None = None  # called after each layer
+    adapters: tuple[AdapterSpan, ...] = ()  # ascending; other tokens are the base model's
 
     @property
     def max_seq_len(self) -> int:
@@ -112,5 +126,5 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """``[n, hidden_size]`` rows of ``forward``'s result -> ``[n, vocab_size]``, same dtype."""
+        """Return the logits of ``[n, hidden_size]`` rows: ``[n, vocab_size]`` of the same dtype."""
         ...

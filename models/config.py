@@ -1,4 +1,4 @@
-"""What config.json and generation_config.json say about a model, checked and typed; no torch.
+"""ModelConfig: the checked contents of config.json and generation_config.json; no torch.
 
 A family's file (`models/families`) decides what the fields mean for a network.
 Refuses to know: families, tensors, weights, what a forward pass is.
@@ -33,8 +33,8 @@ class ModelConfig:
         max_model_len: longest sequence (prompt and output) with correct results.
         dtype: the checkpoint's: "float32", "bfloat16" or "float16".
         quantization: format of the stored weights; None: not quantized.
-        num_mtp_layers: layers behind the model's own that predict several tokens.
-        is_text_part: whether the checkpoint is that of a model that also sees images.
+        num_mtp_layers: number of multi-token prediction layers, which follow the model's own.
+        is_text_part: whether the checkpoint also has parts for images, which are not used.
     """
 
     architecture: str
@@ -80,7 +80,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the size of a head; with latents, of the part that turns."""
+        """Return the size of a head; with latents, of its rotated part."""
         found = self.attention
         return found.head_dim if isinstance(found, AttentionSpec) else found.qk_rope_head_dim
 

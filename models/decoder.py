@@ -106,12 +106,12 @@ class DecoderLayer(nn.Module):
         if self.mlp is not None:
             last_norms = (norms.before_feed_forward, norms.after_feed_forward)
             self._feed_forward_norms = norm(last_norms[0]), norm(last_norms[1])
-        # Groups of ranks whose results of a part are added.
+        # Ranks over which the results of mixer and feed-forward part are summed.
         self._mixer_group: Collective = SINGLE_RANK
         self._feed_forward_group: Collective = SINGLE_RANK
 
     def shard(self, group: Collective) -> None:
-        """Keep a rank's share of both parts; what cannot be shared every rank computes."""
+        """Keep a rank's share of both parts; every rank computes a part that cannot be shared."""
         rank = Rank(group.rank, group.size)
         if _can_share(self.self_attn):
             cast("Shareable", self.self_attn).shard(rank)
@@ -126,7 +126,7 @@ class DecoderLayer(nn.Module):
         """Compute one layer; the addition of its result is left to the next norm, which fuses it.
 
         Args:
-            delta: ``[num_tokens, hidden_size]``, what the layer before adds to the stream.
+            delta: ``[num_tokens, hidden_size]``, the previous layer's addition to the stream.
             residual: ``[num_tokens, hidden_size]``, the stream; None in the first layer.
             rotations: the step's rotations.
             step: the forward context.
@@ -238,7 +238,7 @@ class Decoder(nn.Module):
         return self.states
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the tokens' embeddings; other ranks look up their share (vocab-parallel)."""
+        """Return the tokens' embeddings; ranks divide the vocabulary (vocab-parallel)."""
         if self._ranks.group.size == 1:
             embedded: Tensor = self.embed_tokens(input_ids)
         else:
@@ -281,6 +281,14 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
+class AdaptedForward(Protocol):
+    """Computes steps in which some tokens are adapted."""
+
+    def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        """See ``CausalLM.forward``."""
+        ...
+
+
 class DecoderForCausalLM(nn.Module):
     """A ``CausalLM``: the decoder and the output head. Weights are uninitialized until loaded.
 
@@ -289,12 +297,14 @@ class DecoderForCausalLM(nn.Module):
 
     Attributes:
         mapped_bytes: bytes of the weights that are pages of a file in the user's cache.
+        adapted: computes steps with adapters; None: the model has none.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.mapped_bytes = 0
+        self.adapted: AdaptedForward | None = None
         recipe, first = config.recipe, config.num_layers
         mtp_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_mtp_layers))
         self._ignored = recipe.ignored + mtp_layers
@@ -354,6 +364,9 @@ class DecoderForCausalLM(nn.Module):
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""
+        if context.adapters:
+            assert self.adapted is not None, "no adapter is loaded"
+            return self.adapted.forward(input_ids, context)
         hidden: Tensor = self.model(input_ids, context)  # [num_tokens, hidden_size]
         return hidden
 
@@ -374,7 +387,7 @@ class DecoderForCausalLM(nn.Module):
         )
 
     def _gather(self, logits: Tensor) -> Tensor:
-        """Join all ranks' logits, of which some have one fewer: `[n, vocab_size]`."""
+        """Join all ranks' logits; some ranks may have one fewer: `[n, vocab_size]`."""
         ranks = [Rank(rank, self._group.size) for rank in range(self._group.size)]
         sizes = [end - first for first, end in (r.span(self.config.vocab_size) for r in ranks)]
         most = max(sizes)

@@ -1,4 +1,4 @@
-"""Families: how the config.json of each name in ``architectures`` is read.
+"""Families: how to read the config.json of each name in ``architectures``.
 
 Defaults equal those of transformers' configuration classes (tests/numerics/test_config_fields.py).
 A field that changes results, and that an architecture does not compute with, is refused by name.
@@ -46,7 +46,7 @@ _IS_CAUSAL = "is_causal"
 
 
 def as_written(fields: Fields) -> Fields:
-    """Return the fields of a file that has the names that most families have."""
+    """Return a file's fields unchanged: they have the common names already."""
     return fields
 
 
@@ -55,19 +55,19 @@ class Family:
     """Describe the models that one name in ``architectures`` stands for.
 
     Attributes:
-        recipe: makes the recipe; raises ModelLoadError for what is not computed.
-        translate: gives a file's fields the names that most families have.
+        recipe: makes the recipe; raises ModelLoadError for unsupported features.
+        translate: renames a file's fields to the common names.
         defaults: values of fields that the file lacks; null in the file stays null.
         defaults_for_null: values of fields that the file lacks or sets to null.
         reads: optional fields that the model uses.
         activations: activations of its gated units, besides silu.
         activation_field: name of the field with the activation.
         layer_kinds: names that ``layer_types`` may give a layer.
-        sliding_window_pattern: one of every so many layers has full attention, if the file names
-            no layer types; None: the file says how many.
-        ropes_by_layer_type: layers with a window may turn otherwise than those without.
-        partial_rotary: only the first dims of a head turn, where the file says so.
-        turning: share of a head that turns where the file says nothing.
+        sliding_window_pattern: one layer of this many has full attention, if the file names no
+            layer types; None: the file has this number.
+        ropes_by_layer_type: whether layers with a window may have another RoPE than those without.
+        partial_rotary: whether a file may ask to rotate only the first dims of a head.
+        turning: rotated share of a head, if the file does not give one.
     """
 
     recipe: Callable[[ModelFields], Recipe]
@@ -84,7 +84,7 @@ class Family:
     turning: float = 1.0
 
     def read(self, fields: Fields, max_model_len: int | None) -> ModelFields:
-        """Read what families share of a file.
+        """Read the fields that families share.
 
         Raises:
             ModelLoadError: a field is missing, out of range, or changes results and is not used.
@@ -107,7 +107,7 @@ class Family:
         return {**self.defaults, **values, **self.defaults_for_null, **found}
 
     def _activation(self, fields: Fields) -> str:
-        """Read the activation; ModelLoadError if the architecture is not computed with it."""
+        """Read the activation; raises ModelLoadError if the architecture does not support it."""
         name = fields.text(self.activation_field, "silu")
         found = _ACTIVATIONS.get(name)
         known = ("silu", *self.activations)
@@ -118,7 +118,7 @@ class Family:
         return found
 
     def _refuse_unread(self, fields: Fields) -> None:
-        """Raise ModelLoadError for an optional field that would not be computed with."""
+        """Raise ModelLoadError for an optional field that the architecture would ignore."""
         for name, neutral in _OPTIONAL.items():
             if name not in self.reads and not _is_one_of(fields.get(name), neutral):
                 raise fields.wrong(name, "is not supported with this architecture")
@@ -136,13 +136,13 @@ def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Describe a model that sees images: its text network is another architecture's.
+    """Describe a model that sees images: its text network has an architecture of its own.
 
     Attributes:
-        architecture: the text network's name; None: ``by_type`` decides.
+        architecture: the text network's architecture; None: ``by_type`` decides.
         by_type: names by the ``model_type`` of the text's configuration.
         defaults: values of text fields that the file lacks.
-        is_tied: whether the head is the embedding where the file does not say it.
+        is_tied: whether the embedding is the head, if the file does not say.
     """
 
     architecture: str | None = None

@@ -14,7 +14,7 @@ from baton.api.errors import ModelLoadError
 
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 1e30
-# Most parts that are visited one by one, such as layers and experts.
+# Most parts that are processed one by one, such as layers and experts.
 MAX_PARTS = 2**14
 _MAX_PROBLEM_CHARS = 2000
 
@@ -35,7 +35,7 @@ class Fields:
 
     @classmethod
     def from_file(cls, path: Path) -> Fields:
-        """Read a JSON file; ModelLoadError when it is missing, not JSON or not an object."""
+        """Read a JSON file; raises ModelLoadError if it is missing, not JSON or not an object."""
         return cls(read_object(path), str(path))
 
     def replaced(self, change: Callable[[Mapping[str, object]], Mapping[str, object]]) -> Fields:
@@ -58,7 +58,7 @@ class Fields:
         return self._values.get(name) is not None
 
     def with_values(self, values: Mapping[str, object]) -> Fields:
-        """Return the same fields, but for these."""
+        """Return the fields with these values replaced or added."""
         return Fields({**self._values, **values}, self._source, self._prefix)
 
     def names(self) -> list[str]:
@@ -82,18 +82,18 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number above 0 that can be reckoned with; required unless there is a default."""
+        """Return a number above 0, at most `MAX_NUMBER`; required unless there is a default."""
         value = self._required(name, default)
-        if not _is_number(value) or not 0 < value <= MAX_NUMBER:  # nor NaN
+        if not _is_number(value) or not 0 < value <= MAX_NUMBER:  # also false for NaN
             raise self.wrong(name, f"expected a number > 0, found {_shown(value)}")
         return float(value)
 
     def optional_integer(self, name: str, *, minimum: int = 1) -> int | None:
-        """Return an integer, or None where the field is absent."""
+        """Return an integer, or None if the field is absent."""
         return self.integer(name, minimum=minimum) if self.has(name) else None
 
     def optional_number(self, name: str) -> float | None:
-        """Return a number above 0, or None where the field is absent."""
+        """Return a number above 0, or None if the field is absent."""
         return self.number(name) if self.has(name) else None
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -129,7 +129,7 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return one token id or a list of them as a tuple; empty where the field is absent."""
+        """Return one token id or a list of them as a tuple; empty if the field is absent."""
         value = self.get(name)
         if value is None:
             return ()

@@ -1,6 +1,6 @@
-"""What memory a model takes, by its configuration: weights in each format, and the KV cache.
+"""Memory that a model takes, by its configuration: weights in each format, and the KV cache.
 
-Refuses to know: tensors (this imports no torch), what a machine has.
+Refuses to know: tensors (this imports no torch), how much memory a machine has.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _FORMATS = {
     "int8": (1.0, 2.0, 128),
     "int4": (0.5, 2.5, 32),
     "fp8": (1.0, 4.0, 0),
-    "mxfp4": (0.5, 2.0, 32),  # no value of --weights: experts that a checkpoint has so
+    "mxfp4": (0.5, 2.0, 32),  # no value of --weights, but checkpoints may have such experts
 }
-_HEADS_FORMATS = {"int4": "int8", "fp8": "int8"}  # others keep the head as they keep the layers
+# In other formats, the head has the layers' format.
+_HEADS_FORMATS = {"int4": "int8", "fp8": "int8"}
 _OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Bytes of a weight of a GGUF file's types as they are kept: codes of 4 or 8 bits, and groups.
 _KEPT_BYTES = {
@@ -74,16 +75,17 @@ def memory_needs(
 ) -> MemoryNeeds:
     """Compute what a model takes on a CPU.
 
-    What ``auto`` makes of a quantized checkpoint is the sum of its files, at the least: integers in
-    groups and float8 are kept, other formats dequantized. Of a GGUF file each tensor is looked at.
+    For ``auto`` and a quantized checkpoint, the weights take at least the sum of its files:
+    integers in groups and float8 keep their size, and other formats are dequantized. Each tensor of
+    a GGUF file is counted.
 
     Args:
         config: the model's configuration.
         dtype: dtype in which the model computes, and of weights that are not packed.
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
         block_size: tokens of a KV block.
-        folder: the model's folder; None: of a quantized checkpoint only the configuration is known.
-        native_kernels: without them ``auto`` keeps all weights in ``dtype``.
+        folder: the model's folder; None: a quantized checkpoint's size is estimated.
+        native_kernels: whether there are any; without them ``auto`` keeps all weights in ``dtype``.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
     kv_token_bytes = sum(layer.mixer.kv.token_values for layer in config.layers) * value_bytes
@@ -115,8 +117,8 @@ def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
 
 
 def _widened_bytes(path: Path) -> int:
-    """Return what scales of e4m3, NVFP4's, take more as they are kept: in float32."""
-    from safetensors import safe_open  # here: routers have none
+    """Return the additional bytes of NVFP4's e4m3 scales, which are kept in float32."""
+    from safetensors import safe_open  # here, as routers lack the package
 
     with safe_open(path, "pt") as file:
         scales = [file.get_slice(name) for name in file.keys() if name.endswith("_scale")]  # noqa: SIM118
@@ -143,7 +145,7 @@ def _weight_bytes(
 
     Args:
         config: the model's configuration.
-        format_: format of linear layers; a dtype where they stay torch's own.
+        format_: format of linear layers; a dtype if they stay torch's own.
         dtype: dtype of weights that are not packed.
         experts: format of experts; None: that of other layers.
     """
@@ -175,7 +177,7 @@ def _is_narrow(config: ModelConfig) -> bool:
 
 
 def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool = True) -> str:
-    """Return the format of the layers; a dtype where they stay torch's own."""
+    """Return the format of the layers; a dtype if they stay torch's own."""
     if weights != "auto":
         return weights
     if not native_kernels:
@@ -184,7 +186,7 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool 
 
 
 def layer_matrices(config: ModelConfig) -> Counter[Matrix]:
-    """Count the layers' matrices, but for experts and those that are never rounded."""
+    """Count the layers' matrices, without experts and those that are never rounded."""
     return _count(config, lambda part: part.matrices(config.hidden_size))
 
 
@@ -194,7 +196,7 @@ def exact_matrices(config: ModelConfig) -> Counter[Matrix]:
 
 
 def expert_matrices(config: ModelConfig) -> Counter[Matrix]:
-    """Count the matrices of experts that not all tokens go through."""
+    """Count the matrices of routed experts, which only some tokens use."""
     return _count(config, lambda part: part.expert_matrices(config.hidden_size))
 
 

@@ -27,11 +27,11 @@ class ModelFields:
 
     Attributes:
         fields: all fields, with the family's defaults.
-        max_model_len: the longest sequence, prompt and output, that comes out right.
+        max_model_len: longest sequence (prompt and output) with correct results.
         activation: activation of gated units: "silu", "gelu_tanh" or "gelu".
         rope: rotary embedding of all layers, or of those without a window.
         sliding_rope: rotary embedding of layers with a window; None: as ``rope``.
-        sliding_window_pattern: one layer of so many has no window, where no types are given.
+        sliding_window_pattern: one layer of this many has no window, if no types are given.
     """
 
     fields: Fields
@@ -116,7 +116,7 @@ class ModelFields:
     def recipe(
         self, mixers: Iterable[AttentionSpec], feed_forward: FeedForwardSpec, **options: Any
     ) -> Recipe:
-        """Return a recipe of layers that differ by attention alone.
+        """Return a recipe whose layers differ only in their attention.
 
         Args:
             mixers: attention of each layer.
@@ -130,7 +130,7 @@ class ModelFields:
     def attention_layers(
         self, windows: Windows | None = None, **options: Any
     ) -> list[AttentionSpec]:
-        """Return the attention of each layer: of these windows, and equal but for them.
+        """Return the attention of each layer; the layers differ only in their windows.
 
         Args:
             windows: window of each layer; None: no layer has one.
@@ -144,20 +144,20 @@ class ModelFields:
     # ------------------------------------------------------------------ which layers have a window
 
     def windows_by_type(self, types: Sequence[str]) -> list[int | None]:
-        """Return the window of each layer, by its type.
+        """Return the window of each layer, given the layers' types.
 
         Raises:
-            ModelLoadError: a layer is to have a window that the file does not give.
+            ModelLoadError: a layer needs a window, and the file gives none.
         """
         if self.sliding_window is None and SLIDING in types:
             raise ModelLoadError("config.json: sliding_window: missing, but some layers have one")
         return [self.sliding_window if name == SLIDING else None for name in types]
 
     def windows_by_pattern(self) -> list[int | None]:
-        """Return the window of each layer where most have one.
+        """Return the window of each layer of a model in which most layers have one.
 
-        ``layer_types`` decides where it is given, else the last of each ``sliding_window_pattern``
-        layers has none. Raises ModelLoadError as `windows_by_type`.
+        ``layer_types`` decides if given; otherwise, the last layer of each
+        ``sliding_window_pattern`` layers has none. Raises ModelLoadError like `windows_by_type`.
         """
         layers, pattern = range(self.num_layers), self.sliding_window_pattern
         return self.windows_by_type(
@@ -165,10 +165,10 @@ class ModelFields:
         )
 
     def windows_if_switched_on(self) -> list[int | None]:
-        """Return the window of each layer where ``use_sliding_window`` is to be true.
+        """Return the window of each layer of a model that needs ``use_sliding_window`` for windows.
 
-        ``layer_types`` decides where it is given, else the layers from ``max_window_layers`` on
-        have one.
+        ``layer_types`` decides if given; otherwise, the layers from ``max_window_layers`` on have
+        one.
 
         Raises:
             ModelLoadError: ``layer_types`` asks for a window that the file does not give.
@@ -188,7 +188,7 @@ class ModelFields:
         """Return whether each layer carries a state, by ``layer_types``.
 
         Args:
-            interval: without types, one layer of this many attends; 0: none does.
+            interval: if no types are given, one layer of this many attends; 0: none does.
 
         Raises:
             ModelLoadError: no layer attends.

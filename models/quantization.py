@@ -1,7 +1,7 @@
-"""QuantizationConfig: how a checkpoint says that it keeps its weights, and whether we can read it.
+"""QuantizationConfig: how a checkpoint's weights are stored; refuses what we cannot read.
 
-Refuses to know: tensors. What a layer's tensors are is seen when they are read
-(`models/loading/quantized_weights.py`): layers that a checkpoint leaves alone need no list.
+Refuses to know: tensors. A layer's storage is recognized when it is read
+(`models/loading/quantized_weights.py`), so a list of unquantized layers is not needed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ _SPARSE_FORMATS = ("dense",)
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """The part of a checkpoint's configuration that reading its weights needs.
+    """The part of a checkpoint's configuration that is needed to read its weights.
 
     Attributes:
         method: value of `quant_method`.
-        block_shape: rows and columns that share a scale, where scales are per block.
-        group_size: neighbours of a row with a scale, the row's last ones perhaps fewer, where the
-            tensors do not tell which column has which; 0: they do, or all have as many.
+        block_shape: rows and columns that share a scale; None: scales are not per block.
+        group_size: neighbours of a row with one scale, if the tensors do not tell each column's
+            group; the last group may be smaller. 0: the tensors tell it, or all groups have equal
+            sizes.
         zero_point_offset: number to add to stored zero points.
-        rounds_inputs: whether inputs of layers are to be rounded as their weights are.
+        rounds_inputs: whether inputs of layers are to be rounded to the weights' type.
     """
 
     method: str
@@ -43,7 +44,7 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
         beside: fields of `MODELOPT_FILE`; None: no such file.
 
     Raises:
-        ModelLoadError: the scheme is not one that is read; names the field.
+        ModelLoadError: the scheme is not supported; names the field.
     """
     for name in ("quantization_config", "compression_config"):
         if not fields.has(name):
@@ -58,7 +59,8 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
                 "quant_method", f"{method!r} is not supported; supported: {known}"
             )
         for turned in ("rotation_config", "spinquant_config"):
-            if quantization.has(turned):  # the weights are turned, and inputs must be, too
+            # The weights are rotated, which inputs would have to be, too.
+            if quantization.has(turned):
                 raise quantization.wrong(turned, "not supported")
         return _PARSERS[method](quantization)
     return None if beside is None else _modelopt(beside.child("quantization"))
@@ -67,8 +69,8 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
 def _is_of_kv_cache_only(quantization: Fields) -> bool:
     """Return whether only keys and values are quantized: float8, one scale per layer each.
 
-    As compressed-tensors writes it; the scales, which the loader finds among the weights, are
-    used where the KV cache is one of float8, and do not matter elsewhere.
+    compressed-tensors writes this. The loader finds the scales among the weights; they are used for
+    a KV cache of float8, and ignored otherwise.
     """
     if not quantization.has("kv_cache_scheme") or _groups(quantization):
         return False
@@ -91,7 +93,7 @@ def _check_kv_cache(quantization: Fields) -> None:
 
 
 def _groups(quantization: Fields) -> list[Fields]:
-    """The weights' arguments of each group that has some, or that has other quantized parts."""
+    """Return the arguments for weights of each group that quantizes anything."""
     if not quantization.has("config_groups"):
         return []
     groups = quantization.child("config_groups")
@@ -103,7 +105,7 @@ def _groups(quantization: Fields) -> list[Fields]:
 def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
     """Read compressed-tensors: weights of 4 or 8 bits.
 
-    Scales for rounding inputs are not read: kernels compute one for each token.
+    Scales for rounding inputs are not read: kernels compute one per token.
     """
     _check_kv_cache(quantization)
     for name in ("sparsity_config", "transform_config"):
@@ -136,7 +138,7 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
 
 
 def _fp8(quantization: Fields) -> QuantizationConfig:
-    """Weights of e4m3 with a scale per block (DeepSeek-AI, arXiv:2412.19437), or one each."""
+    """Read e4m3 weights with a scale per block (DeepSeek-AI, arXiv:2412.19437), or a single one."""
     if not quantization.has("weight_block_size"):
         return QuantizationConfig("fp8", rounds_inputs=True)
     rows, columns = quantization.numbers("weight_block_size", 2)
@@ -146,7 +148,7 @@ def _fp8(quantization: Fields) -> QuantizationConfig:
 
 
 def _check_bits(quantization: Fields, supported: tuple[int, ...]) -> None:
-    """Refuse the usual number; layers of others tell by their tensors how many they have."""
+    """Check the usual number of bits; layers with another number show it by their tensors."""
     num_bits = quantization.integer("bits")
     if num_bits not in supported:
         known = ", ".join(map(str, supported))
@@ -161,14 +163,14 @@ def _gptq(quantization: Fields) -> QuantizationConfig:
             "checkpoint_format", f"{layout!r} is not supported; supported: gptq, gptq_v2"
         )
     _check_bits(quantization, _GPTQ_BITS)
-    offset = 1 if layout == "gptq" else 0  # the first version keeps zero points less one
+    offset = 1 if layout == "gptq" else 0  # the first version stores zero points minus 1
     return QuantizationConfig(
         "gptq", group_size=_group_size(quantization), zero_point_offset=offset
     )
 
 
 def _group_size(quantization: Fields) -> int:
-    """Return 0 for whole rows, and where nothing is said."""
+    """Return the group size; 0 for whole rows, and if it is not given."""
     return max(0, quantization.integer("group_size", 0, minimum=-1))
 
 
@@ -182,12 +184,12 @@ def _awq(quantization: Fields) -> QuantizationConfig:
 
 
 def _mxfp4(quantization: Fields) -> QuantizationConfig:
-    """Read MXFP4 of gpt-oss's experts: four bits in groups with powers of two."""
+    """Read MXFP4 of gpt-oss's experts: groups of 4-bit numbers with a power of two each."""
     return QuantizationConfig("mxfp4")
 
 
 def _auto_round(quantization: Fields) -> QuantizationConfig:
-    """Read AutoRound's fields for one of the other layouts (Cheng et al., arXiv:2309.05516)."""
+    """Read AutoRound's fields, which name another layout (Cheng et al., arXiv:2309.05516)."""
     data_type = quantization.text("data_type", "int")
     _check_other_layers(quantization, data_type)
     if data_type == "fp":
@@ -211,7 +213,7 @@ def _auto_round(quantization: Fields) -> QuantizationConfig:
 
 
 def _check_other_layers(quantization: Fields, data_type: str) -> None:
-    """Refuse layers of another kind of numbers than the rest: their tensors look alike."""
+    """Refuse layers with another number type than the rest, as their tensors look alike."""
     if not quantization.has("extra_config"):
         return
     others = quantization.child("extra_config")
@@ -236,7 +238,7 @@ _AUTO_ROUND_AWQ = ("auto_round:auto_awq", "auto_round:awq:gemm", "auto_round:awq
 
 
 def _modelopt(quantization: Fields) -> QuantizationConfig | None:
-    """Read NVIDIA ModelOpt's fields; in mixed exports each layer's tensors show its kind."""
+    """Read NVIDIA ModelOpt's fields; in mixed exports, each layer's tensors show its format."""
     _check_kv_of_modelopt(quantization)
     if not quantization.has("quant_algo"):
         return None
@@ -252,7 +254,7 @@ def _modelopt(quantization: Fields) -> QuantizationConfig | None:
 
 
 def _check_kv_of_modelopt(quantization: Fields) -> None:
-    """Scales of an fp8 KV cache, one per layer, are found among the weights."""
+    """Check the KV cache's format; the scales, one per layer, are found among the weights."""
     name = "kv_cache_quant_algo"
     if quantization.has(name) and quantization.text(name).upper() != "FP8":
         raise quantization.wrong(
@@ -266,7 +268,7 @@ def _check_kv_of_modelopt(quantization: Fields) -> None:
             )
 
 
-# Algorithm -> whether inputs are rounded as weights are, to a type that kernels multiply.
+# Algorithm -> whether inputs are rounded to the weights' type, in which kernels multiply both.
 _MODELOPT = {
     "FP8": True,
     "FP8_PER_CHANNEL_PER_TOKEN": True,

@@ -1,7 +1,7 @@
-"""Recipes: what a model is built of, as plain values: per layer a mixer and a feed-forward part.
+"""Recipes: the parts of a model as plain values; each layer has a mixer and a feed-forward part.
 
-A family's file makes a recipe of config.json; `Decoder` builds modules of it. Each spec states what
-its layer keeps of earlier tokens and which matrices it has, so KV groups, memory and work follow.
+A family's file makes a recipe from config.json; `Decoder` builds modules from it. Each spec tells
+what its layer stores for earlier tokens, and its matrices, so KV groups, memory and work follow.
 Refuses to know: families, files, tensors (this imports no torch).
 """
 
@@ -23,13 +23,13 @@ RELU2 = "relu2"
 class NormWeight(Enum):
     """How a norm's weight is applied."""
 
-    OWN = auto()  # in the model's dtype, after the normalized value was rounded to it (Llama)
-    WIDE = auto()  # in float32, before anything is rounded (OLMo 2)
-    OFFSET = auto()  # in float32 as WIDE, and 1 + weight (Gemma)
+    OWN = auto()  # in the model's dtype, applied after rounding the normalized value (Llama)
+    WIDE = auto()  # in float32, applied before rounding (OLMo 2)
+    OFFSET = auto()  # like WIDE, with 1 added to the weight (Gemma)
 
 
 class Part:
-    """A part of a layer. Matrices are linear layers, for a stream of ``hidden_size``."""
+    """A part of a layer; ``hidden_size`` is the size of the residual stream."""
 
     __slots__ = ()
 
@@ -54,16 +54,16 @@ class AttentionSpec(Part):
         num_heads, num_kv_heads, head_dim: shape of queries, and of keys and values.
         window: tokens, including itself, that a token attends to; None: all.
         rotation: index of the layer's rotation among the recipe's ``ropes``.
-        qkv_bias: queries, keys and values have a bias.
-        output_bias: the projection behind the heads has one.
-        qk_norm: RMSNorm over each query and key head, before the rotation.
+        qkv_bias: whether queries, keys and values have a bias.
+        output_bias: whether the output projection has a bias.
+        qk_norm: whether queries and keys have an RMSNorm, before the rotation.
         qk_norm_of_all_heads: whether the norm is over all heads of a token together.
         norm_weight: kind of that norm's weight.
-        scale: factor on dot products; None: ``head_dim ** -0.5``.
+        scale: factor of dot products; None: ``head_dim ** -0.5``.
         soft_cap: see ``AttentionBackend.run``.
-        sinks: each head has a learned sink.
-        output_gate: a sigmoid of the query's projection scales each result.
-        stored_joined: checkpoints have query, key and value joined.
+        sinks: whether each head has a learned sink.
+        output_gate: whether each result is scaled by a sigmoid of a projection of the input.
+        stored_joined: whether checkpoints have query, key and value joined.
         pair_dims: dims of a head that checkpoints store as adjacent pairs (GPT-J style RoPE);
             None: in halves. Not with ``stored_joined``.
     """
@@ -92,7 +92,7 @@ class AttentionSpec(Part):
 
     @property
     def attended_flops(self) -> int:
-        """Count the operations for each token that another token attends to."""
+        """Count the operations for each pair of a token and another one that it attends to."""
         return 4 * self.num_heads * self.head_dim
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
@@ -107,14 +107,14 @@ class LatentSpec(Part):
     """Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     Attributes:
-        num_heads: number of heads, of which one latent makes all keys and values.
-        q_lora_rank: rank of the queries' low-rank projection; None: queries are projected at once.
+        num_heads: number of heads; one latent makes the keys and values of all.
+        q_lora_rank: rank of the queries' low-rank projection; None: a single projection.
         kv_lora_rank: size of a token's latent.
-        qk_nope_head_dim: size of the part of a query or key head that carries no position.
-        qk_rope_head_dim: size of the part that carries the position; all heads share keys' part.
+        qk_nope_head_dim: size of the part of a query or key head that is not rotated.
+        qk_rope_head_dim: size of the rotated part; all heads share the keys' part.
         v_head_dim: size of a value head.
-        rope_interleave: neighbours turn together, not halves.
-        scale: factor on the dot products.
+        rope_interleave: whether RoPE rotates adjacent pairs instead of halves.
+        scale: factor of the dot products.
         bias: whether the low-rank and output projections have one.
     """
 
@@ -130,7 +130,7 @@ class LatentSpec(Part):
 
     @property
     def width(self) -> int:
-        """Count the numbers that a layer keeps of a token."""
+        """Count the numbers that a layer stores per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -140,7 +140,7 @@ class LatentSpec(Part):
 
     @property
     def attended_flops(self) -> int:
-        """See `AttentionSpec`; latents are never expanded: queries and outputs are turned."""
+        """See `AttentionSpec`; queries and outputs are projected instead of latents."""
         return 2 * self.num_heads * (self.width + self.kv_lora_rank)
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
@@ -163,11 +163,11 @@ class Mamba2Spec(Part):
     Attributes:
         num_heads: number of heads of the state.
         head_dim: size of a head's inputs and results.
-        num_groups: groups of adjacent heads that share what writes and reads their states.
-        state_dim: rows of a head's state, each of ``head_dim``.
+        num_groups: groups of adjacent heads that share inputs to and outputs from their states.
+        state_dim: rows of a head's state; each has ``head_dim`` numbers.
         kernel_size: tokens that the convolution reads.
-        conv_bias: whether the convolution has one.
-        proj_bias: whether the projections have one.
+        conv_bias: whether the convolution has a bias.
+        proj_bias: whether the projections have a bias.
     """
 
     num_heads: int
@@ -206,12 +206,12 @@ class DeltaNetSpec(Part):
     """A gated delta net (Yang et al., arXiv:2412.06464).
 
     Attributes:
-        num_key_heads: number of key heads, each of which serves adjacent value heads.
+        num_key_heads: number of key heads; each serves adjacent value heads.
         num_value_heads: heads of the state.
-        key_dim: rows of a head's state, each of ``value_dim``.
+        key_dim: rows of a head's state; each has ``value_dim`` numbers.
         value_dim: size of a head's values and results.
         kernel_size: tokens that the convolution reads.
-        stored_by_key_head: checkpoints keep the rows of projections by key head.
+        stored_by_key_head: whether checkpoints group the rows of projections by key head.
     """
 
     num_key_heads: int
@@ -271,7 +271,7 @@ class MlpSpec(Part):
     Attributes:
         inner_size: size of the middle.
         bias: whether the projections have one.
-        activation: ``silu``, ``gelu_tanh`` or ``gelu`` of gates; ``relu2``: there are no gates.
+        activation: ``silu``, ``gelu_tanh`` or ``gelu`` for gates; ``relu2`` without gates.
         stored_joined: checkpoints have gate and up projections joined.
     """
 
@@ -295,19 +295,20 @@ class ExpertsSpec(Part):
         top_k: experts per token.
         scoring: function of a router's logits, see ``baton_kernels.routing.Scoring``.
         normalize: whether the weights of a token's experts are divided by their sum.
-        scale: factor on those weights.
+        scale: factor of those weights.
         num_groups: groups of experts; with more than one, groups are chosen first.
         top_groups: groups that a token's experts are chosen from.
-        group_best: experts whose scores, added, are a group's.
-        has_bias: whether a checkpoint has a number per expert that is added where they are chosen.
+        group_best: number of best experts whose scores add up to a group's score.
+        has_bias: whether checkpoints have a number per expert to add to scores for the choice.
         shared_size: size of the gated middle of the shared experts; 0: there are none.
         shared_bias: whether shared experts without gates have biases.
         has_shared_gate: whether a logit per token scales the shared experts' result.
         activation: the experts' activation, see ``baton_kernels.experts``.
-        has_biases: whether router and experts add one to each product.
-        latent_size: size of the experts' input and output, if not the stream's; None: the stream's.
+        has_biases: whether router and experts have biases.
+        latent_size: size of the experts' input and output; None: the stream's.
         stored_by_turns: whether checkpoints interleave gates and ups in fused experts.
-        stored_as_linears: whether checkpoints have fused and shared experts as two layers each.
+        stored_as_linears: whether checkpoints store fused and shared experts as two linear layers
+            each.
     """
 
     num_experts: int
@@ -346,7 +347,7 @@ class ExpertsSpec(Part):
 
 
 def mlp_matrices(hidden_size: int, inner_size: int, activation: str) -> list[Matrix]:
-    """List the two linear layers of an MLP; empty if its middle has no size."""
+    """List the two linear layers of an MLP; empty if its middle has size 0."""
     if not inner_size:
         return []
     num_first = 1 if activation == RELU2 else 2
@@ -362,9 +363,9 @@ class LayerSpec:
     """One layer.
 
     Attributes:
-        mixer: the part in which tokens see others.
-        feed_forward: the part that takes each token alone; None: the layer ends with its mixer.
-        stored_names: parts of this layer's parameter names -> what checkpoints have in their place.
+        mixer: the part in which tokens attend to each other or read a state.
+        feed_forward: the part that processes each token alone; None: there is none.
+        stored_names: parts of this layer's parameter names -> their replacements in checkpoints.
     """
 
     mixer: MixerSpec
@@ -381,7 +382,7 @@ class LayerSpec:
 class LayerNorms:
     """The places of a layer's norms, by their names in checkpoints; None: no norm.
 
-    A part's result goes through the norm behind the part before it is added to the stream.
+    A norm behind a part is applied to its result before that is added to the stream.
     """
 
     before_mixer: str | None = "input_layernorm"
@@ -403,9 +404,9 @@ class Recipe:
         residual_scale: factor of each part's result before it is added to the stream.
         logits_divisor: divisor of the head's results.
         logits_soft_cap: cap of the head's results, see ``ops.soft_cap``; None: no cap.
-        stored_names: parts of parameters' names -> what checkpoints have in their place.
+        stored_names: parts of parameter names -> their replacements in checkpoints.
         stored_prefix: prefix in checkpoints in place of ``model.``.
-        ignored: prefixes of a checkpoint's names that nothing here reads.
+        ignored: prefixes of names in checkpoints that are not used.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -421,7 +422,7 @@ class Recipe:
     ignored: tuple[str, ...] = ()
 
     def stored_name(self, name: str) -> str:
-        """Return how checkpoints call the parameter that is ``name`` in the built module."""
+        """Return the checkpoints' name of the parameter that is ``name`` in the built module."""
         words = name.split(".", 3)
         if len(words) > 3 and words[1] == "layers" and int(words[2]) < len(self.layers):
             for ours, theirs in self.layers[int(words[2])].stored_names.items():

@@ -1,4 +1,4 @@
-"""The table of supported architectures: the name in config.json -> what its family's file says.
+"""The table of supported architectures: the name in config.json -> the family's description.
 
 Refuses to know: torch, what a family is (entries are imported when a config.json is read).
 """

@@ -1,4 +1,4 @@
-"""Rotary position embedding as config.json describes it, in either of transformers' two dialects.
+"""Rotary position embedding of config.json, in either of transformers' two dialects.
 
 Transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters``.
 Defaults and precedence follow ``transformers.modeling_rope_utils``.
@@ -24,9 +24,9 @@ class RopeConfig:
     """One model's rotary embedding. Fields that the type does not use keep their default.
 
     Hugging Face lets the frequencies of ``dynamic`` and ``longrope`` depend on the length that a
-    sequence has reached, so keys rotated earlier disagree with keys rotated later. With paged
-    blocks, which outlive a request and are shared by prefix, a key must depend on its token and
-    position alone. So the frequencies are fixed when the model is loaded: ``dynamic`` serves up to
+    sequence has reached, so keys rotated earlier disagree with keys rotated later. Paged blocks
+    outlive a request and are shared by prefix, so a key must depend only on its token and position.
+    So the frequencies are fixed when the model is loaded: ``dynamic`` serves up to
     ``max_position_embeddings``, where it equals ``default``; ``longrope`` takes its short factors
     when ``max_model_len <= original_max_position_embeddings``, else its long factors for all
     lengths (``use_long_factors``).
@@ -46,11 +46,11 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     use_long_factors: bool = False
-    max_len: int | None = None  # positions from here on would be wrong; None: no such limit
+    max_len: int | None = None  # most positions with correct results; None: no such limit
 
     def rotary_dim(self, head_dim: int) -> int:
         """Count the dims of a head that have a frequency."""
-        whole = self.rope_type == "proportional"  # whose partial factor is among the frequencies
+        whole = self.rope_type == "proportional"  # the partial factor is among its frequencies
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
 
 
@@ -74,13 +74,13 @@ def parse_ropes(
         head_dim: size of one attention head.
         max_position_embeddings: value of config.json.
         max_model_len: see ``ModelConfig.from_folder``.
-        by_layer_type: whether layers with a window have an embedding of their own.
-        partial: whether a head may turn in part.
-        turning: the part of a head that turns where the file says nothing.
+        by_layer_type: whether layers with a window have a rotary embedding of their own.
+        partial: whether only a part of a head may be rotated.
+        turning: rotated share of a head, if the file does not give one.
 
     Returns:
-        That of all layers or of those with full attention, and that of layers with a window if
-        they have their own.
+        The embedding of all layers, or of those with full attention; and that of layers with a
+        window if they have their own.
 
     Raises:
         ModelLoadError: an unknown type, or a field that is missing or out of range.
@@ -192,7 +192,7 @@ def _llama3(common: RopeConfig, scaling: Fields) -> RopeConfig:
 
 
 def _yarn(common: RopeConfig, scaling: Fields, ratio: float) -> RopeConfig:
-    """YaRN (Peng et al., arXiv:2309.00071); ``ratio`` is the factor where none is given."""
+    """YaRN (Peng et al., arXiv:2309.00071); ``ratio`` is the default factor."""
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")
     if attention_factor is None:
@@ -219,10 +219,10 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 def _longrope(
     common: RopeConfig, scaling: Fields, ratio: float, num_pairs: int, max_model_len: int | None
 ) -> RopeConfig:
-    """LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the factor where none is given."""
+    """LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the default factor."""
     original = common.original_max_position_embeddings
     assert original is not None
-    if original < 2:  # its logarithm is a divisor
+    if original < 2:  # its logarithm will be a divisor
         raise scaling.wrong("original_max_position_embeddings", f"must exceed 1, got {original}")
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")

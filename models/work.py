@@ -1,6 +1,6 @@
-"""What a model's steps compute and read, by its configuration: FLOPs, and bytes of weights and KV.
+"""Work of a model's steps, by its configuration: FLOPs, and bytes of weights and KV.
 
-Estimates, as those of everybody: products of matrices are counted, and what is between them is not.
+These are the usual estimates: only matrix products are counted.
 Refuses to know: tensors (this imports no torch), steps, devices.
 """
 
@@ -81,5 +81,5 @@ def model_work(
 
 
 def _size(matrices: Mapping[Matrix, int]) -> int:
-    """Count the numbers of matrices, each with how often there is one."""
+    """Count the numbers in matrices, given how often there is each."""
     return sum(number * outputs * inputs for (outputs, inputs), number in matrices.items())

@@ -23,8 +23,8 @@ from prometheus_client.registry import Collector
 from baton.link.words import NodeRole
 from baton.serving.compat_names import VllmNames
 from baton.telemetry.ledger import BlockOwner, Ledger
-from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
+from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 
 # Prometheus gives up after 10 s by default; no step of a healthy node takes this long.
 LEDGER_TIMEOUT_S = 2.0

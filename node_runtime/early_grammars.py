@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from llguidance import LLTokenizer
 
 from baton.api.errors import BatonError
 from baton.checkpoint.model_folder import find_local_folder
 from baton.processes.early_template import may_fork
 from baton.text.grammar_trials import EarlyGrammars, fork_grammars
+from baton.text.grammars import load_grammar_tokenizer
 from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
+
+
+def load_early_tokenizer(model: str) -> None:
+    """Load a model's tokenizer for grammars into this process, whose forks then share it.
+
+    Does nothing if the model is not here or not usable; loading the model will report why.
+    """
+    with _reported():
+        _tokenizer_of(model)
 
 
 def fork_early_grammars(model: str) -> EarlyGrammars | None:
@@ -24,11 +40,28 @@ def fork_early_grammars(model: str) -> EarlyGrammars | None:
     """
     if not may_fork():
         return None
+    with _reported():
+        tokenizer = _tokenizer_of(model)
+        return None if tokenizer is None else fork_grammars(tokenizer)
+    return None
+
+
+def _tokenizer_of(model: str) -> LLTokenizer | None:
+    folder = find_local_folder(model)
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    return _load(folder / "tokenizer.json", ModelConfig.from_folder(folder).eos_token_ids)
+
+
+@functools.cache
+def _load(path: Path, eos_token_ids: frozenset[int]) -> LLTokenizer:
+    return load_grammar_tokenizer(path, eos_token_ids)
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Log errors that loading the model will report again."""
     try:
-        folder = find_local_folder(model)
-        if folder is None or not (folder / "tokenizer.json").is_file():
-            return None
-        return fork_grammars(folder, ModelConfig.from_folder(folder).eos_token_ids)
+        yield
     except (BatonError, OSError) as error:
         logger.debug("grammars are loaded later: %s", error)
-        return None

@@ -97,7 +97,7 @@ class Inbox(Generic[Job]):
                 case AbortAll():
                     node.abort_jobs(command)
                 case _:
-                    logger.warning("this node takes no %s", type(command).__name__)
+                    logger.warning("this node does not handle %s", type(command).__name__)
 
     def is_expiry_due(self, now: float) -> bool:
         """Return whether to look for expired requests now; then not again for a while."""

@@ -74,7 +74,7 @@ class NodeAdmin:
                 found = await wire_admin.profile(ENGINE_THREAD, request.profile.seconds)
                 response = admin_pb2.NodeAdminResponse(profile=found)
             case _:
-                raise InvalidRequestError("request", "is none that this version knows")
+                raise InvalidRequestError("request", "is not known to this version")
         return [response.SerializeToString()]
 
     def _list_requests(self) -> admin_pb2.ListRequestsResponse:

@@ -14,6 +14,7 @@ from baton.link.words import REVISION, DecodeTime, NodeRegistration, NodeRole, S
 from baton.text.grammar_trials import EarlyGrammars
 from baton.version import __version__
 from engine.engine import Engine
+from engine.make_engine import make_engine
 from engine.rehearsal import rehearse
 from engine.step_profile import measure_decode_times, measure_step_times
 
@@ -104,7 +105,7 @@ def load_engine(
     if "weights" not in identity:  # the index lists files that are not needed
         identity["weights"] = weights_digest(folder)
     started = time.perf_counter()
-    engine = Engine(folder, config, identity, grammars=grammars)
+    engine = make_engine(folder, config, identity, grammars=grammars)
     spec = engine.kv_memory.spec
     logger.info(
         "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens in %s (%.0f MiB)",
@@ -147,11 +148,12 @@ def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
         pushes: whether layers of a prompt are sent while later ones are computed.
     """
     began_at = time.perf_counter()
-    rehearse(engine)
-    step_times = measure_step_times(engine, pushes=pushes)
+    compiles = engine.kv_memory.tensor.device.type != "cpu"
+    rehearse(engine, decodes=not pushes)
+    step_times = measure_step_times(engine, pushes=pushes, compiles=compiles)
     shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in step_times)
     logger.info("steps of prompt tokens: %s", shown)
-    decode_times = () if pushes else measure_decode_times(engine)
+    decode_times = () if pushes else measure_decode_times(engine, compiles=compiles)
     if decode_times:
         shown = ", ".join(f"{num} in {1e3 * seconds:.3g} ms" for num, _, seconds in decode_times)
         logger.info("steps of decoding requests: %s", shown)

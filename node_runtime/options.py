@@ -26,22 +26,22 @@ class NodeOptions:
         help="host:port of a router; repeat it for several. A name with several addresses stands "
         "for all of them.",
     )
-    name: str = option("", help="Name of this node; made up if empty.")
+    name: str = option("", help="Name of this node; empty: a random name.")
     revision: str = option("", parse=parse_revision, help=REVISION_HELP)
     ready_with_peer: bool = option(
         False,
-        help="Be ready (health checks, /ready) only while a node of the other role is reached: a "
-        "rolling update then waits for both roles.",
+        help="Be ready (health checks, /ready) only while a node of the other role can be "
+        "reached, so that a rolling update waits for both roles.",
     )
     listen: str = option(
-        "127.0.0.1:0", help="host:port of health, reflection and admin; port 0: any free."
+        "127.0.0.1:0", help="host:port for health, reflection and admin; port 0: any free port."
     )
     metrics_listen: str = option(
-        "", help="host:port of a Prometheus page; port 0: any free; empty: none."
+        "", help="host:port of a Prometheus page; port 0: any free port; empty: no page."
     )
     metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
     served_model_name: str = option(
-        "", help="Name of the model in metrics, as at the router; if not given: --model."
+        "", help="Name of the model in metrics, as at the router; by default --model."
     )
     join_timeout_s: float = option(
         30.0, least=0, help="How long to try to reach the router at start, seconds."
@@ -49,20 +49,20 @@ class NodeOptions:
     drain_timeout_s: float = option(
         30.0,
         least=0,
-        help="How long open requests have to end when the node is told to stop (SIGTERM), seconds; "
-        "a second signal ends it at once.",
+        help="Time for open requests to end when the node is told to stop (SIGTERM), seconds; a "
+        "second signal ends it at once.",
     )
     engine_timeout_s: float = option(
         60.0,
         least=0,
-        help="The process ends itself, with a dump, when its engine or KV connector has been in "
-        "one step for so long, seconds; 0: never.",
+        help="The process writes a dump and ends when its engine or KV connector has been in one "
+        "step for this long, seconds; 0: never.",
     )
     node_token: str = option(
         "",
         is_secret=True,
-        help="Shows routers that this node may join: their --node-token, or an API key with the "
-        "role join.",
+        help="Proof for routers that this node may join: their --node-token, or an API key with "
+        "the role join.",
     )
     admin_token: str = option(
         "",
@@ -72,36 +72,37 @@ class NodeOptions:
     )
     api_keys_file: str = option(
         "",
-        help="File of API keys, as at the router; keys with the role look or operate may read the "
-        "metrics page. Read again on SIGHUP.",
+        help="File of API keys, as at the router; keys with the role look or operate may read "
+        "the metrics page. Reloaded on SIGHUP.",
     )
     audit_log: str = option(STANDARD_OUTPUT, help=AUDIT_LOG_HELP)
     tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
     insecure: bool = option(False, help=INSECURE_HELP)
     kv_connector: str = option(
         "nixl",
-        help="How KV blocks travel. nixl: fast, not encrypted and not authenticated, for networks "
-        "that are trusted. tls: encrypted, and both ends prove who they are. The same on all "
+        help="Transport of KV blocks. nixl: fast, neither encrypted nor authenticated, for "
+        "trusted networks. tls: encrypted, and both ends prove who they are. The same on all "
         "nodes.",
     )
     kv_listen: str = option(
         "",
-        help="With --kv-connector tls: host:port that peers send KV blocks to, an address of this "
-        "machine that they reach; port 0: any free; by default on loopback.",
+        help="With --kv-connector tls: host:port to which peers send KV blocks, an address of "
+        "this machine that they can reach; port 0: any free port; by default on loopback.",
     )
     kv_digests: bool | None = option(
         None,
-        help="Check with keyed digests that KV blocks arrive unchanged; the same on all nodes. If "
-        "not given: where UCX_NET_DEVICES lets KV leave loopback.",
+        help="Check with keyed digests that KV blocks arrive unchanged; the same on all nodes. "
+        "By default on if UCX_NET_DEVICES lets KV leave loopback.",
     )
     engine: EngineConfig = group(EngineConfig)
     inject_faults: str = option(
         "",
-        help="For drills: what goes wrong in the KV connector, such as "
+        help="For drills: faults to inject in the KV connector, such as "
         "drop=0.01,delay=1ms-20ms,seed=3. Also: duplicate, reorder, alter, corrupt, fail_post "
         "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write), poison=TEXT "
-        "(the node ends when it computes for a request whose id contains TEXT). @FILE: what is in "
-        "the file, also when that changes; @FOLDER: in its file of the node's name.",
+        "(the node ends when it computes a request whose id contains TEXT). @FILE: the faults "
+        "that the file lists, reread when it changes; @FOLDER: the file in it that has the node's "
+        "name.",
     )
     trace: TraceOptions = group(TraceOptions, without=("trace_ratio",))
     log: LogOptions = group(LogOptions)

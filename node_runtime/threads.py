@@ -26,11 +26,11 @@ from baton.link.words import (
     SendKVSnapshot,
 )
 from baton.telemetry.ledger import Ledger
-from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics
 from baton.telemetry.round_watch import Rounds
 from engine.core.metrics import EngineMetrics
 from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
+from kvconnector.base import ConnectorMetrics, HandoffMetrics
 from node_runtime.collector import NodeCollector
 from node_runtime.engine_loop import EngineLoop
 from node_runtime.kv_event_feed import KVEventFeed

@@ -8,8 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from baton.kv.manifest import KVOrder
+from baton.limits import NUM_LAYER_GROUPS
+from engine.engine import Engine
 from kvconnector.base import BlockPush
-from kvconnector.blocks import LayerRange
+from kvconnector.blocks import LayerRange, layer_groups
 from kvconnector.ends import Sender
 
 
@@ -20,8 +23,8 @@ class LayerTail:
         sender: takes the pushes.
         layer_groups: ranges of a block's layers, in order; each is pushed once its last layer is
             computed.
-        num_layers: number of layers of the model, if blocks cannot be cut: then they have one
-            range, which ends with the last layer.
+        num_layers: number of the model's layers, if blocks cannot be cut: whole blocks are then
+            pushed after the last layer; None: blocks are cut.
         fence: returns a query whether a GPU has computed all launched work; see `KVMemory.fence`.
 
     Attributes:
@@ -65,3 +68,29 @@ class LayerTail:
             for push in self._pushes:
                 self._sender.push(dataclasses.replace(push, layers=layers, is_computed=is_computed))
             self.num_groups_pushed += 1
+
+
+class LayerTails:
+    """Make the tails of one node's steps.
+
+    Blocks in `KVOrder.HEADS` cannot be cut by layers: they are sent whole, after the last layer and
+    before sampling. A model with several KV cache groups has no tail, because a group's layers are
+    not computed one after another.
+
+    Attributes:
+        has_any: whether a step that ends a prompt has a tail.
+    """
+
+    def __init__(self, engine: Engine, sender: Sender) -> None:
+        memory = engine.kv_memory
+        num_layers = len(memory.spec.groups[0].layers)
+        can_cut = memory.layers_per_group == num_layers
+        is_by_heads = memory.manifest.groups[0].order is KVOrder.HEADS
+        self.has_any = memory.spec.num_groups == 1 and (can_cut or is_by_heads)
+        self._sender, self._fence = sender, memory.fence
+        self._layer_groups = layer_groups(memory.layers_per_group, NUM_LAYER_GROUPS)
+        self._num_layers = None if can_cut else num_layers
+
+    def make_tail(self) -> LayerTail:
+        """Return the tail of one step."""
+        return LayerTail(self._sender, self._layer_groups, self._fence, self._num_layers)

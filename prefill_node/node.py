@@ -25,12 +25,11 @@ from baton.link.words import (
     RouterCommand,
 )
 from baton.telemetry.ledger import Ledger
-from baton.telemetry.node_metrics import HandoffMetrics
 from baton.telemetry.spans import SpanSink
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.engine import Engine
-from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Inbox, Outbox, is_busy

@@ -27,4 +27,4 @@ class PrefillOptions(NodeOptions):
     engine: EngineConfig = group(
         lambda: EngineConfig(cuda_graph_max_batch=0), without=("preemption", "adaptive_speculation")
     )
-    push: PushMode = option(PushMode.LAYERS, help="When KV blocks are sent.")
+    push: PushMode = option(PushMode.LAYERS, help="When to send KV blocks.")

@@ -14,19 +14,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.api.outputs import RequestDelta
-from baton.kv.manifest import KVOrder
-from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import AbortAll, RequestView
 from baton.telemetry.ledger import BlockHolding, BlockOwner
-from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request
 from engine.engine import Engine
-from kvconnector.base import BlockPush, HandoffRecord, TransferEvent, TransferEventKind
-from kvconnector.blocks import layer_groups
+from kvconnector.base import (
+    BlockPush,
+    HandoffMetrics,
+    HandoffRecord,
+    TransferEvent,
+    TransferEventKind,
+    TransferOutcome,
+)
 from kvconnector.ends import Sender
 from node_runtime.operator_views import view_request
-from prefill_node.layer_tail import LayerTail
+from prefill_node.layer_tail import LayerTail, LayerTails
 from prefill_node.options import PushMode
 
 
@@ -90,9 +93,7 @@ class PushTracker:
         engine: owner of the blocks and their references.
         sender: takes the pushes.
         mode: when blocks are pushed. With `PushMode.LAYERS`, the last chunk is sent in groups of
-            layers, with two exceptions. A model with several KV cache groups sends it whole, with
-            token 1, because a group's layers are not computed one after another. Blocks in
-            `KVOrder.HEADS` are sent whole, with the last layer.
+            layers if the model allows it (`LayerTails`), and else whole, with token 1.
         clock: returns seconds, never going back.
     """
 
@@ -107,15 +108,8 @@ class PushTracker:
         self._engine = engine
         self._sender = sender
         self._mode = mode
-        self._layer_groups = layer_groups(engine.kv_memory.layers_per_group, NUM_LAYER_GROUPS)
-        memory = engine.kv_memory
-        num_layers = len(memory.spec.groups[0].layers)
-        can_cut = memory.layers_per_group == num_layers
-        is_by_heads = memory.manifest.groups[0].order is KVOrder.HEADS
-        # Blocks in KVOrder.HEADS are sent whole, after the last layer and before sampling.
-        self._num_layers = None if can_cut else num_layers
-        has_tail = memory.spec.num_groups == 1 and (can_cut or is_by_heads)
-        self._has_tail = mode is PushMode.LAYERS and has_tail
+        self._tails = LayerTails(engine, sender)
+        self._has_tail = mode is PushMode.LAYERS and self._tails.has_any
         self._block_size = engine.kv_memory.spec.block_size
         self._num_groups = engine.kv_memory.spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
@@ -177,10 +171,7 @@ class PushTracker:
             if is_first and self._mode is not PushMode.AFTER_PREFILL:  # push the cached prefix
                 self._push(handoff, request.num_computed_tokens // self._block_size, None)
             if self._has_tail and _ends_prompt(item):
-                tail = tail or LayerTail(
-                    *(self._sender, self._layer_groups, self._engine.kv_memory.fence),
-                    self._num_layers,
-                )
+                tail = tail or self._tails.make_tail()
                 self._add_tail(handoff, tail)
         return None if tail is None else tail.after_layer
 

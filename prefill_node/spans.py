@@ -15,8 +15,7 @@ from typing import TypeAlias
 
 from baton.api.outputs import PrefillReceipt
 from baton.link.words import PrefillCommand
-from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, zero_of
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, TraceContext, zero_of
 
 Key: TypeAlias = tuple[str, int]  # request id and epoch
 

@@ -28,106 +28,124 @@ _KEYS = "--api-keys-file"
 class RouterConfig:
     """Options of the router; raises ConfigError naming the field."""
 
-    model: str = option(help="Model folder, GGUF file, or hub id; weights are not read.")
+    model: str = option(
+        further="more_models",
+        help="Model folder, GGUF file, or hub id; weights are not read. Each one more is another "
+        "base model, with nodes of its own.",
+    )
+    more_models: tuple[str, ...] = ()
     listen: str = option(DEFAULT_ADDRESS, help="host:port to serve on.")
-    policy: str = option("cost", choices=tuple(POLICIES.names()), help="Routing policy.")
+    policy: str = option(
+        "cost", choices=tuple(POLICIES.names()), help="Policy that chooses nodes for requests."
+    )
     local_prefill: bool = option(
         True,
-        help="With the cost policy: let a decode node compute a prompt itself when that is clearly "
-        "faster, or when there is no prefill node.",
+        help="With the cost policy: let a decode node compute a prompt itself if that is clearly "
+        "faster, or if there is no prefill node.",
     )
     request_timeout_s: float = option(
-        600.0, above=0, help="Deadline of calls that come without one, seconds."
+        600.0, above=0, help="Deadline of calls that set none, seconds."
     )
     max_request_timeout_s: float = option(
-        3600.0, above=0, help="A deadline of a client's own is at most this far away, seconds."
+        3600.0, above=0, help="Longest deadline that a client may set, seconds."
     )
     max_attempts: int = option(
         3,
         least=1,
-        help="A request is tried so often, on other nodes where there are any. Attempts that end "
-        "because a node is lost or short of memory do not count (10 and 20 may); while nodes do "
-        "not reach each other there are more, with pauses, for 15 s (1: none).",
+        help="Most attempts for a request, on other nodes if there are any. Attempts that end "
+        "because a node is lost or short of memory do not count (at most 10 and 20 of them); "
+        "while nodes cannot reach each other there are more attempts, with pauses, for 15 s (1: "
+        "none).",
     )
     pair_timeout_s: float = option(
         5.0,
         least=0,
-        help="How long a request waits for a pair of nodes when there is none, seconds. As long as "
-        "no node of a role has ever joined it fails at once.",
+        help="How long a request waits for a pair of nodes if there is none, seconds. Until a "
+        "node of each role has joined, it fails at once.",
     )
     return_timeout_s: float = option(
         60.0,
         least=0.0,
-        help="How long a request waits for a node that went away by itself, if there is no pair "
-        "without that node, seconds: the link may come back, or the process may be started again. "
-        "At most 1,024 requests wait so at once.",
+        help="How long a request waits for a node that went away by itself, if no other pair is "
+        "there, seconds: the link may come back, or the process may be restarted. At most 1,024 "
+        "requests wait at once.",
     )
     node_timeout_s: float = option(
         1.0,
         least=2 * BEAT_INTERVAL_S,  # two beats
-        help="A node that says nothing for so long is lost, seconds.",
+        help="Silence after which a node counts as lost, seconds.",
     )
     engine_timeout_s: float = option(
         10.0,
         least=0.5,
-        help="A node that beats while its engine or its KV connector has been in one step for so "
-        "long, and three times longer than ever, gets nothing more, and its requests go to others "
-        "of its kind, seconds.",
+        help="Time in one step of its engine or KV connector, seconds, and three times longer "
+        "than ever before, after which a node that still beats gets no more requests; its "
+        "requests go to others of its kind.",
     )
     admission: AdmissionOptions = group(AdmissionOptions)
     scaling: ScalingOptions = group(ScalingOptions)
     node_token: str = option(
         "",
         is_secret=True,
-        help="What nodes may bring to join: a key with the role join and no file. With this, "
-        "--admin-token or --api-keys-file nothing is open to who brings none of them.",
+        help="Token that lets nodes join, as a key with the role join does, but without a file. "
+        "With this, --admin-token or --api-keys-file, callers that bring none of them are refused.",
     )
     admin_token: str = option(
         "",
         is_secret=True,
-        help="What operators may bring: a key with the roles infer, look and operate, and no file. "
-        "Without any key anybody may look, and change something if only this machine can reach the "
-        "router.",
+        help="Token of operators: as a key with the roles infer, look and operate, but without a "
+        "file. Without any key anybody may look, and change something if only this machine can "
+        "reach the router.",
     )
     node_listen: str = option(
-        "", help="host:port for nodes and `baton admin`, when it is not to be that of the public."
+        "", help="host:port for nodes and `baton admin`, if it differs from the public one."
     )
     reuse_port: bool = option(
         False,
         help="Share the public port with other routers, each with its own --node-listen; the "
-        "system gives each a part of the connections.",
+        "system divides connections among them.",
     )
     resume_grace_s: float = option(
-        10.0, least=0, help="A resumable request that nobody reads is kept for so long, seconds."
+        10.0, least=0, help="How long a resumable request that nobody reads is kept, seconds."
     )
     http_listen: str = option(
         DEFAULT_HTTP_ADDRESS, help='host:port of the OpenAI-compatible HTTP API; "": none.'
     )
     http_cors_origin: str = option(
-        "", help='Web pages of this origin may call the HTTP API; "*": of all.'
+        "", help='Origin whose web pages may call the HTTP API; "*": any.'
     )
     served_model_name: str = option(
-        "", help="What HTTP clients call the model; as --model if not given."
+        "",
+        further="more_served_names",
+        help="Name of the model for clients; by default --model. With several models: NAME=MODEL, "
+        "with MODEL as in --model.",
     )
+    more_served_names: tuple[str, ...] = ()
     served_model_aliases: str = option(
-        "", help="More names that HTTP clients may call the model, divided by commas."
+        "", help="More names of the model for clients, separated by commas."
+    )
+    names_file: str = option(
+        "",
+        help="TOML file with a table per served name: model, adapter, request_defaults and "
+        "chat_template. If it exists, options for names have no effect. `baton admin names` writes "
+        "its changes there.",
     )
     request_defaults: str = option(
         "",
-        help="What HTTP requests have by default, such as temperature=0.7,max_tokens=4096: "
-        "temperature, top_k, top_p, min_p, repetition_penalty, max_tokens; and max_tokens_limit, "
-        "which no output exceeds. NAME:temperature=0.2;OTHER:... for one of the served names.",
+        help="Defaults of HTTP requests, such as temperature=0.7,max_tokens=4096: temperature, "
+        "top_k, top_p, min_p, repetition_penalty, max_tokens; and max_tokens_limit, which limits "
+        "every output. NAME:temperature=0.2;OTHER:... for one of the served names.",
     )
     strict_fields: bool = option(
         False,
         help="Refuse HTTP requests with fields that have no effect here, instead of naming these "
-        "in a header of the answer (X-Baton-Ignored-Fields).",
+        "fields in a header of the answer (X-Baton-Ignored-Fields).",
     )
     texts: TextOptions = group(TextOptions)
     api_keys_file: str = option(
         "",
-        help="TOML, a table per key (baton keys new): who may call, over gRPC and HTTP, and what. "
-        "Read again on SIGHUP.",
+        help="TOML file with a table per key (baton keys new): who may call what, over gRPC and "
+        "HTTP. Reloaded on SIGHUP.",
     )
     audit_log: str = option(STANDARD_OUTPUT, help=AUDIT_LOG_HELP)
     tls: TlsOptions = group(TlsOptions)
@@ -136,32 +154,34 @@ class RouterConfig:
     drain_delay_s: float | None = option(
         None,
         least=0,
-        help="When it is told to stop: be not ready, but serve on for so long, so that load "
-        "balancers hear of it. 5 where other machines can call, else 0, if not given.",
+        help="When told to stop: time to serve on while not ready, seconds, so that load "
+        "balancers notice. By default 5 if other machines can call, else 0.",
     )
     drain_timeout_s: float = option(
         20.0,
         least=0,
-        help="Then take no new requests, and give the open ones so long to end, seconds. A second "
-        "signal ends the process at once.",
+        help="Time after --drain-delay-s for open requests to end, seconds; no new requests are "
+        "taken. A second signal ends the process at once.",
     )
     memory_limit_mib: int = option(
         0,
         least=0,
-        help="Near it requests are refused. 0: the limit of the control group, or the machine.",
+        help="Memory near which requests are refused. 0: the limit of the control group, or the "
+        "machine.",
     )
     cache_salt_secret_file: str = option(
         "",
-        help="A secret of 16 bytes or more, of which each tenant's cache salt is made; give all "
-        "routers of a fleet the same. If not given it is drawn at each start: tenants then find "
-        "what they have cached on nodes through this router only, until it ends.",
+        help="File with a secret of 16 bytes or more, from which each tenant's cache salt is "
+        "made; the same for all routers of a fleet. By default each start draws a new one: "
+        "tenants then find their cached prefixes through this router only, until it ends.",
     )
     log_prompts: bool = option(
         False,
         help="Log each prompt and each output, the first 2,000 characters of them. They are your "
-        "users': who reads the log reads them. Without it no line has any of either.",
+        "users' texts: whoever reads the log reads them. Without it no log line has any of "
+        "either.",
     )
-    access_log: bool = option(True, help="A line in the log for each request, when it has ended.")
+    access_log: bool = option(True, help="Log a line for each request when it ends.")
     metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
     trace: TraceOptions = group(TraceOptions)
     log: LogOptions = group(LogOptions)
@@ -178,6 +198,11 @@ class RouterConfig:
             raise ConfigError(
                 "reuse_port: needs node_listen, or nodes would join any one of the processes"
             )
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All base models, as given."""
+        return (self.model, *self.more_models)
 
     def may_self_prefill(self, policy: str) -> bool:
         """Return whether decode nodes may compute prompts under this policy."""

@@ -28,28 +28,29 @@ class ConnectionOptions:
     max_connections: int = option(
         0,
         least=0,
-        help="Of clients, over each API. When there are so many, those that wait for a request "
-        "make way for new ones. 0: as the limit of descriptors allows, at most 10,000.",
+        help="Most client connections, over each API. When there are this many, connections that "
+        "wait for a request are closed for new ones. 0: as the limit of descriptors allows, at "
+        "most 10,000.",
     )
     max_connections_per_address: int = option(
         0,
         least=0,
-        help="Of these from one address, over HTTP. All clients behind one proxy share its "
-        "address. 0: half of them.",
+        help="Most of these connections from one address, over HTTP. All clients behind one "
+        "proxy share its address. 0: half of --max-connections.",
     )
     header_timeout_s: float = option(
         10.0,
         above=0,
-        help="For a new connection's first request to come, with what TLS needs, seconds.",
+        help="Time for a new connection's first request to come, TLS included, seconds.",
     )
     idle_timeout_s: float = option(
-        75.0, above=0, help="A connection without a request is closed after it, seconds."
+        75.0, above=0, help="Time after which a connection without a request is closed, seconds."
     )
     stall_timeout_s: float = option(
         30.0,
         above=0,
-        help="A client that takes nothing of its stream for so long is cut off, and its request "
-        "ended, seconds.",
+        help="Time after which a client that reads nothing of its stream is cut off and its "
+        "request ended, seconds.",
     )
 
     def __post_init__(self) -> None:

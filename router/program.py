@@ -19,8 +19,6 @@ from baton.access.exposure import is_public
 from baton.access.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.access.tls import ServerContext, TlsFiles, describe
 from baton.api.errors import NodeUnavailableError
-from baton.checkpoint.model_folder import ModelLimits, find_model_folder, read_limits
-from baton.checkpoint.model_identity import folder_identity
 from baton.link.words import BEAT_INTERVAL_S
 from baton.processes.process import num_descriptors_allowed, stop_event
 from baton.serving.access_log import AccessLog
@@ -39,26 +37,21 @@ from baton.v1 import (
 from router.api.admin.service import AdminService
 from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.journal import Journal, JournalOptions
-from router.api.grpc.link_service import NodeLinkService
+from router.api.grpc.link_service import NodeLinkService, NodePools
+from router.base_parts import BaseParts, Common, join_pools, make_all_bases, make_names
 from router.calls.dispatcher import Dispatcher
-from router.calls.recovery.retry_budget import RetryOptions
 from router.config import RouterConfig, check_exposure, drain_delay_s, requires_client_certs
 from router.connection_budget import ConnectionBudget, share_descriptors
 from router.fleet.node_pool import NodePool
-from router.gate.admission import Admission
-from router.gate.admission_options import AdmissionOptions
-from router.gate.capacity import Capacity
 from router.gate.overload import Level, Overload
 from router.gate.resources import watch_resources
 from router.gate.scaling import ScalingSignals
-from router.intake.cache_salts import make_salts
-from router.intake.early_readers import EarlyReaders
-from router.intake.fleet_metrics import ScalingCollector
 from router.intake.intake import Intake
-from router.intake.metrics import RouterMetrics
-from router.policies import POLICIES
+from router.intake.prompt_reader import EarlyReaders
+from router.names.base_model import BaseModel
+from router.names.metrics_page import MetricsPage
+from router.names.table import NameTable
 from router.request_spans import RequestSpans
-from router.served_names import read_defaults, read_names
 from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
@@ -68,112 +61,106 @@ _RETRY_S = 1.0  # pause after a failed start of the workers
 _LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}
 
 
-def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodePool:
-    return NodePool(
-        own_identity=folder_identity(folder),
-        max_model_len=limits.max_position_embeddings,
-        max_missed_beats=round(config.node_timeout_s / BEAT_INTERVAL_S),
-        may_self_prefill=config.may_self_prefill(config.policy),
-        engine_timeout_s=config.engine_timeout_s,
-        vocab_size=limits.vocab_size,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
     """Hold the parts of a router."""
 
     config: RouterConfig
-    dispatcher: Dispatcher
-    intake: Intake
-    metrics: RouterMetrics
+    names: NameTable
+    bases: Sequence[BaseParts]
     access: Access
     budget: ConnectionBudget
     overload: Overload
     files: TlsFiles | None
     tracing: Tracing
     admin: AdminService
-    scaling: ScalingSignals
+    pools: NodePools
 
     @property
     def model_name(self) -> str:
-        """Name that clients use for the model."""
-        return self.config.served_model_name or self.config.model
+        """Default name that clients use."""
+        return self.names.names[0]
+
+    @property
+    def dispatchers(self) -> list[Dispatcher]:
+        """Dispatchers of all base models."""
+        return [base.dispatcher for base in self.names.bases]
 
 
-async def serve(config: RouterConfig, readers: EarlyReaders | None = None) -> None:
+async def serve(config: RouterConfig, readers: Sequence[EarlyReaders] = ()) -> None:
     """Serve until told to stop; raises ConfigError for errors at the start.
 
     Args:
-        readers: parts made before threads began; None: make them here.
+        readers: parts of each base model made before threads began; empty: make them here.
     """
     check_exposure(config)
     files = TlsFiles(config.tls) if config.tls else None
     if files is not None:
         logger.info("certificate: %s", describe(config.tls, files.current()))
-    folder = find_model_folder(config.model, weights=False)
-    limits = read_limits(folder)
-    pool = _make_pool(config, folder, limits)
-    options = RetryOptions(
-        max_attempts=config.max_attempts,
-        pair_timeout_s=config.pair_timeout_s,
-        return_timeout_s=config.return_timeout_s,
-    )
-    admission = Admission(_make_capacity(config.admission, pool), config.admission)
-    dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
-    overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
-    metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
-    if config.metrics_compat == "vllm":
-        metrics.show_names_of(config.served_model_name or config.model)
-    scaling = _make_scaling(config, pool, admission)
-    metrics.show(ScalingCollector(scaling))
-    tracing = _make_tracing(config, dispatcher)
-    intake = _make_intake(config, folder, limits, dispatcher, metrics, readers)
-    intake.reader.start()
+    overload = Overload(on_change=lambda level: _shed(bases, level))
+    bases = make_all_bases(Common(config=config, overload=overload), readers)
+    names = make_names(config, [one.base for one in bases])
+    pools = join_pools(config, names.bases)
+    for base in names.bases:
+        base.intake.reader.start()
+    for base in names.bases if config.metrics_compat == "vllm" else ():
+        base.metrics.show_names_of(_name_of(names, base))
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     parts = _Parts(
         config=config,
-        dispatcher=dispatcher,
-        intake=intake,
-        metrics=metrics,
-        access=_make_access(config),
+        names=names,
+        bases=bases,
+        access=_make_access(config, names),
         budget=share_descriptors(
             num_descriptors, config.connections, own_address_for_nodes=is_split
         ),
         overload=overload,
         files=files,
-        tracing=tracing,
-        admin=_make_admin(config, dispatcher, intake, overload),
-        scaling=scaling,
+        tracing=_make_tracing(config, names),
+        admin=_make_admin(config, names, overload),
+        pools=pools,
     )
     await _run(parts)
 
 
+def _shed(bases: Iterable[BaseParts], level: Level) -> None:
+    """Refuse less urgent requests of all base models, as the overload level says."""
+    for one in bases:
+        one.base.dispatcher.admission.shed(_LEAST_URGENT[level])
+
+
+def _name_of(names: NameTable, base: BaseModel) -> str:
+    """Return the first name of a base model."""
+    return next((one.name for one in names.served if one.base is base), base.model)
+
+
 async def _run(parts: _Parts) -> None:
     """Serve until told to stop."""
-    config, access, dispatcher = parts.config, parts.access, parts.dispatcher
-    servers = _make_servers(parts)
+    config, access = parts.config, parts.access
+    servers, intakes = _make_servers(parts), [base.intake for base in parts.names.bases]
     stopping = stop_event(loop := asyncio.get_running_loop())
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
         for listen, server in servers.items():
             await server.set_serving(False)  # until workers can read requests
             address = await server.start(listen)
-            logger.info("router of %s listens on %s", config.model, address)
+            logger.info("router of %s listens on %s", ", ".join(config.models), address)
         async with (
-            _watching(dispatcher.pool, parts.scaling),
+            _watching_all(parts.bases),
             _serving_http(parts) as http,
             _in_background(
                 watch_resources(
                     parts.overload, _share_at_work(http), config.memory_limit_mib * 2**20
                 )
             ),
-            _in_background(_become_ready(parts.intake, servers.values(), stopping)),
+            _in_background(
+                _become_ready([one.intake for one in parts.names.bases], servers.values(), stopping)
+            ),
         ):
             gc.freeze()  # long-lived objects: collecting them would pause all streams
             await stopping.wait()
             await stop_router(
-                dispatcher,
+                parts.dispatchers,
                 servers.values(),
                 http,
                 delay_s=drain_delay_s(config),
@@ -181,18 +168,19 @@ async def _run(parts: _Parts) -> None:
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
-        parts.intake.close()
+        for intake in intakes:
+            intake.close()
         for last in (parts.tracing.close, access.audit.close):
             await asyncio.to_thread(last)
 
 
 async def _become_ready(
-    intake: Intake, servers: Iterable[RpcServer], stopping: asyncio.Event
+    intakes: Iterable[Intake], servers: Iterable[RpcServer], stopping: asyncio.Event
 ) -> None:
     """Report the router as serving once its workers can read requests."""
     while True:
         try:
-            await intake.reader.prepare()
+            await asyncio.gather(*(intake.reader.prepare() for intake in intakes))
             break
         except NodeUnavailableError as error:
             logger.warning("not ready: %s", error)
@@ -202,82 +190,39 @@ async def _become_ready(
             await server.set_serving(True)
 
 
-def _make_intake(
-    config: RouterConfig,
-    folder: Path,
-    limits: ModelLimits,
-    dispatcher: Dispatcher,
-    metrics: RouterMetrics,
-    readers: EarlyReaders | None,
-) -> Intake:
-    readers = readers or EarlyReaders(config.texts.make_tokenizer(folder))
-    return Intake(
-        dispatcher,
-        readers.tokenizer,
-        vocab_size=limits.vocab_size,
-        default_timeout_s=config.request_timeout_s,
-        metrics=metrics,
-        cache_salts=make_salts(
-            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
-        ),
-        parsers=config.texts.make_parsers(readers.tokenizer),
-        readers=readers,
-        sampling_defaults=config.texts.sampling_defaults(folder),
-        trusts_templates=config.texts.trust_request_chat_template,
-        cuts_changing_lines=config.texts.cut_changing_lines,
-        logs_prompts=config.log_prompts,
-    )
-
-
-def _make_access(config: RouterConfig) -> Access:
+def _make_access(config: RouterConfig, names: NameTable) -> Access:
     """Make the access checks; raises ConfigError."""
     access = Access(
         keys_file=Path(config.api_keys_file) if config.api_keys_file else None,
         admin_token=config.admin_token,
         node_token=config.node_token,
-        model=config.served_model_name or config.model,
         audit=AuditLog(config.audit_log, program="router"),
         by_certificate=config.tls.verifies_clients,
     )
+    access.note_names(lambda: names.names)
     access.warn_of_gaps((Role.INFER, Role.JOIN))
     return access
 
 
-def _make_tracing(config: RouterConfig, dispatcher: Dispatcher) -> Tracing:
+def _make_tracing(config: RouterConfig, names: NameTable) -> Tracing:
     """Make the tracing; raises ConfigError."""
-    router_id = {"service.instance.id": dispatcher.pool.router_id}
+    router_id = {"service.instance.id": names.bases[0].pool.router_id}
     tracing = Tracing(config.trace, service="baton-router", resource=router_id)
     if tracing.sink is not None:
-        spans = RequestSpans(config.served_model_name or config.model, tracing.sink)
-        dispatcher.log.on_traced = spans.on_request_end
+        for base in names.bases:
+            spans = RequestSpans(_name_of(names, base), tracing.sink)
+            base.dispatcher.log.on_traced = spans.on_request_end
     return tracing
-
-
-def _make_scaling(config: RouterConfig, pool: NodePool, admission: Admission) -> ScalingSignals:
-    def queue_s() -> float:
-        state = admission.state()
-        return state.expected_wait_s if state.num_queued else 0.0
-
-    return ScalingSignals(pool, config.scaling, queue_s=queue_s, clock=pool.clock)
 
 
 def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
     return lambda: 0.0 if http is None else http.share_at_work
 
 
-def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
-    return Capacity(
-        lambda: pool.fleet,
-        options.prefill_window_s,
-        shared_prefill_window_s=options.shared_prefill_window_s,
-        clock=pool.clock,
-    )
-
-
 @contextlib.asynccontextmanager
 async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
     """Serve the HTTP API inside this context; yields None if it is disabled."""
-    config, dispatcher, files = parts.config, parts.dispatcher, parts.files
+    config, files = parts.config, parts.files
     if not config.http_listen:
         yield None
         return
@@ -289,18 +234,13 @@ async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
     if files is not None:
         tls = ServerContext.of(files, require_client_certs=config.tls.require_client_certs)
     page = StatusPage(
-        dispatcher,
-        model=parts.model_name,
+        parts.names,
         policy=lambda: parts.admin.policy,
         overload=parts.overload,
     )
-    names = read_names(parts.model_name, config.served_model_aliases)
     server = HttpServer(
-        parts.intake,
-        dispatcher.pool,
-        parts.metrics,
-        model_name=parts.model_name,
-        served=read_defaults(names, config.request_defaults),
+        parts.names,
+        MetricsPage({base.model: base.metrics for base in parts.names.bases}),
         strict_fields=config.strict_fields,
         access=parts.access,
         cors_origin=config.http_cors_origin,
@@ -312,14 +252,23 @@ async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
         status_page=page,
         tracing=parts.tracing,
     )
-    parts.metrics.show_connections(server.connections)
+    parts.names.bases[0].metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)
     logger.info("HTTP API on %s://%s", "https" if files else "http", address)
     try:
-        async with _in_background(page.history.run()):
+        async with _in_background(page.run()):
             yield server
     finally:
         await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def _watching_all(bases: Iterable[BaseParts]) -> AsyncIterator[None]:
+    """Watch the nodes of all base models inside this context."""
+    async with contextlib.AsyncExitStack() as stack:
+        for one in bases:
+            await stack.enter_async_context(_watching(one.base.pool, one.scaling))
+        yield
 
 
 @contextlib.asynccontextmanager
@@ -365,8 +314,7 @@ def _make_servers(parts: _Parts) -> dict[str, RpcServer]:
 
     journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
     service = InferenceService(
-        parts.intake,
-        model=parts.model_name,
+        parts.names,
         journal=journal,
         max_timeout_s=config.max_request_timeout_s,
     )
@@ -375,7 +323,7 @@ def _make_servers(parts: _Parts) -> dict[str, RpcServer]:
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_private(server: object) -> None:
-        links = NodeLinkService(parts.dispatcher.pool, parts.access)
+        links = NodeLinkService(parts.pools, parts.access)
         node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
         admin_pb2_grpc.add_AdminServicer_to_server(parts.admin, server)  # type: ignore[no-untyped-call]  # generated
 
@@ -413,14 +361,9 @@ def _make_servers(parts: _Parts) -> dict[str, RpcServer]:
     }
 
 
-def _make_admin(
-    config: RouterConfig, dispatcher: Dispatcher, intake: Intake, overload: Overload
-) -> AdminService:
-    return AdminService(
-        dispatcher,
-        intake,
-        model=config.model,
-        policy=config.policy,
-        overload=overload,
-        on_policy=lambda name: dispatcher.pool.allow_self_prefill(config.may_self_prefill(name)),
-    )
+def _make_admin(config: RouterConfig, names: NameTable, overload: Overload) -> AdminService:
+    def note_policy(name: str) -> None:
+        for base in names.bases:
+            base.pool.allow_self_prefill(config.may_self_prefill(name))
+
+    return AdminService(names, policy=config.policy, overload=overload, on_policy=note_policy)

@@ -16,8 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, zero_of
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, TraceContext, zero_of
 from router.calls.request_log import AttemptRecord, RequestRecord
 
 PREEMPTED = "PREEMPTED"  # a decode node returns the request: it moves, and no node is at fault

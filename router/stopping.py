@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from baton.serving.rpc import RpcServer
@@ -44,7 +44,7 @@ class HttpApi(Protocol):
 
 
 async def stop_router(
-    dispatcher: Dispatcher,
+    dispatchers: Sequence[Dispatcher],
     servers: Iterable[RpcServer],
     http: HttpApi | None,
     *,
@@ -54,6 +54,7 @@ async def stop_router(
     """Stop a router; returns when everything is closed.
 
     Args:
+        dispatchers: one per base model.
         delay_s: time of serving on while not ready; load balancers notice after seconds.
         timeout_s: time for open requests to end by themselves.
     """
@@ -65,16 +66,18 @@ async def stop_router(
     await asyncio.sleep(delay_s)
 
     def num_open() -> int:
-        return dispatcher.num_open + (http.num_at_work if http is not None else 0)
+        num_calls = sum(dispatcher.num_open for dispatcher in dispatchers)
+        return num_calls + (http.num_at_work if http is not None else 0)
 
-    dispatcher.refuse_new(WHY)
+    for dispatcher in dispatchers:
+        dispatcher.refuse_new(WHY)
     if num_open():
         logger.info("stopping: %d open requests have %g s to end", num_open(), timeout_s)
     await _until_none(num_open, timeout_s)
     await asyncio.gather(
         *(server.stop(LAST_WORDS_S) for server in servers),
         *([http.stop()] if http is not None else []),
-        _end_calls(dispatcher),
+        *map(_end_calls, dispatchers),
     )
 
 

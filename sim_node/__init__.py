@@ -1,1 +1,1 @@
-"""Simulated nodes: real nodes over an executor that only takes time. No model, no torch."""
+"""Simulated nodes: real nodes whose executor only waits. No model, no torch."""

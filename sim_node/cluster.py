@@ -243,7 +243,7 @@ class SimCluster:
     def _node(self, name: str) -> SimNode:
         node = self._nodes.get(name)
         if node is None:
-            raise NodeUnavailableError(f"simulated node {name} does not live")
+            raise NodeUnavailableError(f"simulated node {name} is not running")
         return node
 
     # ------------------------------------------------------------------ by itself
@@ -260,7 +260,7 @@ class SimCluster:
     async def _inject(
         self, per_minute: float, act: Callable[[str], Coroutine[None, None, None]]
     ) -> None:
-        """Do something to a node drawn at random, so often per node."""
+        """Disturb random nodes, at this rate per node, until cancelled."""
         if not per_minute:
             return
         while True:

@@ -51,7 +51,7 @@ class FaultSpec:
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, number = part.partition("=")
             if name not in known:
-                raise ConfigError(f"faults: must be of {', '.join(known)}, got {name!r}")
+                raise ConfigError(f"faults: must be among {', '.join(known)}, got {name!r}")
             try:
                 values[name] = int(number) if name == "seed" else float(number)
             except ValueError:

@@ -40,7 +40,7 @@ from baton.link.words import (
 from baton.version import __version__
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
-from engine.engine import Engine
+from engine.make_engine import make_engine
 from kvconnector.ends import Receiver, Sender
 from node_runtime.kv_event_feed import KVEventFeed
 from node_runtime.node_engine import FirstSteps, LoadedEngine
@@ -175,7 +175,7 @@ class Simulation:
         self._refuse = faults.refuse
         self._random = random.Random(f"{faults.seed} {engine_id}")
         self._executor = SimExecutor(model, options, role, clock, self._look_later)
-        self.engine = Engine(
+        self.engine = make_engine(
             Path(), engine_config(options, role), model.identity, executor=self._executor
         )
         self._executor.requests = self.engine.requests

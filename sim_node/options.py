@@ -23,7 +23,7 @@ class SimOptions:
 
     timing: TimingModel = field(default_factory=lambda: PRESETS[DEFAULT_PRESET])
     block_size: int = option(16, least=1, help="Tokens per KV block.")
-    num_blocks: int = option(26_000, least=1, help="KV blocks of a node.")
+    num_blocks: int = option(26_000, least=1, help="KV blocks per node.")
     max_model_len: int = option(
         0, least=0, help="Most tokens of a request; 0: the model's own limit."
     )
@@ -32,16 +32,18 @@ class SimOptions:
         8192, least=1, help="Most prompt tokens in a prefill step."
     )
     prefill_tokens_beside_decodes: int = option(
-        0, least=0, help="Most prompt tokens in a step that also decodes; 0: as in others."
+        0, least=0, help="Most prompt tokens in a step that also decodes; 0: as in other steps."
     )
     local_prefill_threshold: int = option(
         32,
         least=0,
-        help="A decode node computes the rest of a prompt itself when its prefix cache has all but "
-        "so many tokens; 0: never.",
+        help="A decode node computes the rest of a prompt itself if its prefix cache lacks at "
+        "most this many tokens; 0: never.",
     )
     prefix_hash: str = option(
-        DEFAULT_HASH_ALGORITHM, choices=tuple(HASH_ALGORITHMS), help="Names of prefixes."
+        DEFAULT_HASH_ALGORITHM,
+        choices=tuple(HASH_ALGORITHMS),
+        help="Hash that identifies prefixes.",
     )
     revision: str = option("", parse=parse_revision, help=REVISION_HELP)
 
@@ -55,22 +57,24 @@ class SimNodeOptions:
 
     model: str = option(help="Model folder, GGUF file, or hub id; weights are not read.")
     router: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
-    prefill: int = option(1, least=0, help="Prefill nodes of this process.")
-    decode: int = option(1, least=0, help="Decode nodes of this process.")
-    name: str = option("sim", help="The nodes are NAME-p0, NAME-d0, ...")
-    preset: str = option(DEFAULT_PRESET, choices=tuple(PRESETS), help="What is simulated.")
+    prefill: int = option(1, least=0, help="Number of prefill nodes in this process.")
+    decode: int = option(1, least=0, help="Number of decode nodes in this process.")
+    name: str = option("sim", help="Beginning of the nodes' names: NAME-p0, NAME-d0, ...")
+    preset: str = option(
+        DEFAULT_PRESET, choices=tuple(PRESETS), help="Model and hardware whose times are simulated."
+    )
     time_scale: float = option(
-        1.0, above=0, help="Times as long as in the preset; 0.1: ten times as fast."
+        1.0, above=0, help="Factor for the preset's times; 0.1: ten times as fast."
     )
     sizes: SimOptions = group(SimOptions)
     script: str = option(
         "",
-        help="TOML file with what the model says to which prompts; none: tokens are hashes of the "
-        "prompt.",
+        help="TOML file that tells which outputs follow which prompts; empty: outputs are hashes "
+        "of the prompt.",
     )
     faults: str = option(
         "",
-        help="What goes wrong, such as kill=0.5,restart_s=3,stall=0.5,stall_s=2 (per node and "
+        help="Faults to inject, such as kill=0.5,restart_s=3,stall=0.5,stall_s=2 (per node and "
         "minute), slow=0.1,slow_factor=3 (share of nodes), refuse=0.01 (probability), seed=1.",
     )
     join_timeout_s: float = option(
@@ -79,8 +83,8 @@ class SimNodeOptions:
     node_token: str = option(
         "",
         is_secret=True,
-        help="Shows the router that these nodes may join: its --node-token, or an API key with the "
-        "role join.",
+        help="Proof for the router that these nodes may join: its --node-token, or an API key "
+        "with the role join.",
     )
     tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
     log: LogOptions = group(LogOptions)

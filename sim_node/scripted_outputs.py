@@ -8,8 +8,8 @@
     say = '<tool_call>\\n{"name": "write", "arguments": {"path": "a.txt"}}\\n</tool_call>'
 
 The rule whose `after` comes last in a prompt answers the prompt; the first rule wins a tie. So a
-result of a tool, or a user's next message, leads to the next answer. `say` is the model's own
-writing: calls stand there in the form of its family, which the router's parsers read.
+result of a tool, or a user's next message, leads to the next answer. `say` is raw
+output of the model: its calls have the form of its family, which the router's parsers read.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class _Jumps(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("all tasks wait, and for no timer")
+            raise RuntimeError("all tasks wait, but none for a timer")
         self.now += max(timeout, 0.0)
         return []
 

@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 from baton.telemetry import log_options
 from engine.core.kv_retention import NULL_BLOCK
 from engine.core.scheduler import Scheduler
-from tests.fakes.dead_engines import died_on_purpose
+from tests.fakes.engine.dead_engines import died_on_purpose
 
 _OF_PROCESSES = {"socket.bind", "socket.connect", "subprocess.Popen", "os.fork", "os.posix_spawn"}
 _seen: list[str] = []  # of these, in this test

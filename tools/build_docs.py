@@ -16,15 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "docs"
 PAGES = BUILD / "pages"
-# Pages of the site that do not lie in docs/.
+# Pages of the site that are not in docs/.
 ROOT_PAGES = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
-# Where copies of other files go.
+# Folder of the site for copies of other files.
 FILES = "repository"
 _LINK = re.compile(r"(\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 # GitHub begins a list behind a line of text; Python's Markdown wants an empty line before it.
 _ITEM_BEHIND_TEXT = re.compile(r"^(?![ \t#|]|(?:[*-]|\d+\.) )(.+)\n(?=(?:[*-]|1\.) )", re.MULTILINE)
-# What a page must not load.
+# Loads from other servers, which a page must not have.
 _FOREIGN = re.compile(
     r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^\"'> ]*"
 )
@@ -50,7 +50,7 @@ def main(zensical: str, mermaid: str) -> int:
 
 
 def stage(mermaid: Path) -> None:
-    """Copy what the site is made of."""
+    """Copy the site's sources to its folder."""
     shutil.rmtree(BUILD, ignore_errors=True)
     (PAGES / "assets").mkdir(parents=True)
     shutil.copy(ROOT / "zensical.toml", BUILD)
@@ -74,7 +74,7 @@ def place_of(source: Path) -> str:
 
 
 def page(source: Path) -> str:
-    """Convert a document to a page: its links lead to places of the site, its lists are lists."""
+    """Convert a document to a page: point its links into the site, and make its lists valid."""
 
     def moved(match: re.Match[str]) -> str:
         words, target, anchor = match[1], match[2], match[3] or ""
@@ -100,7 +100,7 @@ def page(source: Path) -> str:
 
 
 def foreign_loads(site: Path) -> Iterator[str]:
-    """Find what a page would fetch from another server."""
+    """List the files that pages would fetch from other servers."""
     for path in sorted(site.rglob("*.html")):
         for found in _FOREIGN.findall(path.read_text(encoding="utf-8")):
             if 'rel="canonical"' not in found:
@@ -108,7 +108,7 @@ def foreign_loads(site: Path) -> Iterator[str]:
 
 
 def dead_links(site: Path) -> Iterator[str]:
-    """Find links within the site that lead to no file, or to no place in it."""
+    """List links within the site whose file or anchor is missing."""
     anchors = {
         path: set(re.findall(r'\bid="([^"]+)"', path.read_text(encoding="utf-8")))
         for path in site.rglob("*.html")

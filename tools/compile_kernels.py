@@ -1,7 +1,7 @@
-"""Compile every Triton kernel ahead of time, without a GPU, and say what it takes of one.
+"""Compile every Triton kernel ahead of time, without a GPU, and report registers and memory.
 
-    tools/compile_kernels.py            compile, print the table, write what was found
-    tools/compile_kernels.py --check    compile, and fail where a kernel takes more than is written
+    tools/compile_kernels.py            compile, print the table, write the figures
+    tools/compile_kernels.py --check    compile, and fail if a kernel takes more than recorded
     ... --check --if-changed            the same, if Triton or a kernel has changed since then
 
 Cases are the ``AOT_CASES`` of the modules of `baton_kernels.triton`. Types are Triton's, ``i32:16``
@@ -118,13 +118,13 @@ def modules() -> list[str]:
 
 
 def cases_of(module: str) -> tuple[AotCase, ...]:
-    """List the cases that a module names; none where it has no kernel to launch."""
+    """List a module's cases; none if it has no kernel to launch."""
     cases: tuple[AotCase, ...] = getattr(import_module(module), "AOT_CASES", ())
     return cases
 
 
 def _set_up(cache: str) -> None:
-    """Use a fresh cache: what comes from one was not compiled and shows no registers."""
+    """Use a fresh cache, since cached kernels are not compiled and show no registers."""
     os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1")
 
 
@@ -152,7 +152,7 @@ def _compile(module: str, name: str, architecture: str) -> Figures:
 
 
 def compile_case(case: AotCase, capability: int) -> Any:
-    """Compile one case to what Triton makes of it: ``asm["ptx"]``, ``metadata``."""
+    """Compile one case; return Triton's result, with ``asm["ptx"]`` and ``metadata``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -208,7 +208,7 @@ def pending_groups(ptx: str) -> int | None:
 def differences(
     found: Found, recorded: Mapping[str, Mapping[str, Figures]], complete: bool
 ) -> Iterator[str]:
-    """Report each figure that is worse than the recorded one, or has none."""
+    """Report each figure that is worse than the recorded one, or is not recorded."""
     for name, architecture, figures in _rows(found):
         known = recorded.get(name, {}).get(architecture)
         if known is None:
@@ -253,7 +253,7 @@ def _rows(found: Found) -> Iterator[tuple[str, str, Figures]]:
 
 
 def release() -> str:
-    """Return Triton's release, as records are kept: ``3.6``."""
+    """Return Triton's release, under which figures are recorded: ``3.6``."""
     import triton
 
     return ".".join(triton.__version__.split(".")[:2])
@@ -287,7 +287,7 @@ def read_releases(record: Path) -> dict[str, Any]:
 
 
 def write(found: Found, complete: bool) -> None:
-    """Keep what was found for this release, beside what is known of others and of other cases."""
+    """Record this release's figures; keep those of other releases and cases."""
     releases = read_releases(RECORD)
     known = {} if complete else releases.get(release(), {}).get("kernels", {})
     kernels = dict(sorted((known | found).items()))

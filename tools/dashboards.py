@@ -52,289 +52,158 @@ def _rate(metric: str, labels: str, by: str) -> str:
     return f"sum by ({by}) (rate({metric}{{{labels}}}[$__rate_interval]))"
 
 
+def _ratio(above: str, below: str) -> str:
+    """Divide two rates of each node; a node without the second is left out."""
+    return f"{_rate(above, _N, 'node')} / ({_rate(below, _N, 'node')} > 0)"
+
+
 Rows: TypeAlias = dict[str, tuple[Panel, ...]]  # by their titles
 
 FLEET: Rows = {
     "Now": (
-        Panel(
-            "Requests open",
-            {"open": f"sum(baton_router_requests_open{{{_R}}})"},
-            "Waiting and running, of all routers.",
-            is_number=True,
-        ),
-        Panel(
-            "Requests queued",
-            {"queued": f"sum(baton_router_requests_queued{{{_R}}})"},
-            "Waiting at routers for nodes to have room.",
-            is_number=True,
-        ),
-        Panel(
-            "Nodes ready",
-            {"{{role}}": f'max by (role) (baton_router_nodes{{state="ready", {_R}}})'},
-            "Requests can go there.",
-            is_number=True,
-        ),
-        Panel(
-            "Output tokens per second",
-            {"tokens": _rate("baton_router_output_tokens_total", _R, "job")},
-            "Of requests that finished.",
-            is_number=True,
-        ),
+        Panel("Requests open", {"open": f"sum(baton_router_requests_open{{{_R}}})"},
+              "Waiting and running, of all routers.", is_number=True),
+        Panel("Requests queued", {"queued": f"sum(baton_router_requests_queued{{{_R}}})"},
+              "Waiting at routers for nodes to have room.", is_number=True),
+        Panel("Nodes ready",
+              {"{{role}}": f'max by (role) (baton_router_nodes{{state="ready", {_R}}})'},
+              "Requests can go there.", is_number=True),
+        Panel("Output tokens per second",
+              {"tokens": _rate("baton_router_output_tokens_total", _R, "job")},
+              "Of requests that finished.", is_number=True),
     ),
     "Requests": (
-        Panel(
-            "Ends",
-            {"{{outcome}}": _rate("baton_router_requests_total", _R, "outcome")},
-            "Requests per second by how they ended.",
-            "reqps",
-        ),
-        Panel(
-            "Refused",
-            {
-                "{{reason}}": f"{_rate('baton_router_requests_refused_total', _R, 'reason')} "
-                'or label_replace(vector(0), "reason", "none", "", "")'
-            },
-            "Requests per second that were refused before anything was computed.",
-            "reqps",
-        ),
-        Panel(
-            "Time to first token",
-            _quantiles("baton_router_time_to_first_token_seconds", _R),
-            "From arrival at the router.",
-            "s",
-        ),
-        Panel(
-            "Time between tokens",
-            _quantiles("baton_router_inter_token_latency_seconds", _R),
-            "A request's mean.",
-            "s",
-        ),
+        Panel("Ends", {"{{outcome}}": _rate("baton_router_requests_total", _R, "outcome")},
+              "Requests per second by how they ended.", "reqps"),
+        Panel("Refused",
+              {"{{reason}}": f"{_rate('baton_router_requests_refused_total', _R, 'reason')} "
+               'or label_replace(vector(0), "reason", "none", "", "")'},
+              "Requests per second that were refused before anything was computed.", "reqps"),
+        Panel("Time to first token", _quantiles("baton_router_time_to_first_token_seconds", _R),
+              "From arrival at the router.", "s"),
+        Panel("Time between tokens", _quantiles("baton_router_inter_token_latency_seconds", _R),
+              "A request's mean.", "s"),
         Panel("Time to last token", _quantiles("baton_router_request_seconds", _R), "", "s"),
-        Panel(
-            "Attempts per request",
-            {
-                "attempts": f"sum(rate(baton_router_attempts_total{{{_R}}}[$__rate_interval])) / "
-                f'sum(rate(baton_router_requests_total{{outcome=~"stop|length|abort", {_R}}}'
-                "[$__rate_interval]))"
-            },
-            "More than 1: nodes were lost, or short of memory.",
-        ),
+        Panel("Attempts per request",
+              {"attempts": f"sum(rate(baton_router_attempts_total{{{_R}}}[$__rate_interval])) / "
+               f'sum(rate(baton_router_requests_total{{outcome=~"stop|length|abort", {_R}}}'
+               "[$__rate_interval]))"},
+              "More than 1: nodes were lost, or short of memory."),
         Panel("Prompt lengths", _quantiles("baton_router_request_prompt_tokens", _R), "In tokens."),
         Panel("Output lengths", _quantiles("baton_router_request_output_tokens", _R), "In tokens."),
     ),
     "Where the time to the first token goes": (
-        Panel(
-            "Queue",
-            _quantiles("baton_router_queue_seconds", _R),
-            "At the router and on the prefill node. Too few prefill nodes, or a burst.",
-            "s",
-        ),
-        Panel(
-            "Prefill", _quantiles("baton_router_prefill_seconds", _R), "First chunk to token.", "s"
-        ),
-        Panel(
-            "Expected wait",
-            {"{{instance}}": f"baton_router_expected_wait_seconds{{{_R}}}"},
-            "Of a request that comes now.",
-            "s",
-        ),
+        Panel("Queue", _quantiles("baton_router_queue_seconds", _R),
+              "At the router and on the prefill node. Too few prefill nodes, or a burst.", "s"),
+        Panel("Prefill", _quantiles("baton_router_prefill_seconds", _R), "First chunk to token.",
+              "s"),
+        Panel("Expected wait", {"{{instance}}": f"baton_router_expected_wait_seconds{{{_R}}}"},
+              "Of a request that comes now.", "s"),
         Panel("Decode", _quantiles("baton_router_decode_seconds", _R), "First to last token.", "s"),
     ),
     "Router": (
-        Panel(
-            "Nodes",
-            {"{{role}} {{state}}": f"max by (role, state) (baton_router_nodes{{{_R}}})"},
-            "By state.",
-        ),
-        Panel(
-            "Overload level",
-            {"{{instance}}": f"baton_router_overload_level{{{_R}}}"},
-            "1: less urgent requests are refused; 2: all are.",
-        ),
-        Panel(
-            "What the level follows",
-            {"{{instance}} {{signal}}": f"baton_router_overload_signal{{{_R}}}"},
-            "Seconds of the event loop's lag, else shares of a limit.",
-        ),
-        Panel(
-            "Connections over HTTP",
-            {"{{state}}": f"sum by (state) (baton_router_http_connections{{{_R}}})"},
-            "At work on a request, or waiting for one.",
-        ),
+        Panel("Nodes", {"{{role}} {{state}}": f"max by (role, state) (baton_router_nodes{{{_R}}})"},
+              "By state."),
+        Panel("Overload level", {"{{instance}}": f"baton_router_overload_level{{{_R}}}"},
+              "1: less urgent requests are refused; 2: all are."),
+        Panel("What the level follows",
+              {"{{instance}} {{signal}}": f"baton_router_overload_signal{{{_R}}}"},
+              "Seconds of the event loop's lag, else shares of a limit."),
+        Panel("Connections over HTTP",
+              {"{{state}}": f"sum by (state) (baton_router_http_connections{{{_R}}})"},
+              "At work on a request, or waiting for one."),
     ),
-}
+}  # fmt: skip
 
 HAND_OFF: Rows = {
     "Hand-off": (
-        Panel(
-            "Exposed transfer",
-            _quantiles("baton_router_exposed_transfer_seconds", _R),
-            "From token 1 until the decode node has all KV: what a client can notice of it.",
-            "s",
-        ),
-        Panel(
-            "First step", _quantiles("baton_router_first_step_seconds", _R), "Commit to token.", "s"
-        ),
-        Panel(
-            "Transfers ended",
-            {"{{role}} {{outcome}}": _rate("baton_transfers_ended_total", _N, "role, outcome")},
-            "Per second. failed: a client was told, or another attempt follows.",
-            "ops",
-        ),
-        Panel(
-            "Transfers open",
-            {"{{role}} {{state}}": f"sum by (role, state) (baton_transfers{{{_N}}})"},
-            "PARKED: waits for its prefill; DRAINING, QUARANTINED: ended, and not yet quiet.",
-        ),
+        Panel("Exposed transfer", _quantiles("baton_router_exposed_transfer_seconds", _R),
+              "From token 1 until the decode node has all KV: what a client can notice of it.",
+              "s"),
+        Panel("First step", _quantiles("baton_router_first_step_seconds", _R), "Commit to token.",
+              "s"),
+        Panel("Transfers ended",
+              {"{{role}} {{outcome}}": _rate("baton_transfers_ended_total", _N, "role, outcome")},
+              "Per second. failed: a client was told, or another attempt follows.", "ops"),
+        Panel("Transfers open",
+              {"{{role}} {{state}}": f"sum by (role, state) (baton_transfers{{{_N}}})"},
+              "PARKED: waits for its prefill; DRAINING, QUARANTINED: ended, and not yet quiet."),
     ),
     "Transport": (
-        Panel(
-            "Bandwidth of pairs",
-            {
-                "{{prefill_node}} {{decode_node}} {{transport}}": (
-                    f"max by (prefill_node, decode_node, transport) "
-                    f"(baton_router_pair_bandwidth_bytes_per_second{{{_R}}})"
-                )
-            },
-            "As measured when they met, and by which transport.",
-            "Bps",
-        ),
-        Panel(
-            "KV sent",
-            {"{{node}}": _rate("baton_kv_sent_bytes_total", _N, "node")},
-            "What was sent again included.",
-            "Bps",
-        ),
-        Panel(
-            "KV received",
-            {"{{node}}": _rate("baton_kv_received_bytes_total", _N, "node")},
-            "Of committed transfers.",
-            "Bps",
-        ),
-        Panel(
-            "Bytes per descriptor",
-            {
-                "{{node}}": f"{_rate('baton_kv_sent_bytes_total', _N, 'node')} / "
-                f"({_rate('baton_kv_descriptors_total', _N, 'node')} > 0)"
-            },
-            "Ranges of memory that one write is: the larger, the better.",
-            "bytes",
-        ),
-        Panel(
-            "Peers",
-            {"{{node}} {{state}}": f"sum by (node, state) (baton_pairs{{{_N}}})"},
-            "Of each node, by state.",
-        ),
-        Panel(
-            "Peers found silent",
-            {"{{node}}": _rate("baton_peer_failures_total", _N, "node")},
-            "Per second.",
-        ),
+        Panel("Bandwidth of pairs",
+              {"{{prefill_node}} {{decode_node}} {{transport}}":
+               "max by (prefill_node, decode_node, transport) "
+               f"(baton_router_pair_bandwidth_bytes_per_second{{{_R}}})"},
+              "As measured when they met, and by which transport.", "Bps"),
+        Panel("KV sent", {"{{node}}": _rate("baton_kv_sent_bytes_total", _N, "node")},
+              "What was sent again included.", "Bps"),
+        Panel("KV received", {"{{node}}": _rate("baton_kv_received_bytes_total", _N, "node")},
+              "Of committed transfers.", "Bps"),
+        Panel("Bytes per descriptor",
+              {"{{node}}": _ratio("baton_kv_sent_bytes_total", "baton_kv_descriptors_total")},
+              "Ranges of memory that one write is: the larger, the better.", "bytes"),
+        Panel("Peers", {"{{node}} {{state}}": f"sum by (node, state) (baton_pairs{{{_N}}})"},
+              "Of each node, by state."),
+        Panel("Peers found silent", {"{{node}}": _rate("baton_peer_failures_total", _N, "node")},
+              "Per second."),
     ),
     "Integrity": (
-        Panel(
-            "Blocks quarantined",
-            {"{{node}}": f"baton_blocks_quarantined{{{_N}}}"},
-            "Of ended requests, and a peer may still write or read there.",
-        ),
-        Panel(
-            "Blocks that arrived wrong",
-            {"{{node}}": f"increase(baton_kv_wrong_blocks_total{{{_N}}}[1h])"},
-            "In the last hour. None of them was used.",
-        ),
-        Panel(
-            "References without owner",
-            {"{{node}}": f"baton_block_references{{{_N}}} - baton_block_references_owned{{{_N}}}"},
-            "Not 0: blocks leak.",
-        ),
+        Panel("Blocks quarantined", {"{{node}}": f"baton_blocks_quarantined{{{_N}}}"},
+              "Of ended requests, and a peer may still write or read there."),
+        Panel("Blocks that arrived wrong",
+              {"{{node}}": f"increase(baton_kv_wrong_blocks_total{{{_N}}}[1h])"},
+              "In the last hour. None of them was used."),
+        Panel("References without owner",
+              {"{{node}}":
+               f"baton_block_references{{{_N}}} - baton_block_references_owned{{{_N}}}"},
+              "Not 0: blocks leak."),
     ),
-}
+}  # fmt: skip
 
 NODES: Rows = {
     "Engine": (
-        Panel(
-            "Requests",
-            {"{{node}} {{state}}": f"baton_requests{{{_N}}}"},
-            "parked: their KV is on its way.",
-        ),
-        Panel(
-            "Tokens sampled", {"{{node}}": _rate("baton_output_tokens_total", _N, "node")}, "/s."
-        ),
-        Panel(
-            "Prompt tokens",
-            {
-                "{{node}} computed": _rate("baton_prompt_tokens_computed_total", _N, "node"),
-                "{{node}} cached": _rate("baton_cached_prompt_tokens_total", _N, "node"),
-                "{{node}} received": _rate("baton_received_prompt_tokens_total", _N, "node"),
-            },
-            "Per second, by where their KV comes from.",
-        ),
-        Panel(
-            "Tokens per step",
-            _quantiles("baton_step_tokens", _N),
-            "Of prompts and outputs: how full steps are.",
-        ),
+        Panel("Requests", {"{{node}} {{state}}": f"baton_requests{{{_N}}}"},
+              "parked: their KV is on its way."),
+        Panel("Tokens sampled", {"{{node}}": _rate("baton_output_tokens_total", _N, "node")},
+              "/s."),
+        Panel("Prompt tokens",
+              {"{{node}} computed": _rate("baton_prompt_tokens_computed_total", _N, "node"),
+               "{{node}} cached": _rate("baton_cached_prompt_tokens_total", _N, "node"),
+               "{{node}} received": _rate("baton_received_prompt_tokens_total", _N, "node")},
+              "Per second, by where their KV comes from."),
+        Panel("Tokens per step", _quantiles("baton_step_tokens", _N),
+              "Of prompts and outputs: how full steps are."),
         Panel("Steps", {"{{node}}": _rate("baton_steps_total", _N, "node")}, "Per second.", "ops"),
-        Panel(
-            "Seconds per step",
-            {
-                "{{node}} model and sampler": f"{_rate('baton_forward_seconds_total', _N, 'node')} "
-                f"/ ({_rate('baton_steps_total', _N, 'node')} > 0)",
-                "{{node}} whole": f"{_rate('baton_step_seconds_total', _N, 'node')} "
-                f"/ ({_rate('baton_steps_total', _N, 'node')} > 0)",
-            },
-            "What is between the two is the host's work.",
-            "s",
-        ),
-        Panel(
-            "Model FLOP/s",
-            {"{{node}}": _rate("baton_model_flops_total", _N, "node")},
-            "By the model's configuration; over the devices' peak this is MFU.",
-        ),
-        Panel(
-            "Memory read",
-            {
-                "{{node}} weights": _rate("baton_weight_read_bytes_total", _N, "node"),
-                "{{node}} KV": _rate("baton_kv_read_bytes_total", _N, "node"),
-            },
-            "Per second, by the model's configuration; compare with the memory's bandwidth.",
-            "Bps",
-        ),
+        Panel("Seconds per step",
+              {"{{node}} model and sampler":
+               _ratio("baton_forward_seconds_total", "baton_steps_total"),
+               "{{node}} whole": _ratio("baton_step_seconds_total", "baton_steps_total")},
+              "What is between the two is the host's work.", "s"),
+        Panel("Model FLOP/s", {"{{node}}": _rate("baton_model_flops_total", _N, "node")},
+              "By the model's configuration; over the devices' peak this is MFU."),
+        Panel("Memory read",
+              {"{{node}} weights": _rate("baton_weight_read_bytes_total", _N, "node"),
+               "{{node}} KV": _rate("baton_kv_read_bytes_total", _N, "node")},
+              "Per second, by the model's configuration; compare with the memory's bandwidth.",
+              "Bps"),
     ),
     "KV cache": (
-        Panel(
-            "Blocks in use",
-            {"{{node}}": f"1 - baton_blocks_free{{{_N}}} / baton_blocks{{{_N}}}"},
-            "Share of all. Cached prefixes that nobody holds count as free.",
-            "percentunit",
-        ),
-        Panel(
-            "Blocks by owner",
-            {"{{node}} {{owner}}": f"baton_blocks_held{{{_N}}}"},
-            "References, by who holds them.",
-        ),
-        Panel(
-            "Prefix cache hits",
-            {
-                "{{node}}": f"{_rate('baton_cached_prompt_tokens_total', _N, 'node')} / "
-                f"({_rate('baton_prefix_lookup_tokens_total', _N, 'node')} > 0)"
-            },
-            "Share of the prompt tokens that were looked for.",
-            "percentunit",
-        ),
+        Panel("Blocks in use",
+              {"{{node}}": f"1 - baton_blocks_free{{{_N}}} / baton_blocks{{{_N}}}"},
+              "Share of all. Cached prefixes that nobody holds count as free.", "percentunit"),
+        Panel("Blocks by owner", {"{{node}} {{owner}}": f"baton_blocks_held{{{_N}}}"},
+              "References, by who holds them."),
+        Panel("Prefix cache hits",
+              {"{{node}}":
+               _ratio("baton_cached_prompt_tokens_total", "baton_prefix_lookup_tokens_total")},
+              "Share of the prompt tokens that were looked for.", "percentunit"),
         Panel("Blocks cached", {"{{node}}": f"baton_blocks_cached{{{_N}}}"}, "Contents."),
-        Panel(
-            "Blocks evicted",
-            {"{{node}}": _rate("baton_blocks_evicted_total", _N, "node")},
-            "Per second: given out while they cached something.",
-        ),
-        Panel(
-            "Preemptions",
-            {"{{node}}": _rate("baton_preemptions_total", _N, "node")},
-            "Requests per second that lost their blocks.",
-        ),
+        Panel("Blocks evicted", {"{{node}}": _rate("baton_blocks_evicted_total", _N, "node")},
+              "Per second: given out while they cached something."),
+        Panel("Preemptions", {"{{node}}": _rate("baton_preemptions_total", _N, "node")},
+              "Requests per second that lost their blocks."),
     ),
-}
+}  # fmt: skip
 
 DASHBOARDS = {
     "fleet": ("Baton: fleet", FLEET),

@@ -51,7 +51,7 @@ def main(names: list[str]) -> int:
 
 
 def files_naming(name: str, source: Mapping[str, set[str]]) -> list[str]:
-    """Return the files whose words name a family."""
+    """Return the files whose code names a family."""
     pattern = re.compile(name.replace("_", "[-_]?"), re.IGNORECASE)
     return [path for path, found in source.items() if any(map(pattern.search, found))]
 
@@ -66,7 +66,7 @@ def words_by_file(folders: tuple[str, ...], root: Path = ROOT) -> dict[str, set[
 
 
 def words(source: str) -> Iterator[str]:
-    """Yield the names and strings of code, but for docstrings."""
+    """Yield the names and strings of code, without docstrings."""
     tree = ast.parse(source)
     prose = {
         id(node.value)

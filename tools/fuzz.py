@@ -1,6 +1,7 @@
 """Fuzz one target guided by coverage (atheris): ``python -m tools.fuzz TARGET SECONDS``.
 
-What reached new code is merged into the target's corpus. So is a finding; the exit code says that.
+Inputs that reached new code, and findings, are merged into the target's corpus. The exit code tells
+whether there is a finding.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(name: str, seconds: int) -> int:
     command = [sys.executable, "-m", "tools.fuzz", "--libfuzzer", name, *limits]
     fuzzing = [f"-max_total_time={seconds}", "-print_final_stats=1", f"-artifact_prefix={kept}/"]
     rc = subprocess.run([*command, *fuzzing, str(found), str(kept)], check=False).returncode
-    # (What a finding does again while it is merged is no second finding.)
+    # (A finding that fails again while it is merged does not count twice.)
     merging = ["-merge=1", f"-artifact_prefix={found}/"]
     subprocess.run([*command, *merging, str(kept), str(found)], check=False)
     print(f"{name}: exit code {rc}, {len(list(kept.iterdir()))} files in its corpus", flush=True)
@@ -43,7 +44,7 @@ def _fuzz_here(name: str, arguments: list[str]) -> None:
     def target(data: bytes) -> None:
         run(name, data)
 
-    # libFuzzer starts itself again, in a shell, to merge.
+    # To merge, libFuzzer starts itself again, in a shell.
     itself = f"{sys.executable} -m tools.fuzz --libfuzzer {name}"
     atheris.Setup([itself, *arguments], target)
     atheris.Fuzz()

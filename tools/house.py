@@ -1,8 +1,8 @@
-"""Says how large the house is, per package, and writes what pages say of it.
+"""Measures the code per package, and writes the generated parts of pages about it.
 
     python -m tools.house            print per package: files, lines, lengths of functions
     python -m tools.house --write    write the generated parts of PAGES: packages, day path, ...
-    python -m tools.house --check    find what is old in those pages; `make check` runs this
+    python -m tools.house --check    find stale parts of those pages; `make check` runs this
 
 Generated stubs do not count. Lines of a function are those of its own code, as check_layout counts.
 """
@@ -28,7 +28,7 @@ DECISIONS = "docs/adr/README.md"
 DAY_PATH_LINES = 6_000  # what one person reads in a day
 # By how much a page's number of lines may be off before the page is stale.
 TOLERANCE = 0.1
-# Between them is what this program writes into a page.
+# Marks around a generated part of a page.
 BEGIN, END = "<!-- written by tools/house.py -->", "<!-- end -->"
 
 
@@ -38,7 +38,7 @@ class Chapter:
 
     Attributes:
         title: the chapter's title.
-        sentence: what its reader knows afterwards.
+        sentence: knowledge that its reader gains.
         names: classes and functions, in the order in which to read them; files are found by them.
     """
 
@@ -59,7 +59,7 @@ DAY = (
         "On the two nodes",
         "Each node runs a loop: inbox, one engine step, outbox. The prefill node tracks which "
         "blocks may travel, the decode node which blocks it has granted.",
-        ("PrefillNode", "PushTracker", "DecodeNode", "Reservations", "new_request"),
+        ("PrefillNode", "PushTracker", "DecodeNode", "Reservations", "GrantQueue", "new_request"),
     ),
     Chapter(
         "Between them",
@@ -78,7 +78,7 @@ DAY = (
         ("StepPlan:engine", "ModelRunner"),
     ),
 )
-# Another day: what a forward is, and what carries values from one file of the day to the next.
+# Another day: the forward pass, and types that carry values between files of the first day.
 BESIDE = (
     Chapter(
         "The model",
@@ -120,7 +120,7 @@ class Package:
 
 
 def packages(root: Path) -> list[Package]:
-    """Measure all packages, rooms before what is in them."""
+    """Measure all packages; rooms come before their packages."""
     return [_package(name, sorted((root / name).glob("*.py"))) for name in package_names(root)]
 
 
@@ -176,7 +176,7 @@ def _first_sentence(file: Path) -> str:
 
 
 def day_path(root: Path, chapter: Chapter) -> Iterator[tuple[str, str, int]]:
-    """Find the files to read: path, sentence, lines; raises for a name that is nowhere."""
+    """Return the files to read: path, sentence, lines; raises ValueError for an unknown name."""
     seen = set()
     for name in chapter.names:
         file = _file_of(root, *name.split(":"))
@@ -204,7 +204,7 @@ def _file_of(root: Path, name: str, room: str = "") -> Path:
 
 
 def map_table(root: Path) -> str:
-    """Write the packages as docs/architecture.md has them."""
+    """Return the table of packages for docs/architecture.md."""
     found = packages(root)
     num_files, num_lines = (sum(p.num_files for p in found), sum(p.num_lines for p in found))
     rows = [f"| `{p.name}` | {p.sentence} | {p.num_files} | {p.num_lines:,} |" for p in found]
@@ -216,7 +216,7 @@ def map_table(root: Path) -> str:
 
 
 def day_path_tables(root: Path) -> str:
-    """Write the files of each chapter, in the order in which to read them."""
+    """Return tables of each chapter's files, in the order in which to read them."""
     day, beside = (
         [(chapter, list(day_path(root, chapter))) for chapter in part] for part in (DAY, BESIDE)
     )
@@ -269,7 +269,7 @@ def write(root: Path) -> None:
 
 
 def _parts(root: Path, page: str) -> tuple[str, str, str]:
-    """Split a page: before, in and behind what this program writes."""
+    """Split a page at its generated part: before, in and after it."""
     text = (root / page).read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     written, end, after = rest.partition(END)
@@ -279,7 +279,7 @@ def _parts(root: Path, page: str) -> tuple[str, str, str]:
 
 
 def findings(root: Path) -> Iterator[str]:
-    """Find what the pages say that is not so; lines may differ by a tenth."""
+    """List stale statements of the pages; numbers of lines may differ by a tenth."""
     for page, make in PAGES.items():
         _, written, _ = _parts(root, page)
         old, new = _rows(written), _rows(make(root))
@@ -305,7 +305,7 @@ def _rows(written: str) -> dict[str, tuple[str, int, int]]:
 
 
 def crowded(root: Path) -> Iterator[str]:
-    """Report packages with many files beside each other, for their owners to judge."""
+    """Report packages with many files, for their owners to judge."""
     for p in packages(root):
         num_files = p.num_files - 1  # its __init__.py does not count
         if num_files > MANY_FILES:

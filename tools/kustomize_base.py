@@ -1,4 +1,4 @@
-"""Write deploy/kustomize/base: what the Helm chart makes of its defaults.
+"""Write deploy/kustomize/base: the manifests of the Helm chart with its defaults.
 
 python -m tools.kustomize_base
 """

@@ -1,7 +1,7 @@
 """Writes docs/options.md: every option of every program, from their declarations.
 
 python -m tools.options_page --write    write the page
-python -m tools.options_page --check    fail where it is old; `make check` runs this
+python -m tools.options_page --check    fail if it is stale; `make check` runs this
 """
 
 from __future__ import annotations

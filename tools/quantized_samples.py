@@ -1,6 +1,6 @@
 """Make tests/numerics/samples: layers of checkpoints by AutoRound and by NVIDIA's ModelOpt.
 
-Neither is a dependency, as both bring much that nothing else needs; what they wrote is kept. With
+Neither is a dependency, as both bring much that nothing else needs; their files are kept. With
 both beside the project's own packages (``pip install --target FOLDER auto-round nvidia-modelopt``
 and what they miss)::
 
@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parents[1] / "tests" / "numerics" / "samples"
 LAYERS = ("model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj")
 VOCABULARY = 4096  # vocabulary of the demo model, as AutoRound needs its tokenizer
 
-# Of a layer's name and its tensors.
+# Name of a layer, and its tensors.
 WeightOf = Callable[[str, Mapping[str, Tensor]], Tensor]
 
 AUTO_ROUND: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,7 +85,7 @@ def tiny_model(folder: Path) -> None:
 
 
 def by_auto_round(name: str, source: Path, made: Path) -> WeightOf:
-    """Quantize by rounding alone; weights are what its own layers multiply an identity with."""
+    """Quantize by rounding only; read the weights from its own layers' product with an identity."""
     from auto_round import AutoRound
     from auto_round.export.export_to_awq.utils import dequantize_gemm
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -155,7 +155,7 @@ def _dequantized(layer: str, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _by_definition(weight: Tensor, scale: Tensor) -> Tensor:
-    if weight.dtype == torch.uint8:  # neighbours along the output, the low half first
+    if weight.dtype == torch.uint8:  # two outputs per byte, the first in the low half
         halves = [(weight & 15).int(), (weight >> 4).int()]
         halves = [half - 16 * (half > 7) for half in halves]
         weight = torch.stack(halves, dim=1).reshape(-1, weight.shape[1])

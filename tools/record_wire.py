@@ -1,4 +1,4 @@
-"""Record what this version says on the wire, for the compatibility test of the next one.
+"""Record this version's messages, for the compatibility test of the next version.
 
     python -m tools.record_wire tests/contract/wire/0.1.0
 
@@ -26,8 +26,8 @@ _MAX_DEPTH = 6
 def sample(descriptor: Descriptor, *, seed: int = 1, member: str = "", depth: int = 0) -> Message:
     """Make a message with every field filled; of a oneof, the first member or ``member``.
 
-    Values differ from field to field and from default ones. What nests deeper than ours do is left
-    out.
+    Values differ from field to field and from default ones. Deeper nesting than in our messages is
+    left out.
     """
     message: Any = GetMessageClass(descriptor)()
     for field in descriptor.fields:

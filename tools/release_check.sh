@@ -14,6 +14,16 @@ if ! grep -qE "^## \[$version\] - [0-9]{4}-[0-9]{2}-[0-9]{2}$" CHANGELOG.md; the
     echo "release-check: CHANGELOG.md needs a line '## [$version] - YYYY-MM-DD'" >&2
     exit 1
 fi
+unreleased=$(sed -n '/^## \[Unreleased\]/,/^## \[[0-9]/p' CHANGELOG.md | grep -vE '^(## .*)?$' || true)
+if [ -n "$unreleased" ]; then
+    echo "release-check: CHANGELOG.md has lines under Unreleased: move them to [$version]" >&2
+    exit 1
+fi
+tagged=$(git rev-parse --quiet --verify "v$version^{commit}" || true)
+if [ -n "$tagged" ] && [ "$tagged" != "$(git rev-parse HEAD)" ]; then
+    echo "release-check: v$version is the tag of another commit: raise baton/version.py" >&2
+    exit 1
+fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -29,8 +39,8 @@ BATON_TEST_LIBRARIES="build/wheel_libraries/$(uname -m)" "$python" -m pytest -q 
 "$python" -m venv "$work/fresh"
 "$work/fresh/bin/pip" install --quiet --find-links dist "baton-serve==$version"
 "$work/fresh/bin/pip" check
-told=$("$work/fresh/bin/baton" version)
+told="$("$work/fresh/bin/baton" version) $("$work/fresh/bin/baton" --version)"
 case "$told" in
-    *"$version"*) echo "release-check: $(ls dist/baton_serve-* | tr '\n' ' ') and the wheel says: $told" ;;
+    "$version $version") echo "release-check: $(ls dist/baton_serve-* | tr '\n' ' ') and the wheel says: $told" ;;
     *) echo "release-check: the installed wheel says '$told', not $version" >&2; exit 1 ;;
 esac

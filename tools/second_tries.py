@@ -1,7 +1,7 @@
 """Records tests that failed once and were tried again, and shows which do so most often.
 
     python -m tools.second_tries note    append what pytest's last run failed to the record
-    python -m tools.second_tries show    print each recorded test and how often it failed
+    python -m tools.second_tries show    print how often each recorded test failed, by day
 
 The record is `build/second_tries.jsonl`, or the file that BATON_SECOND_TRIES names. Each failed run
 is one line of JSON. `make test` and its kin note failures before they try them once more.
@@ -37,13 +37,15 @@ def note(root: Path, record: Path, *, now: datetime, revision: str) -> int:
     return len(failed)
 
 
-def counts(record: Path) -> Counter[str]:
-    """Count how often each test failed, by its name."""
-    found: Counter[str] = Counter()
+def days_of(record: Path) -> dict[str, Counter[str]]:
+    """Count the failures of each test by day, the most frequent test first."""
+    found: dict[str, Counter[str]] = {}
     if record.exists():
         for line in record.read_text(encoding="utf-8").splitlines():
-            found.update(json.loads(line)["tests"])
-    return found
+            run = json.loads(line)
+            for test in run["tests"]:
+                found.setdefault(test, Counter())[run["date"][:10]] += 1
+    return dict(sorted(found.items(), key=lambda one: -one[1].total()))
 
 
 def main(root: Path, words: list[str]) -> int:
@@ -55,8 +57,9 @@ def main(root: Path, words: list[str]) -> int:
         number = note(root, record, now=datetime.now(UTC), revision=revision)
         print(f"{number} failed tests noted in {record}")
     elif words == ["show"]:
-        for test, number in counts(record).most_common():
-            print(f"{number:4} {test}")
+        for test, days in days_of(record).items():
+            shown = ", ".join(f"{day} {number}" for day, number in sorted(days.items()))
+            print(f"{days.total():4} {test} ({shown})")
     else:
         print(__doc__)
         return 2

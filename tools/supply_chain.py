@@ -1,9 +1,9 @@
-"""What the project installs: is all of it locked, under known licences, without known holes?
+"""Checks that all dependencies are locked, under known licences, without known holes.
 
-Usage: python tools/supply_chain.py AUDIT_BIN SBOM: where the audit tools are, where the SBOM goes.
+Usage: python tools/supply_chain.py AUDIT_BIN SBOM: folder of the audit tools, file for the SBOM.
 
-`make check` runs this in the development environment. One line per finding; what could not be
-looked up (a registry need not serve advisories) is said and is no finding.
+`make check` runs this in the development environment. One line per finding. Packages
+without advisories to look up (a registry need not serve them) are listed, not findings.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_lock(text: str) -> dict[str, list[Version]]:
 
 
 def requirements_of(project: Mapping[str, Any], extra: str) -> Iterator[Requirement]:
-    """Yield what a project asks for with an extra, the extras that this one names included."""
+    """Yield a project's requirements with an extra, including extras that this one names."""
     optional = project["optional-dependencies"]
     for text in [*project["dependencies"], *optional[extra]]:
         requirement = Requirement(text)
@@ -69,7 +69,7 @@ def requirements_of(project: Mapping[str, Any], extra: str) -> Iterator[Requirem
 
 
 def lock_findings(pyproject: Mapping[str, Any], pins: Pins) -> Iterator[str]:
-    """Say what the project asks for and the lock does not hold."""
+    """List requirements of the project that the lock lacks."""
     for requirement in requirements_of(pyproject["project"], EXTRA):
         name = canonicalize_name(requirement.name)
         if name in UNLOCKED:
@@ -81,7 +81,7 @@ def lock_findings(pyproject: Mapping[str, Any], pins: Pins) -> Iterator[str]:
 
 
 def licence_findings(audit_bin: Path) -> Iterator[str]:
-    """Say which installed package is under a licence that the table does not allow."""
+    """List installed packages under a licence that the table does not allow."""
     command = [
         *(str(audit_bin / "pip-licenses"), "--python", sys.executable, "--from", "mixed"),
         *("--with-system", "--partial-match", "--allow-only", LICENCES),
@@ -123,7 +123,7 @@ def known_holes(audit_bin: Path) -> tuple[list[str], int, int]:
 
 
 def write_sbom(audit_bin: Path, path: Path) -> Iterator[str]:
-    """Write a CycloneDX list of what is installed; say what of the lock it lacks."""
+    """Write a CycloneDX list of installed packages; yield a finding if it is nearly empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [str(audit_bin / "cyclonedx-py"), "environment", sys.executable]
     command += ["--pyproject", "pyproject.toml", "--output-reproducible", "--of", "JSON"]

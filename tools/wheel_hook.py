@@ -21,7 +21,7 @@ class WheelHook(BuildHookInterface[Any]):
     """Adds a folder of libraries to the package `baton_kernels`."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Change what hatchling is about to build."""
+        """Add the libraries and the machine type's tag to the wheel to build."""
         named = os.environ.get(FOLDER_VARIABLE)
         if not named or version == "editable":
             return

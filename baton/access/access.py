@@ -13,7 +13,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ class Access:
         keys_file: file with API keys; None: no such file.
         admin_token: API key with the roles of `ADMIN_TOKEN`; empty: none.
         node_token: API key with the roles of `NODE_TOKEN`; empty: none.
-        model: name of the served model, for keys that are limited to some models.
+        model: name of the served model, for keys that are limited to some models, until
+            `note_names`.
         audit: log of joins, reads, changes and failures.
         by_certificate: whether callers must show a client certificate.
 
@@ -81,7 +82,7 @@ class Access:
     ) -> None:
         self.audit = audit or AuditLog()
         self._keys_file = keys_file
-        self._model = model
+        self._names: Callable[[], Sequence[str]] = lambda: (model,)
         self._tokens = [
             ApiKey(digest=digest_of(token), principal=principal)
             for token, principal in ((admin_token, ADMIN_TOKEN), (node_token, NODE_TOKEN))
@@ -97,6 +98,10 @@ class Access:
         self._looks = Allowance(1, 1 / _SAME_LOOK_S)
         self._new_looks = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
         self._own_changes = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
+
+    def note_names(self, names: Callable[[], Sequence[str]]) -> None:
+        """Note how to find the names that are served now, the default one first."""
+        self._names = names
 
     def warn_of_gaps(self, roles: Iterable[Role]) -> None:
         """Log a warning for each role that no key has, at the program's start.
@@ -215,11 +220,12 @@ class Access:
             raise PermissionDeniedError(
                 f"authorization: {principal.name} must have the role {wanted} for this"
             )
-        # (Only for inference calls: operators' calls use no model.)
+        # (Only for inference calls: operators' calls use no model. Whether the caller may use the
+        # name in its request is known when the request has been read.)
         uses_model = roles == INFER
-        if uses_model and principal.models and self._model not in principal.models:
+        if uses_model and principal.models and principal.models.isdisjoint(self._names()):
             raise PermissionDeniedError(
-                f"model: {principal.name} may not use {self._model!r}, which is served here"
+                f"model: {principal.name} may not use {self._names()[0]!r}, which is served here"
             )
 
     # ------------------------------------------------------------------ the audit log

@@ -104,7 +104,7 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
     try:
         parsed = parse_toml(text)
     except ValueError as error:
-        raise ConfigError(f"is no TOML: {error}") from None
+        raise ConfigError(f"is not TOML: {error}") from None
     try:
         entries = msgspec.convert(parsed, _File, str_keys=True).key
     except msgspec.ValidationError as error:
@@ -116,8 +116,8 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
     seen: dict[bytes, str] = {}
     for key in keys:
         if key.digest in seen:
-            raise ConfigError(f"one sha256 is there twice: of {seen[key.digest]!r} and of "
-                              f"{key.principal.name!r}")  # fmt: skip
+            raise ConfigError(f"the sha256 of {seen[key.digest]!r} and "
+                              f"{key.principal.name!r} is the same")  # fmt: skip
         seen[key.digest] = key.principal.name
     return keys
 
@@ -128,7 +128,7 @@ def _refuse_old_lines(text: str) -> None:
     first = next((line for line in lines if line and not line.startswith("#")), "")
     if _OLD_LINE.fullmatch(first):
         raise ConfigError(
-            "has lines of name:key, which held keys in the clear; make the new file of it with: "
+            "has lines of name:key, which hold keys in the clear; make a new file from it with: "
             "baton keys convert OLD > NEW"
         )
 
@@ -162,7 +162,9 @@ def _roles(where: str, names: Sequence[str]) -> frozenset[Role]:
     known = [role.value for role in Role]
     for name in names:
         if name not in known:
-            raise ConfigError(f"{where}: roles: must be of {', '.join(known)}, got {name[:80]!a}")
+            raise ConfigError(
+                f"{where}: roles: must be among {', '.join(known)}, got {name[:80]!a}"
+            )
     if not names:
         raise ConfigError(f"{where}: roles: must be at least one of {', '.join(known)}")
     return frozenset(map(Role, names))
@@ -172,7 +174,9 @@ def _limits(where: str, given: dict[str, Any]) -> Limits:
     known = {one.name: one.default for one in fields(Limits)}
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"{where}: limits: must be of {', '.join(known)}, got {name[:80]!a}")
+            raise ConfigError(
+                f"{where}: limits: must be among {', '.join(known)}, got {name[:80]!a}"
+            )
         is_whole = name in ("max_open_requests", "most_urgent_priority")
         number = isinstance(value, int if is_whole else int | float) and value is not True
         if not number or isinstance(value, bool) or not math.isfinite(value):

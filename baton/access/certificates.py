@@ -123,7 +123,7 @@ def certificate_identity(source: Any) -> CertificateIdentity | None:
     identity = _read(data)
     if identity.not_after < datetime.now(UTC):
         raise UnauthenticatedError(
-            f"certificate: of {identity.subject} has expired; connect again with a new one"
+            f"certificate: {identity.subject}: has expired; connect again with a new one"
         )
     return identity
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from baton.access.certificates import certificate_principal
 from baton.access.identity import Credentials
 from baton.api.errors import UnauthenticatedError
-from baton.telemetry.trace_context import TRACEPARENT, TRACESTATE
+from baton.telemetry.spans import TRACEPARENT, TRACESTATE
 
 if TYPE_CHECKING:
     from aiohttp import web

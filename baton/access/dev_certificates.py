@@ -130,9 +130,9 @@ def _load_or_make_ca(folder: Path, days: float) -> DevCA:
             loaded = load_pem_private_key(key.read_bytes(), None)
             ca.certificate = x509.load_pem_x509_certificate(certificate.read_bytes())
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"out: {certificate} and {key} are no CA of ours") from error
+            raise ConfigError(f"out: {certificate} and {key} are not a CA of Baton's") from error
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-            raise ConfigError(f"out: {key} is no key of ours")
+            raise ConfigError(f"out: {key} is not a key of Baton's")
         ca.key = loaded
         return ca
     _write(key, _key_pem(ca.key), 0o600)

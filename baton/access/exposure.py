@@ -133,7 +133,7 @@ class Exposure:
                 "or say --insecure, for example behind a proxy that has both"
             )
         logger.warning(
-            "%s: %s can be reached from other machines without %s, as --insecure wants it",
+            "%s: %s can be reached from other machines without %s, as --insecure allows",
             option,
             address,
             missing,

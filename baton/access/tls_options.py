@@ -25,23 +25,23 @@ class TlsOptions:
     cert: str = option(
         "",
         name="tls_cert",
-        help="PEM file of this program's certificate, and of those between it and its CA; read "
-        "again when it changes. No TLS if neither this nor --tls-ca is given.",
+        help="PEM file of this program's certificate and its intermediate CAs; reloaded when it "
+        "changes. No TLS if neither this nor --tls-ca is given.",
     )
     key: str = option(
-        "", name="tls_key", help="PEM file of the private key of --tls-cert, not encrypted."
+        "", name="tls_key", help="PEM file of the private key of --tls-cert, unencrypted."
     )
     ca: str = option(
         "",
         name="tls_ca",
-        help="PEM file of the CAs that the other side's certificate must be signed by; system: "
-        "those of this machine (clients only).",
+        help="PEM file of the CAs that must have signed the other side's certificate; system: "
+        "this machine's CAs (clients only).",
     )
     require_client_certs: bool = option(
         False,
         name="tls_require_client_certs",
-        help="Serve only who shows a certificate of --tls-ca. Of nodes and `baton admin` on "
-        "--node-listen that is always wanted.",
+        help="Serve only clients with a certificate of --tls-ca. On --node-listen, nodes and "
+        "`baton admin` always need one.",
     )
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class TlsOptions:
             raise ConfigError("tls_cert: must be given with tls_ca: a server has to show one")
         if self.ca == SYSTEM_CAS:
             raise ConfigError(
-                f"tls_ca: {SYSTEM_CAS!r} would let in whoever any of the world's CAs knows; "
+                f"tls_ca: {SYSTEM_CAS!r} would let in every holder of a public CA's certificate; "
                 "a server needs a file of its own CAs"
             )
 

@@ -24,8 +24,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from baton.api.printable import printable
+
 if TYPE_CHECKING:
-    from baton.api.outputs import Receipt
+    from baton.api.outputs import Receipt, RequestError
 
 
 MAX_QUOTED_CHARS = 2_000
@@ -199,3 +201,20 @@ def status_name(error: BatonError) -> str:
         if kind in STATUS_OF_ERROR:
             return STATUS_OF_ERROR[kind]
     return "INTERNAL"
+
+
+_REPORTED: dict[str, type[BatonError]] = {
+    "UNAVAILABLE": NodeUnavailableError,
+    "DEADLINE_EXCEEDED": DeadlineExceededError,
+    "RESOURCE_EXHAUSTED": OverloadedError,
+    "CANCELLED": RequestCancelledError,
+}
+
+
+def error_of(reported: RequestError) -> BatonError:
+    """Return the exception for a request's error; an unknown code means a fault of the engine."""
+    message = printable(reported.message)
+    if reported.code == "INVALID_ARGUMENT":
+        field_name, _, problem = message.partition(": ")
+        return InvalidRequestError(field_name, problem)
+    return _REPORTED.get(reported.code, EngineDeadError)(message)

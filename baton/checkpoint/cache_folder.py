@@ -23,7 +23,7 @@ def cache_folder(name: str) -> Path:
     try:
         return (Path(cache) if cache else Path.home() / ".cache" / "baton") / name
     except RuntimeError as error:  # a user without a home, as in containers
-        raise CacheFolderError("BATON_CACHE: a folder where there is no home, got none") from error
+        raise CacheFolderError("BATON_CACHE: must be given: this user has no home") from error
 
 
 def own_cache_folder(name: str) -> Path:
@@ -49,7 +49,7 @@ def open_own_folder(folder: Path) -> int:
     if not is_own(found):
         os.close(descriptor)
         owner = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
-        raise CacheFolderError(f"{folder}: must be of user {os.geteuid()} alone, got {owner}")
+        raise CacheFolderError(f"{folder}: must belong to user {os.geteuid()} alone, got {owner}")
     return descriptor
 
 

@@ -1,7 +1,7 @@
-"""The registry of model families: a line each, with the names that files have for its models.
+"""The registry of model families: a line for each, with the names of its models in files.
 
-All else that is known of a family is in its file, `models/families/NAME.py`, which is imported when
-one of its names is met. It is a plain value there, and needs no torch.
+All else about a family is in `models/families/NAME.py`, as plain values without torch. That file is
+imported when one of the family's names is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FamilyNames:
-    """The names that files have for a family's models.
+    """The names of a family's models in files.
 
     Attributes:
         models: names in ``architectures`` of config.json, each a value in the family's file.
@@ -71,7 +71,7 @@ ARCHITECTURES: Mapping[str, str] = {
     for file, names in FAMILIES.items()
     for name in names.models
 }
-# Name of a model in a GGUF file -> the table in its family's file that has a row of that name.
+# Name of a model in a GGUF file -> the table with its row, in its family's file.
 GGUF_ARCHITECTURES: Mapping[str, str] = {
     name: f"models.families.{file}:GGUF" for file, names in FAMILIES.items() for name in names.gguf
 }

@@ -50,7 +50,7 @@ class HubName:
 
     @classmethod
     def parse(cls, model: str) -> HubName | None:
-        """Read OWNER/NAME, OWNER/NAME:QUANTIZATION, hf:// and either, or hf://OWNER/NAME/FILE.gguf.
+        """Read OWNER/NAME or OWNER/NAME:QUANTIZATION, maybe after hf://; or hf://OWNER/NAME/FILE.gguf.
 
         Returns None for anything else.
         """
@@ -164,7 +164,7 @@ def _fetched(model: str, repository: str, file: str) -> Path:
 
     path = _folder(repository) / file
     if ".." in path.parts:
-        raise ModelLoadError(f"model: {model!r}: {file!r:.100} is no name of a file")
+        raise ModelLoadError(f"model: {model!r}: {file!r:.100} is not a file name")
     cached = huggingface_hub.try_to_load_from_cache(repository, file)
     if isinstance(cached, str):
         return Path(cached)
@@ -193,7 +193,7 @@ def _download(repository: str, file: str, path: Path) -> None:
     with part.open("r+b" if part.exists() else "w+b") as content:
         have = content.seek(0, os.SEEK_END)
         known = (file, repository, have, found.size)
-        logger.info("fetching %s of %s: %s of %s bytes are here", *known)
+        logger.info("fetching %s of %s: %s of %s bytes are here already", *known)
         if have != found.size:
             http_get(
                 found.location,
@@ -206,7 +206,7 @@ def _download(repository: str, file: str, path: Path) -> None:
         size = content.seek(0, os.SEEK_END)
     if found.size is not None and size != found.size:
         part.unlink()
-        raise OSError(f"{file}: {size} bytes came, but it has {found.size}; try again")
+        raise OSError(f"{file}: got {size} of {found.size} bytes; try again")
     part.rename(path)
 
 

@@ -31,11 +31,16 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The position of a tensor in its file, in bytes from the file's start."""
+    """The position of a tensor in its file, in bytes from the file's start.
+
+    Attributes:
+        dtype: the type of its numbers, as the format names it.
+    """
 
     shape: tuple[int, ...]
     begin: int
     end: int
+    dtype: str
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:
@@ -50,7 +55,9 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
         raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
 
 
-def header_of(file: BinaryIO, size: int) -> dict[str, TensorPlace]:
+def header_of(
+    file: BinaryIO, size: int, max_header_bytes: int = _MAX_HEADER_BYTES
+) -> dict[str, TensorPlace]:
     """Return the tensors of an open file of ``size`` bytes, by name.
 
     Raises:
@@ -62,7 +69,7 @@ def header_of(file: BinaryIO, size: int) -> dict[str, TensorPlace]:
     if len(start) < _LENGTH_BYTES:
         raise ValueError(f"truncated: {size} bytes")
     (length,) = struct.unpack("<Q", start)
-    most = min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES)
+    most = min(max_header_bytes, size - _LENGTH_BYTES)
     if length > most:
         raise ValueError(f"header: must have at most {most} bytes, got {length}")
     base = _LENGTH_BYTES + length
@@ -94,8 +101,8 @@ def _place(name: str, described: Any, base: int, size: int) -> TensorPlace:
     if end > size:
         raise ValueError(f"{name}: data_offsets: ends at byte {end}, the file has {size}")
     if (end - begin) * 8 != prod(shape) * _BITS[dtype]:
-        raise ValueError(f"{name}: data_offsets: {end - begin} bytes are no {shape} of {dtype}")
-    return TensorPlace(tuple(shape), begin, end)
+        raise ValueError(f"{name}: data_offsets: {end - begin} bytes cannot be {shape} of {dtype}")
+    return TensorPlace(tuple(shape), begin, end, dtype)
 
 
 def _are_sizes(values: Any) -> bool:

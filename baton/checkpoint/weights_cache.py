@@ -69,7 +69,7 @@ class PackedFile:
 
     Attributes:
         content: all bytes of the file.
-        index: what its writer wrote beside the tensors.
+        index: JSON that describes the tensors.
         data_bytes: size of the tensors, which come first.
     """
 
@@ -142,7 +142,7 @@ class CacheEntry:
                 self._rename(name, own)
                 os.utime(own, dir_fd=self.descriptor)
             except (WeightsCacheError, OSError) as error:
-                logger.warning("packed weights %s are made anew: %s", self.folder / name, error)
+                logger.warning("packed weights %s are packed again: %s", self.folder / name, error)
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=self.descriptor)
             else:
@@ -163,7 +163,7 @@ class CacheEntry:
         size = tensors[-1][0] + tensors[-1][1].nbytes if tensors else 0
         if size > self.limit_bytes:
             limit = self.limit_bytes / 2**30
-            raise WeightsCacheError(f"they take {size / 2**30:.1f} GiB, --weights-cache {limit:g}")
+            raise WeightsCacheError(f"{size / 2**30:.1f} GiB exceed --weights-cache {limit:g} GiB")
         # The name is unique, because two processes pack if somebody removes the lock's file.
         new = f"{self.key}-{secrets.token_hex(4)}{_NEW}"
         try:
@@ -278,7 +278,7 @@ def _lock(folder: int, key: str) -> int:
             raise
         os.close(lock)
         if time.monotonic() > deadline:
-            raise WeightsCacheError(f"another process packs them since {_LOCK_TIMEOUT_S:g} s")
+            raise WeightsCacheError(f"another process has packed them for {_LOCK_TIMEOUT_S:g} s")
         time.sleep(_LOCK_POLL_S)
 
 
@@ -316,9 +316,9 @@ def _open(folder: int, name: str, *, whole: bool) -> PackedFile:
     try:
         found = os.fstat(file)
         if not is_own(found):
-            raise WeightsCacheError("another user can write the file")
+            raise WeightsCacheError("another user can write to the file")
         if found.st_size < _TRAILER.size:
-            raise WeightsCacheError("the file has no end")
+            raise WeightsCacheError("the file is too short")
         content = mmap.mmap(file, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
         os.close(file)

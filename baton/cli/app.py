@@ -19,11 +19,11 @@ _ENTRIES = {
     **PROGRAM_ENTRIES,
     "config": Entry(
         "baton.cli.config_command:app",
-        "Show a program's options as it would have them, and where each comes from.",
+        "Show the options that a program would use, and where each comes from.",
     ),
     "doctor": Entry(
         "baton.cli.doctor.command:doctor",
-        "Show what this machine can do for Baton, and what to do about what it lacks.",
+        "Show what this machine offers Baton, with advice for what is missing.",
     ),
     "model": Entry("baton.cli.model_command:app", "Show what a model needs, before loading it."),
     "bench": Entry(
@@ -32,7 +32,7 @@ _ENTRIES = {
     ),
     "loadtest": Entry("baton.cli.programs.loadtest:app", "Measure a deployment under load."),
     "generate": Entry(
-        "baton.cli.client_commands:generate", "Complete a text; prints it as it is made."
+        "baton.cli.client_commands:generate", "Complete a text, and print the tokens as they come."
     ),
     "chat": Entry(
         "baton.cli.client_commands:chat",
@@ -43,7 +43,7 @@ _ENTRIES = {
     "certs": Entry("baton.cli.certs:app", "Make certificates for trying TLS."),
     "completion": Entry(
         "baton.cli.completion_command:completion",
-        "Print a script that has a shell complete commands, options and names of nodes.",
+        "Print a script for a shell to complete commands, options and names of nodes.",
     ),
     "version": Entry("baton.cli.app:version", "Print the version."),
 }

@@ -35,25 +35,30 @@ def _root() -> None:
 def dev(
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("baton-certs"),
     name: Annotated[
-        str, typer.Option(help="Make one certificate, for this name, with --role.")
+        str, typer.Option(help="Make only one certificate, for this name, with --role.")
     ] = "",
     role: Annotated[
         str,
         typer.Option(
-            help=f"With --name: {ROUTER}, {', '.join(NODE_KINDS)}, or what a caller may do: "
-            f"{', '.join(_CALLER_ROLES)}, or several of these joined by '-'."
+            help=f"With --name: {ROUTER}, {', '.join(NODE_KINDS)}, or a caller's role: "
+            f"{', '.join(_CALLER_ROLES)}, or several roles joined by '-'."
         ),
     ] = "",
     tenant: Annotated[
-        str, typer.Option(help="With --name of a caller: whose it is; itself if empty.")
+        str, typer.Option(help="With --name of a caller: its tenant; its name if empty.")
     ] = "",
     host: Annotated[
         list[str] | None,
-        typer.Option(help="More names and addresses of this machine, for router and nodes."),
+        typer.Option(
+            help="More names and addresses of this machine, for the certificates of router and "
+            "nodes."
+        ),
     ] = None,
-    prefill: Annotated[int, typer.Option(help="Prefill nodes: p0, p1, ...", min=0)] = 1,
-    decode: Annotated[int, typer.Option(help="Decode nodes: d0, d1, ...", min=0)] = 1,
-    days: Annotated[float, typer.Option(help="How long they are valid.", min=0)] = 30.0,
+    prefill: Annotated[int, typer.Option(help="Number of prefill nodes: p0, p1, ...", min=0)] = 1,
+    decode: Annotated[int, typer.Option(help="Number of decode nodes: d0, d1, ...", min=0)] = 1,
+    days: Annotated[
+        float, typer.Option(help="Days for which the certificates are valid.", min=0)
+    ] = 30.0,
 ) -> None:
     """Make a throw-away CA with certificates for a router, nodes, a client and an operator.
 

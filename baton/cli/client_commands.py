@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -26,23 +27,33 @@ from baton.cli.structured_output_options import (
 )
 from baton.processes.process import print_error
 
-if TYPE_CHECKING:
-    from baton.client.client import Client
-
 MaxTokensOption = Annotated[int, typer.Option(help="Most output tokens.")]
-TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TemperatureOption = Annotated[
+    float, typer.Option(help="Randomness of sampling; 0: the most probable token.")
+]
 TopKOption = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0: off.")]
-TopPOption = Annotated[float, typer.Option(help="Keep this much probability.")]
+TopPOption = Annotated[
+    float,
+    typer.Option(help="Keep the most probable tokens that together have this probability; 1: off."),
+]
 MinPOption = Annotated[
-    float, typer.Option(help="Drop tokens less than this times as probable as the best; 0: off.")
+    float,
+    typer.Option(
+        help="Drop tokens whose probability is less than this share of the highest; 0: off."
+    ),
 ]
 RepetitionPenaltyOption = Annotated[
-    float, typer.Option(help="Above 1: say less often what was said before; 1: off.")
+    float, typer.Option(help="Above 1: tokens that occurred before become less probable; 1: off.")
 ]
 StopOption = Annotated[
-    list[str] | None, typer.Option(help="End before this text; may be given several times.")
+    list[str] | None, typer.Option(help="End the output before this text; may be repeated.")
 ]
-SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
+SeedOption = Annotated[
+    int | None, typer.Option(help="Seed of sampling; the same seed gives the same tokens.")
+]
+ServedNameOption = Annotated[
+    str, typer.Option(help="What the router calls the model; its first name if not given.")
+]
 
 
 def generate(
@@ -61,15 +72,19 @@ def generate(
     choice: ChoiceOption = None,
     json_object: JsonObjectOption = False,
     seed: SeedOption = None,
-    n: Annotated[int, typer.Option(help="Outputs; more than one are printed at the end.")] = 1,
+    n: Annotated[int, typer.Option(help="Number of outputs; several are printed at the end.")] = 1,
     session_id: Annotated[
-        str, typer.Option(help="Requests of one session share a beginning: where it is cached.")
+        str,
+        typer.Option(
+            help="Name of a session: its requests begin alike and go where the beginning is cached."
+        ),
     ] = "",
-    priority: Annotated[int, typer.Option(help="Where requests wait, smaller goes first.")] = 0,
+    priority: Annotated[int, typer.Option(help="Priority in queues; smaller goes first.")] = 0,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
+    served_name: ServedNameOption = "",
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
-    """Complete a text; prints it as it is made."""
+    """Complete a text, and print the tokens as they come."""
     from baton.client.client import Client  # here, so that `--help` is fast
 
     with _interruptible():
@@ -95,13 +110,19 @@ def generate(
                     timeout_s=timeout_s,
                     session_id=session_id,
                     priority=priority,
+                    model=served_name,
                 )
                 for completion in completions:
                     _print_text(f"[{completion.choice_index}] {completion.text}\n")
                 return
             _, last = _print_stream(
                 client.stream(
-                    prompt, params, timeout_s=timeout_s, session_id=session_id, priority=priority
+                    prompt,
+                    params,
+                    timeout_s=timeout_s,
+                    session_id=session_id,
+                    priority=priority,
+                    model=served_name,
                 )
             )
     if receipt and last is not None and last.receipt is not None:
@@ -121,7 +142,8 @@ def chat(
     top_k: TopKOption = 0,
     top_p: TopPOption = 0.9,
     seed: SeedOption = None,
-    system: Annotated[str, typer.Option(help="System message.")] = "",
+    system: Annotated[str, typer.Option(help="Text of the system message.")] = "",
+    served_name: ServedNameOption = "",
 ) -> None:
     """Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer."""
     from baton.client.client import Client
@@ -138,7 +160,13 @@ def chat(
         with Client(access.router, api_key=access.api_key, tls=access.tls) as client:
             while (text := _read_line()) is not None:
                 if text:
-                    num_failed += not _answer(client, messages, text, params, session_id)
+                    ask = functools.partial(
+                        client.stream,
+                        sampling_params=params,
+                        session_id=session_id,
+                        model=served_name,
+                    )
+                    num_failed += not _answer(ask, messages, text)
     if num_failed and not sys.stdin.isatty():  # in a script; people have read the error
         raise typer.Exit(1)
 
@@ -166,11 +194,9 @@ def _print_stream(deltas: Iterator[TextDelta]) -> tuple[str, TextDelta | None]:
 
 
 def _answer(
-    client: Client,
+    ask: Callable[[list[dict[str, str]]], Iterator[TextDelta]],
     messages: list[dict[str, str]],
     text: str,
-    params: SamplingParams,
-    session_id: str,
 ) -> bool:
     """Take one turn of a chat; return whether it succeeded.
 
@@ -178,9 +204,7 @@ def _answer(
     """
     question = {"role": "user", "content": text}
     try:
-        answer, _ = _print_stream(
-            client.stream([*messages, question], params, session_id=session_id)
-        )
+        answer, _ = _print_stream(ask([*messages, question]))
     except BatonError as error:
         print_error(error)
         return False

@@ -96,7 +96,8 @@ def _usage_line(error: Any, ctx: Any) -> str:
     is_option = isinstance(param, typer.core.TyperOption)
     shown = (place_of(ctx, name) or flag_of(name)) if is_option else name.upper()
     if not error.message:  # nothing was given
-        wanted = (getattr(param, "help", "") or "").rstrip(".")
+        first_sentence = (getattr(param, "help", "") or "").partition(". ")[0]
+        wanted = first_sentence.rstrip(".")
         return f"{shown}: must be given: {wanted[:1].lower()}{wanted[1:]} (see {command} --help)"
     why = error.message.removeprefix("Value error, ").replace("Input should", "must", 1)
     return f"{shown}: {why.partition(', unable to parse')[0]}"

@@ -17,9 +17,9 @@ class Shell(enum.Enum):
 
 
 def completion(
-    shell: Annotated[Shell, typer.Argument(help="The shell that will read it.")],
+    shell: Annotated[Shell, typer.Argument(help="Shell for which to write the script.")],
 ) -> None:
-    """Print a script that has a shell complete commands, options and names of nodes.
+    """Print a script for a shell to complete commands, options and names of nodes.
 
     Now: source <(baton completion bash). For good: baton --install-completion, or this output in
     ~/.bashrc, ~/.zshrc or ~/.config/fish/completions/baton.fish.

@@ -14,7 +14,7 @@ from baton.cli.lazy_commands import lazy_group
 from baton.cli.programs.entries import LOAD_TEST_ENTRIES, PROGRAM_ENTRIES
 from baton.options import Option, options_of
 
-_HELP = "Show a program's options as it would have them, and where each comes from."
+_HELP = "Show the options that a program would use, and where each comes from."
 _SECRET = "(given, and not shown)"
 
 
@@ -49,8 +49,10 @@ def _value(option: Option, value: Any) -> str:
         return _SECRET
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
+    if isinstance(value, list) and (value or option.default != ""):
         return " ".join(value)
+    if isinstance(value, list):
+        return '""'
     return '""' if value == "" else str(getattr(value, "value", "" if value is None else value))
 
 

@@ -37,7 +37,7 @@ PROGRAMS: Registry[type[Any]] = Registry(
         "loadtest-compare": "loadtest.options:CompareOptions",
     },
 )
-# A fleet is measured from outside: entries for all programs of the fleet are none of theirs.
+# These measure a fleet from outside, so entries for all programs of the fleet do not apply.
 _NOT_OF_A_FLEET = ("loadtest-run", "loadtest-compare")
 CONFIG = "config"
 _META = "baton.config_file"
@@ -61,8 +61,9 @@ class Given:
 def program(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let a command, whose name is one of `PROGRAMS`, read options from a file too."""
     settings = typer.Option(
-        help="TOML file of options, named like their variables: max_model_len = 4096. Above its "
-        "tables: of all programs; in [router], [prefill] and so on: of one.",
+        help="TOML file of options, named like their variables: max_model_len = 4096. Entries "
+        "above all tables: for all programs; entries in [router], [prefill] and so on: for that "
+        "program.",
         callback=_take_file,
         is_eager=True,
         expose_value=False,
@@ -109,7 +110,9 @@ def passed_on(context: Any, names: Iterable[str]) -> list[str]:
         place = place_of(context, name)
         is_own = name in given and given[name].is_own and place == given[name].place
         if is_own or place == flag_of(name):
-            found += [flag_of(name), str(context.params[name])]
+            value = context.params[name]
+            for one in value if isinstance(value, list | tuple) else [value]:
+                found += [flag_of(name), str(one)]
     return found
 
 
@@ -145,7 +148,7 @@ def read_config_file(
 def _is_for_all(name: str, declared: Mapping[str, Option]) -> bool:
     """Return whether this program has the option of an entry above the tables."""
     if name in OF_ONE_PROCESS or name in PROGRAMS.names():  # the programs' names are tables
-        raise ConfigError(f"{name}: each program has its own; say it in one's table, as [router]")
+        raise ConfigError(f"{name}: each program has its own; put it in a table such as [router]")
     if name in declared:
         return True
     others = (one.name for known in PROGRAMS.names() for one in options_of(PROGRAMS.load(known)))
@@ -159,6 +162,9 @@ def _check(place: str, value: Any, option: Option, *, is_own: bool) -> Given:
         variable = variable_of(option.name)
         raise CommandError(f"{place}: is a secret; give it as {variable}", EXIT_USAGE)
     try:
+        if option.declaration.further:  # one value or several
+            value = [value] if isinstance(value, str) else value
+            return Given(msgspec.convert(value, list[str]), place, is_own)
         return Given(msgspec.convert(value, option.type), place, is_own)
     except msgspec.ValidationError as error:
         text = str(error)

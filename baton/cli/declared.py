@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ import typer
 from baton.api.errors import ConfigError
 from baton.cli.errors import CommandError
 from baton.options import Option, has_options, make, options_of
+from baton.processes.child_processes import ENVIRONMENT_PREFIX
 
 EXIT_USAGE = 2
 
@@ -63,10 +65,23 @@ def with_declared_options(
 
 def make_or_refuse(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """Make a dataclass from users' values; raises CommandError for invalid ones."""
+    declared = by_name(kind)
+    given = {name: _undivided(declared[name], value) for name, value in values.items()}
     try:
-        return make(kind, values)
+        return make(kind, given)
     except ConfigError as error:
         raise CommandError(str(error), EXIT_USAGE) from None
+
+
+def _undivided(option: Option, value: Any) -> Any:
+    """Return an option's values; those of an environment variable are divided by commas.
+
+    Typer divides them at spaces, which paths may have.
+    """
+    if not (option.declaration.further and isinstance(value, list)):
+        return value
+    text = os.environ.get(f"{ENVIRONMENT_PREFIX}_{option.name.upper()}", "")
+    return text.split(",") if value and value == text.split() else value
 
 
 def by_name(kind: type[Any]) -> dict[str, Option]:
@@ -82,7 +97,7 @@ def help_of_option(option: Option) -> str:
 
 def is_several(option: Option) -> bool:
     """Return whether an option may be repeated."""
-    return typing.get_origin(option.type) is tuple
+    return bool(option.declaration.further) or typing.get_origin(option.type) is tuple
 
 
 def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
@@ -97,10 +112,14 @@ def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
 def _parameter(option: Option) -> inspect.Parameter:
     """Return the option as a parameter for Typer."""
     kind, default = option.type, option.default
-    if is_several(option):
-        kind, default = list[str], list(default)
-    elif default is dataclasses.MISSING:
+    if default is dataclasses.MISSING:
         default = inspect.Parameter.empty
+    elif option.declaration.further:
+        default = [default] if default else []
+    elif is_several(option):
+        default = list(default)
+    if is_several(option):
+        kind = list[str]
     choices = option.declaration.choices
     settings = typer.Option(
         help=help_of_option(option),

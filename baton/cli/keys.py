@@ -30,27 +30,31 @@ from baton.processes.process import print_error
 app = CommandLine(
     no_args_is_help=True,
     add_completion=False,
-    help="Make and check the API keys of a router; what is in the file: docs/security.md.",
+    help="Make and check the API keys of a router. docs/security.md describes the file.",
 )
 
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Who gets the key.")],
+    name: Annotated[str, typer.Argument(help="Name of the key's owner.")],
     role: Annotated[
-        list[str] | None, typer.Option(help="infer, look, operate or join; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Role of the key: infer, look, operate or join; may be repeated."),
     ] = None,
     tenant: Annotated[
-        str, typer.Option(help="Keys of one tenant share its requests; the name if empty.")
+        str, typer.Option(help="Tenant, whose keys share its requests; the name if empty.")
     ] = "",
     expires: Annotated[
-        str, typer.Option(help="A day (2027-01-31), or a number of days from now (90d).")
+        str, typer.Option(help="Last day (2027-01-31), or number of days from now (90d).")
     ] = "",
     model: Annotated[
-        list[str] | None, typer.Option(help="A served model that it may use; all if not given.")
+        list[str] | None,
+        typer.Option(
+            help="A served model that the key may use; may be repeated; all models if not given."
+        ),
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Append the entry to this file; else it is printed.")
+        Path | None, typer.Option(help="Append the entry to this file instead of printing it.")
     ] = None,
 ) -> None:
     """Print a new key, once, and the entry for the router's --api-keys-file, which is no secret."""
@@ -71,7 +75,7 @@ def new(
 
 
 @app.command()
-def check(file: Annotated[Path, typer.Argument(help="An --api-keys-file.")]) -> None:
+def check(file: Annotated[Path, typer.Argument(help="File as for --api-keys-file.")]) -> None:
     """Show who may do what; exit code 1 if the file is wrong."""
     from rich.console import Console  # here, so that `--help` is fast
 
@@ -83,8 +87,8 @@ def check(file: Annotated[Path, typer.Argument(help="An --api-keys-file.")]) -> 
 
 
 @app.command()
-def convert(file: Annotated[Path, typer.Argument(help="A file of name:key lines.")]) -> None:
-    """Print the entries of a file of the old form, in which the keys stood in the clear."""
+def convert(file: Annotated[Path, typer.Argument(help="File of name:key lines.")]) -> None:
+    """Convert a file of the old form, with plain keys: print its entries in the present form."""
     try:
         text, short = convert_lines(read_text(file))
     except BatonError as error:

@@ -25,7 +25,7 @@ class ClientAccess(RouterAccess):
         "",
         is_secret=True,
         variable="BATON_API_KEY",
-        help="An API key, where the router asks for one (baton keys new).",
+        help="API key, if the router asks for one (baton keys new).",
     )
 
 

@@ -13,20 +13,22 @@ from baton.api.structured_output import StructuredOutput
 
 JsonSchemaOption = Annotated[
     str | None,
-    typer.Option(help="The output is JSON that fits this schema: a file, or the schema itself."),
+    typer.Option(help="JSON schema that the output must fit: a file, or the schema itself."),
 ]
 RegexOption = Annotated[
-    str | None, typer.Option(help="The whole output matches this regular expression.")
+    str | None, typer.Option(help="Regular expression that the whole output must match.")
 ]
 GrammarOption = Annotated[
     str | None,
-    typer.Option(help="The output fits this Lark or GBNF grammar: a file, or the grammar itself."),
+    typer.Option(
+        help="Lark or GBNF grammar that the output must fit: a file, or the grammar itself."
+    ),
 ]
 ChoiceOption = Annotated[
     list[str] | None,
-    typer.Option(help="The output is this text, or another one; give it several times."),
+    typer.Option(help="One of the texts that the output may be; repeat it for the others."),
 ]
-JsonObjectOption = Annotated[bool, typer.Option(help="The output is any JSON object.")]
+JsonObjectOption = Annotated[bool, typer.Option(help="The output must be a JSON object.")]
 
 
 def make_structured_output(

@@ -73,10 +73,16 @@ class Client:
         timeout_s: float | None = None,
         session_id: str = "",
         priority: int = 0,
+        model: str = "",
     ) -> Completion:
         """Return the whole completion of one prompt; raises a BatonError."""
         deltas = self.stream(
-            prompt, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+            prompt,
+            sampling_params,
+            timeout_s=timeout_s,
+            session_id=session_id,
+            priority=priority,
+            model=model,
         )
         return join(list(deltas))
 
@@ -90,6 +96,7 @@ class Client:
         resumable: bool = False,
         session_id: str = "",
         priority: int = 0,
+        model: str = "",
     ) -> Iterator[TextDelta]:
         """Yield the completion in pieces as they arrive; leaving the loop cancels the request.
 
@@ -97,6 +104,7 @@ class Client:
             resumable: if the connection breaks, reconnect within some seconds and continue.
             session_id: requests with the same id share a beginning, such as a conversation's.
             priority: a smaller number is served first when requests wait.
+            model: served name; empty: the first that the caller may use.
         """
         request = make_request(
             prompt,
@@ -105,6 +113,7 @@ class Client:
             resumable=resumable,
             session_id=session_id,
             priority=priority,
+            model=model,
         )
         progress = Progress(request, timeout_s, self._metadata)
         while True:
@@ -135,10 +144,16 @@ class Client:
         timeout_s: float | None = None,
         session_id: str = "",
         priority: int = 0,
+        model: str = "",
     ) -> list[list[Completion]]:
         """Return the ``n`` completions of each prompt, in order; raises a BatonError."""
         deltas = self.stream_batch(
-            prompts, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+            prompts,
+            sampling_params,
+            timeout_s=timeout_s,
+            session_id=session_id,
+            priority=priority,
+            model=model,
         )
         return join_batch(list(deltas))
 
@@ -150,21 +165,22 @@ class Client:
         timeout_s: float | None = None,
         session_id: str = "",
         priority: int = 0,
+        model: str = "",
     ) -> Iterator[TextDelta]:
         """Yield pieces of all completions as they arrive; each has its prompt and choice index."""
         request = make_batch_request(
-            prompts, sampling_params, session_id=session_id, priority=priority
+            prompts, sampling_params, session_id=session_id, priority=priority, model=model
         )
         yield from self._read(self._channel.stub().GenerateBatch, request, timeout_s)
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
         """Return the token ids of a prompt, as the model would see them."""
-        request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt))
+        request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt), model=model)
         return list(self._call(self._channel.stub().Tokenize, request).token_ids)
 
-    def count_tokens(self, prompt: Prompt) -> int:
+    def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
         """Return how many tokens a prompt has."""
-        request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt))
+        request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt), model=model)
         return int(self._call(self._channel.stub().CountTokens, request).num_tokens)
 
     def models(self) -> list[ModelDescription]:
@@ -236,10 +252,16 @@ class AsyncClient:
         timeout_s: float | None = None,
         session_id: str = "",
         priority: int = 0,
+        model: str = "",
     ) -> Completion:
         """Return the whole completion of one prompt; raises a BatonError."""
         deltas = self.stream(
-            prompt, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+            prompt,
+            sampling_params,
+            timeout_s=timeout_s,
+            session_id=session_id,
+            priority=priority,
+            model=model,
         )
         return join([delta async for delta in deltas])
 
@@ -253,6 +275,7 @@ class AsyncClient:
         resumable: bool = False,
         session_id: str = "",
         priority: int = 0,
+        model: str = "",
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield the completion in pieces as they arrive; closing the iterator cancels the request.
 
@@ -260,6 +283,7 @@ class AsyncClient:
             resumable: if the connection breaks, reconnect within some seconds and continue.
             session_id: requests with the same id share a beginning, such as a conversation's.
             priority: a smaller number is served first when requests wait.
+            model: served name; empty: the first that the caller may use.
         """
         request = make_request(
             prompt,
@@ -268,6 +292,7 @@ class AsyncClient:
             resumable=resumable,
             session_id=session_id,
             priority=priority,
+            model=model,
         )
         progress = Progress(request, timeout_s, self._metadata)
         while True:
@@ -300,10 +325,16 @@ class AsyncClient:
         timeout_s: float | None = None,
         session_id: str = "",
         priority: int = 0,
+        model: str = "",
     ) -> list[list[Completion]]:
         """Return the ``n`` completions of each prompt, in order; raises a BatonError."""
         deltas = self.stream_batch(
-            prompts, sampling_params, timeout_s=timeout_s, session_id=session_id, priority=priority
+            prompts,
+            sampling_params,
+            timeout_s=timeout_s,
+            session_id=session_id,
+            priority=priority,
+            model=model,
         )
         return join_batch([delta async for delta in deltas])
 
@@ -315,22 +346,23 @@ class AsyncClient:
         timeout_s: float | None = None,
         session_id: str = "",
         priority: int = 0,
+        model: str = "",
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield pieces of all completions as they arrive; each has its prompt and choice index."""
         request = make_batch_request(
-            prompts, sampling_params, session_id=session_id, priority=priority
+            prompts, sampling_params, session_id=session_id, priority=priority, model=model
         )
         async for delta in self._read(self._channel.stub().GenerateBatch, request, timeout_s):
             yield delta
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
         """Return the token ids of a prompt, as the model would see them."""
-        request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt))
+        request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt), model=model)
         return list((await self._call(self._channel.stub().Tokenize, request)).token_ids)
 
-    async def count_tokens(self, prompt: Prompt) -> int:
+    async def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
         """Return how many tokens a prompt has."""
-        request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt))
+        request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt), model=model)
         return int((await self._call(self._channel.stub().CountTokens, request)).num_tokens)
 
     async def models(self) -> list[ModelDescription]:

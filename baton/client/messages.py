@@ -121,6 +121,7 @@ def make_request(
     resumable: bool = False,
     session_id: str = "",
     priority: int = 0,
+    model: str = "",
 ) -> inference_pb2.GenerateRequest:
     """Make the request message for a prompt; raises InvalidRequestError."""
     check_priority(priority)
@@ -131,6 +132,7 @@ def make_request(
         resumable=resumable,
         session_id=_checked_text("session_id", session_id),
         priority=priority,
+        model=_checked_text("model", model),
     )
     _fill_prompt(request, prompt)
     return request
@@ -143,6 +145,7 @@ def make_batch_request(
     *,
     session_id: str = "",
     priority: int = 0,
+    model: str = "",
 ) -> inference_pb2.GenerateBatchRequest:
     """Make the request message for several prompts; raises InvalidRequestError."""
     if isinstance(prompts, str):
@@ -157,6 +160,7 @@ def make_batch_request(
         n=params.n,
         session_id=_checked_text("session_id", session_id),
         priority=priority,
+        model=_checked_text("model", model),
     )
 
 

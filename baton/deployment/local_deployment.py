@@ -61,6 +61,8 @@ NODE_MODULES = (
     "pydantic.type_adapter",
     "uvloop",
 )
+# Loads what all nodes share, given the model.
+NODE_LOAD = "node_runtime.early_grammars:load_early_tokenizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,10 @@ class LocalDeploymentConfig:
     """The processes to start, and their options.
 
     Attributes:
+        model: the first base model.
         listen: address of the router.
         http_listen: address of its HTTP API; empty: none.
+        more_models: further base models, each with as many nodes of its own as the first.
         router_args: additional arguments of `baton router`.
         node_args: additional arguments of every `baton prefill` and `baton decode`.
         prefill_args, decode_args: additional arguments of nodes of one role.
@@ -90,6 +94,7 @@ class LocalDeploymentConfig:
     http_listen: str = ""
     num_prefill: int = 1
     num_decode: int = 1
+    more_models: Sequence[str] = ()
     router_args: Sequence[str] = ()
     node_args: Sequence[str] = ()
     prefill_args: Sequence[str] = ()
@@ -108,6 +113,22 @@ class LocalDeploymentConfig:
             return NO_TLS
         own = str(self.tls_folder / name)
         return TlsOptions(cert=f"{own}.crt", key=f"{own}.key", ca=str(self.tls_folder / "ca.crt"))
+
+    @property
+    def nodes(self) -> list[tuple[str, str, str]]:
+        """Role, name and base model of each node; numbers go on from one base model to the next."""
+        found = []
+        for role, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
+            found += [
+                (role, f"{role[0]}{i}", model)
+                for i, model in enumerate(model for model in self.models for _ in range(number))
+            ]
+        return found
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All base models."""
+        return (self.model, *self.more_models)
 
     @property
     def router_address(self) -> str:
@@ -194,7 +215,8 @@ class LocalDeployment:
         check_is_free("listen", self.config.listen)
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
-        find_here_or_on_hub(self.config.model)  # a mistake shows before anything is built
+        for model in self.config.models:
+            find_here_or_on_hub(model)  # a mistake shows before anything is built
         self._prepare_kernels()
         folder = self.config.log_folder
         if folder is None:
@@ -249,6 +271,8 @@ class LocalDeployment:
                 if on_progress is not None:
                     on_progress(self.children)
                 if all(child.state == "ready" for child in self.children):
+                    if self._template is not None:
+                        self._template.release_memory()
                     return
                 if time.monotonic() > give_up_at:
                     self.keep_logs()
@@ -373,7 +397,8 @@ class LocalDeployment:
         self._start(
             "router",
             [
-                "router", "--model", config.model, "--listen", config.listen,
+                "router", *(word for model in config.models for word in ("--model", model)),
+                "--listen", config.listen,
                 "--http-listen", config.http_listen,
                 "--drain-timeout-s", f"{config.drain_timeout_s:g}",
                 *_options_of(config.tls_of("router")),
@@ -386,21 +411,20 @@ class LocalDeployment:
         if self._cluster is not None:
             router = config.router_address_on(self._cluster)
             where = ["--ray-address", self._cluster.address]
-        names = [("prefill", f"p{i}") for i in range(config.num_prefill)]
-        names += [("decode", f"d{i}") for i in range(config.num_decode)]
+        nodes = config.nodes
         own = {"prefill": config.prefill_args, "decode": config.decode_args}
-        num_ranks = [num_ranks_of([*config.node_args, *own[command]]) for command, _ in names]
+        num_ranks = [num_ranks_of([*config.node_args, *own[command]]) for command, _, _ in nodes]
         cores = list(divide_cores(sorted(usable_cores()), num_ranks))
         locks = self._core_locks(cores, num_ranks)
         if locks and len(set(map(len, cores))) == 1:
             self._template = self._make_template(len(cores[0]))
-        for (command, name), share in zip(names, cores, strict=True):
+        for (command, name, model), share in zip(nodes, cores, strict=True):
             own_args = own[command]
             lent = ["--core-locks", locks, "--cpu-list", ",".join(map(str, share))] if locks else []
             self._start(
                 name,
                 [
-                    command, "--model", config.model, "--router", router,
+                    command, "--model", model, "--router", router,
                     "--name", name, *_options_of(config.tls_of(name)), *where,
                     "--num-threads", "1" if where else str(len(share)), "--drain-timeout-s", "0",
                     *lent, *config.node_args, *own_args,
@@ -479,18 +503,26 @@ class LocalDeployment:
         """Start the template of nodes that lend cores, each with this many threads."""
         environment = THREAD_VARIABLES | self._environment()
         environment["OMP_NUM_THREADS"] = str(num_threads)
-        return ProgramTemplate("baton.cli.app:main", NODE_MODULES, environment, [self._read_end])
+        return ProgramTemplate(
+            "baton.cli.app:main",
+            NODE_MODULES,
+            environment,
+            kept=[self._read_end],
+            load=[NODE_LOAD, self.config.model],
+        )
 
     def _fork(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int
     ) -> Process | None:
-        """Fork a node from the template of all nodes; None if there is no template."""
+        """Fork a node from the template of all nodes; None if there is none that can fork.
+
+        Once all nodes are ready, there is none: nodes that are restarted import all by themselves.
+        """
         if self._template is None:
             return None
         try:
             return self._template.start(arguments, environment, output)
         except TemplateError:
-            self._template = None
             return None
 
     def _update_states(self, channel: grpc.Channel) -> None:

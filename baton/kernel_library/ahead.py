@@ -110,7 +110,7 @@ def build_libraries(
     machine = machine or platform.machine()
     wanted = [one for one in sets if one.machine == machine]
     if not wanted:
-        raise BuildError(f"no instruction sets are known of {machine}")
+        raise BuildError(f"no instruction sets are known for {machine}")
     sources = build.find_sources()
     is_native = machine == platform.machine()
     compiler = build.find_compiler("libgomp") if is_native else _find_cross_compiler(machine)
@@ -140,7 +140,7 @@ def build_libraries(
 def _find_cross_compiler(machine: str) -> list[str]:
     name = f"{machine}-linux-gnu-gcc"
     if (path := shutil.which(name)) is None:
-        raise BuildError(f"no {name} here (apt install gcc-{machine}-linux-gnu)")
+        raise BuildError(f"{name} is not installed (apt install gcc-{machine}-linux-gnu)")
     return [path]
 
 
@@ -172,7 +172,7 @@ def open_library_built_ahead(openmp_runtime: str | None) -> OpenedLibrary | None
     switch = read_switch([one.name for one in INSTRUCTION_SETS])
     if named := os.environ.get(FOLDER_VARIABLE):
         if openmp_runtime is None:
-            raise BuildError(f"{named}: what is built ahead needs torch's OpenMP runtime")
+            raise BuildError(f"{named}: libraries built ahead need torch's OpenMP runtime")
         return _open_best(Path(named), _read_index(Path(named)), switch)
     if switch.must_build or (not switch.instruction_set and build.chooses_cpu()):
         return None
@@ -233,7 +233,7 @@ def _open_best(
         BuildError: the library is damaged, or others could write it.
     """
     if index.sources != build.digest_of_sources(build.find_sources()):
-        raise _UnsuitableError(f"{folder}: built of other sources than this Baton's")
+        raise _UnsuitableError(f"{folder}: built from other sources than this Baton's")
     wanted = switch.instruction_set
     try:
         listed = [one for one in index.libraries if wanted in ("", one["name"])]
@@ -250,7 +250,7 @@ def _open_best(
         raise BuildError(f"{folder / _INDEX}: cannot be read ({error})") from error
     if _sha256(descriptor) != digest:
         os.close(descriptor)
-        raise BuildError(f"{path}: is not what was built")
+        raise BuildError(f"{path}: has changed since it was built")
     return OpenedLibrary(descriptor, path, instruction_set=name)
 
 
@@ -294,7 +294,7 @@ def _open(folder: Path, name: str, is_packaged: bool) -> int:
             if not is_packaged and not is_own(found):
                 os.close(descriptor)
                 owner = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
-                raise BuildError(f"{path}: must be of user {os.geteuid()} alone, got {owner}")
+                raise BuildError(f"{path}: must belong to user {os.geteuid()} alone, got {owner}")
     finally:
         os.close(folder_fd)
     return descriptor

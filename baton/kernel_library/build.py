@@ -192,7 +192,7 @@ def _open_in(folder: Path, name: str, make: Callable[[], bytes]) -> int:
     finally:
         os.close(folder_fd)
     if library is None:
-        raise BuildError(f"{folder / name}: somebody else changes it")
+        raise BuildError(f"{folder / name}: somebody else keeps changing it")
     return library
 
 

@@ -86,7 +86,7 @@ def run_tool(
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{command[0]}: not done when its time was up") from error
+        raise BuildError(f"{command[0]}: took longer than its time limit") from error
     except OSError as error:
         raise BuildError(f"{command[0]}: {error.strerror or error}") from error
     if done.returncode:

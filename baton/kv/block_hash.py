@@ -1,7 +1,7 @@
 """Block hashes: identify full KV blocks by everything that their content depends on.
 
     namespace    what equal tokens' KV depends on in a node: model, weights, dtypes, layout
-    extra keys   what it depends on in a request: the group that shares its KV
+    extra keys   what it depends on in a request: the group that shares its KV, the adapter
 
     hash[-1] = H(namespace, extra keys)        hash[i] = H(hash[i - 1], tokens of block i)
 
@@ -64,13 +64,15 @@ def cache_namespace(entries: Mapping[str, str]) -> bytes:
     return hashlib.blake2b(_framed(fields), digest_size=16).digest()
 
 
-def extra_keys_of(cache_salt: bytes) -> tuple[bytes, ...]:
+def extra_keys_of(cache_salt: bytes, adapter: str = "") -> tuple[bytes, ...]:
     """Return what a request's KV depends on besides its tokens.
 
     Args:
         cache_salt: salt of the group that shares the cache; empty: everybody shares.
+        adapter: digest of the request's adapter; empty: the base model.
     """
-    return (b"cache_salt", cache_salt) if cache_salt else ()
+    salted = (b"cache_salt", cache_salt) if cache_salt else ()
+    return (*salted, b"adapter", adapter.encode()) if adapter else salted
 
 
 class BlockHasher:

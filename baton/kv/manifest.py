@@ -215,10 +215,10 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         num_layers = sum(len(group.layers) for group in self.groups)
         if self.num_ranks % self.num_stages or self.num_stages > max(1, num_layers):
             raise TransferError(
-                f"num_stages: {self.num_stages} of {self.num_ranks} ranks for {num_layers} layers"
+                f"num_stages: {self.num_stages} for {self.num_ranks} ranks, {num_layers} layers"
             )
         if self.stage_size > MAX_STAGE_SIZE:
-            raise TransferError(f"num_ranks: at most {MAX_STAGE_SIZE} of a stage")
+            raise TransferError(f"num_ranks: must be at most {MAX_STAGE_SIZE} per stage")
         for index, group in enumerate(self.groups):
             for array in group.arrays:
                 if array.dtype not in _DTYPE_BYTES:
@@ -226,15 +226,15 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
                 if array.shard_axis is not None and array.shard_axis >= len(array.shape):
                     raise TransferError(f"KV group {index}: shard_axis: no such axis")
             if group.unit_bytes() >= _MAX_UNIT_BYTES:
-                raise TransferError(f"KV group {index}: arrays: of too many bytes")
+                raise TransferError(f"KV group {index}: arrays: too many bytes")
             if group.order is KVOrder.HEADS and (
                 len(group.arrays) > 1
                 or len(group.arrays[0].shape) < 2
                 or group.arrays[0].shard_axis not in (None, 1)
             ):
-                raise TransferError(f"KV group {index}: order: no heads to be ordered by")
+                raise TransferError(f"KV group {index}: order: heads need one array with heads")
             if len(group.layers) > group.num_places:
-                raise TransferError(f"KV group {index}: layers: more than there are places")
+                raise TransferError(f"KV group {index}: layers: more than num_places")
 
 
 def difference(own: KVManifest, other: KVManifest) -> str:
@@ -287,7 +287,7 @@ class RankCopy(NamedTuple):
 def unit_copies(
     writers: KVManifest, readers: KVManifest, group: int, layers: tuple[int, int] | None = None
 ) -> tuple[RankCopy, ...]:
-    """Return which rank of one node writes which bytes of a group's unit to which of another.
+    """Return the byte ranges that ranks of one node write into a unit of another node's ranks.
 
     Each byte of a reader is written once. If several writers have it, readers are spread over them.
 

@@ -183,7 +183,7 @@ class RouterLinks:
             return
         for address in self._links.keys() - set(addresses):
             if not self._links[address].joined:
-                logger.info("router %s is no longer an address of ours", address)
+                logger.info("router %s is no longer among this node's addresses", address)
                 del self._links[address]
                 task = self._tasks.pop(address)
                 task.cancel()

@@ -11,7 +11,7 @@ import dataclasses
 from baton.api.outputs import TextDelta
 from baton.link import wire_admin_calls
 from baton.link import words as link
-from baton.telemetry.trace_context import TraceContext, parse_traceparent
+from baton.telemetry.spans import TraceContext, parse_traceparent
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
 from baton.wire.types import (
     decode_receipt_from_proto,

@@ -17,7 +17,7 @@ from baton.api.outputs import RequestError as RequestError
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import TraceContext
 
 # Version of the link's messages. It grows with changes that a reader of the previous version would
 # misread. Each end supports its version and the previous one. (New fields need no new version.)
@@ -125,8 +125,8 @@ class ServingState(Enum):
 class StepDeltas(msgspec.Struct, frozen=True):
     """Results of one engine step, as a router receives them.
 
-    Most of it are rows: one token of a request and nothing else. (Nodes emit plain deltas; the wire
-    packs them into rows.)
+    Most results are rows: one token of a request and nothing else. (Nodes emit plain deltas; the
+    wire format packs them into rows.)
 
     Attributes:
         epochs: each row's attempt, and so its request: a router's epochs never repeat.

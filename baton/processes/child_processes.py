@@ -1,7 +1,9 @@
-"""How Baton's processes are started: the command, and the environment they inherit."""
+"""How Baton's processes are started: the command, the environment they inherit, and their heap."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import sys
 
@@ -18,6 +20,7 @@ THREAD_VARIABLES = {
     # NumPy's BLAS, which no step calls, would start threads and take 32 MiB for each.
     "OPENBLAS_NUM_THREADS": "1",
 }
+_M_ARENA_MAX = -8  # parameter of mallopt(3)
 # Runs one of Baton's modules. (-P keeps modules in the user's current folder from being imported
 # instead.)
 PYTHON_MODULE = (sys.executable, "-P", "-m")
@@ -30,3 +33,13 @@ def fleet_environment() -> dict[str, str]:
     """
     own = {f"{ENVIRONMENT_PREFIX}_{option.upper()}" for option in OF_ONE_PROCESS}
     return {name: text for name, text in os.environ.items() if name not in own}
+
+
+def use_one_heap() -> None:
+    """Let all threads of this process share the C library's one heap; call before threads start.
+
+    Otherwise each thread gets a heap of its own, whose free memory no other thread uses. Has no
+    effect with C libraries other than glibc.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

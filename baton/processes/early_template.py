@@ -8,7 +8,6 @@ releases.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.processes.child_processes import use_one_heap
 from baton.processes.worker_template import Work, serve_parent
 
 # Environment of templates, also of those that are new processes.
@@ -26,7 +26,6 @@ ENVIRONMENT = {
     # Address space is limited: all threads share one heap.
     "MALLOC_ARENA_MAX": "1",
 }
-_M_ARENA_MAX = -8  # parameter of mallopt(3)
 _MAX_DESCRIPTORS = 2**16  # more than a program has opened when it forks
 
 
@@ -113,8 +112,7 @@ def _be_template(control: socket.socket, make_work: Callable[[], Work]) -> None:
     try:
         os.setsid()  # Ctrl-C is for the program, which still has requests to finish
         os.environ.update(ENVIRONMENT)
-        with contextlib.suppress(AttributeError):  # absent in other C libraries
-            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+        use_one_heap()
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         kept = control.fileno()  # all others are the program's, such as its end of the socket

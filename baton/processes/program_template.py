@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,17 +33,22 @@ _POLL_S = 0.05
 # Exit code of a program whose template has ended, since only the template would know.
 _UNKNOWN = -signal.SIGKILL
 _ARG_START = 45  # column of /proc/self/stat behind the command's name
+_REAPER = Path(__file__).with_name("program_reaper.py")
 
 
 class TemplateError(Exception):
     """The template cannot start a program; the caller starts the program in another way."""
 
 
-class _Start(msgspec.Struct, frozen=True):
-    """Ask for a program; a descriptor for its output travels beside."""
+class _Start(msgspec.Struct, frozen=True, tag="start"):
+    """Ask for a program; the message carries a descriptor for its output."""
 
     arguments: list[str]
     environment: dict[str, str]
+
+
+class _Release(msgspec.Struct, frozen=True, tag="release"):
+    """Ask the template to free its memory; no program is started any more."""
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -65,6 +70,8 @@ class ProgramTemplate:
         modules: modules to import before the first fork.
         environment: environment of the template, whose libraries read it when they load.
         kept: descriptors that programs inherit, with their numbers.
+        load: ``"module:function"`` and its arguments, to call once before the first fork; empty:
+            nothing.
     """
 
     def __init__(
@@ -73,17 +80,18 @@ class ProgramTemplate:
         modules: Sequence[str],
         environment: Mapping[str, str],
         kept: Sequence[int] = (),
+        load: Sequence[str] = (),
     ) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         self._returncodes: dict[int, int] = {}
-        self._has_ended = False
+        self._has_ended = self._has_released = False
         module = "baton.processes.program_template"
         with theirs:
             self._process = subprocess.Popen(
                 [
                     *(*PYTHON_MODULE, module, str(theirs.fileno()), function),
-                    *(" ".join(modules), _TITLE_ROOM),
+                    *(" ".join(modules), msgspec.json.encode(load).decode(), _TITLE_ROOM),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -104,8 +112,10 @@ class ProgramTemplate:
             output: descriptor for standard output and standard error.
 
         Raises:
-            TemplateError: the template has ended.
+            TemplateError: the template has ended, or released its memory.
         """
+        if self._has_released:
+            raise TemplateError("the template has released its memory")
         message = msgspec.json.encode(_Start(list(arguments), dict(environment)))
         with self._lock:
             try:
@@ -116,6 +126,17 @@ class ProgramTemplate:
                 if event.returncode is None:
                     return ForkedProgram(self, event.pid)
             raise TemplateError("the template has ended")
+
+    def release_memory(self) -> None:
+        """Free the template's memory once all programs have started.
+
+        Pages that a program has written to are in memory twice while the template exists: there as
+        they were imported. Then the template only reports ends, and `start` raises TemplateError.
+        """
+        with self._lock, contextlib.suppress(OSError):  # an ended template has no memory
+            if not self._has_released:
+                self._has_released = True
+                self._control.send(msgspec.json.encode(_Release()))
 
     def returncode_of(self, pid: int, timeout_s: float | None = 0.0) -> int | None:
         """Return how a program ended, or None if it runs when the time is up.
@@ -208,18 +229,26 @@ class ForkedProgram:
 
 
 def main() -> None:
-    """Run ``python -m baton.processes.program_template DESCRIPTOR FUNCTION MODULES ROOM``."""
-    descriptor, function, modules, _ = sys.argv[1:]
+    """Run ``python -m baton.processes.program_template DESCRIPTOR FUNCTION MODULES LOAD ROOM``."""
+    descriptor, function, modules, load, _ = sys.argv[1:]
     control = socket.socket(fileno=int(descriptor))
     for name in modules.split():
         importlib.import_module(name)
+    if words := msgspec.json.decode(load, type=list[str]):
+        _find(words[0])(*words[1:])
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         return  # a library has started a thread, so no fork is safe
     gc.collect()
     gc.freeze()  # a collection would write to the pages that all programs share
     if _serve(control):
-        module, _, name = function.partition(":")
-        getattr(importlib.import_module(module), name)()
+        _find(function)()
+
+
+def _find(function: str) -> Callable[..., None]:
+    """Import the function that ``"module:function"`` names."""
+    module, _, name = function.partition(":")
+    found: Callable[..., None] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _serve(control: socket.socket) -> bool:
@@ -239,12 +268,16 @@ def _serve(control: socket.socket) -> bool:
             message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
             if not message:
                 return False
+            command = msgspec.json.decode(message, type=_Start | _Release)
+            if isinstance(command, _Release):
+                _become_reaper(control, programs)
+                continue  # the exec failed, so the template stays
             pid = os.fork()
             if pid == 0:
                 for process in programs:
                     os.close(process)
                 control.close()
-                _become_program(msgspec.json.decode(message, type=_Start), descriptors[0])
+                _become_program(command, descriptors[0])
                 return True
             os.close(descriptors[0])
             process = os.pidfd_open(pid)
@@ -256,6 +289,17 @@ def _serve(control: socket.socket) -> bool:
 def _tell(control: socket.socket, event: _Event) -> None:
     with contextlib.suppress(OSError):  # the next receive sees that the parent is gone
         control.send(msgspec.json.encode(event))
+
+
+def _become_reaper(control: socket.socket, programs: Mapping[int, int]) -> None:
+    """Replace this process by `program_reaper`; returns only if the system refuses."""
+    for descriptor in (control.fileno(), *programs):
+        os.set_inheritable(descriptor, True)
+    pairs = [f"{descriptor}:{pid}" for descriptor, pid in programs.items()]
+    with contextlib.suppress(OSError):
+        os.execv(
+            sys.executable, [sys.executable, "-IS", str(_REAPER), str(control.fileno()), *pairs]
+        )
 
 
 def _become_program(start: _Start, output: int) -> None:

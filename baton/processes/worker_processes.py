@@ -79,7 +79,7 @@ class _Worker:
             NodeUnavailableError: the template did not load in time and was killed.
         """
         if self.link.fileno() < 0:
-            raise ConnectionError("there was no descriptor for the worker")
+            raise ConnectionError("no file descriptor was left for the worker")
         if self.is_ready:
             return
         try:

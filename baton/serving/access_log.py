@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 from baton.access.identity import Principal
-from baton.telemetry.trace_context import TraceContext, parse_traceparent
+from baton.telemetry.spans import TraceContext, parse_traceparent
 from baton.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class AccessEntry:
         request_id: empty until known.
         trace_id: id of the caller's or Baton's trace; empty: none.
         trace: this request's trace context; None: not traced.
+        model: served name that the request stands under; empty: the default name.
         num_prompt_tokens: tokens of its prompts; a prompt with several outputs counts once.
         num_output_tokens: tokens sent to the client, over all outputs.
         ttft_s: time to the first of them; None: there were none.
@@ -40,6 +41,7 @@ class AccessEntry:
     request_id: str = ""
     trace_id: str = ""
     trace: TraceContext | None = None
+    model: str = ""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     ttft_s: float | None = None
@@ -63,7 +65,7 @@ class AccessLog:
     """The access log of a router.
 
     Args:
-        model: name that clients use for the model.
+        model: default name of the model.
         is_on: whether lines are written.
     """
 
@@ -90,7 +92,7 @@ class AccessLog:
                 "key": principal.name or None,
                 "tenant": principal.tenant if principal.tenant != principal.name else None,
                 "address": entry.address,
-                "model": self._model,
+                "model": entry.model or self._model,
                 "prompt_tokens": entry.num_prompt_tokens,
                 "output_tokens": entry.num_output_tokens,
                 "status": status,

@@ -202,7 +202,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     )
                     async with contextlib.aclosing(behavior(request, context)) as responses:
                         async for response in responses:
-                            if not watch.num_sent:  # else no status could be sent
+                            if not watch.num_sent:  # otherwise no status could be sent
                                 # Headers first, in case the client does not read the first message.
                                 await raw.send_initial_metadata(())
                             watch.is_sending = True

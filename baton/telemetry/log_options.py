@@ -24,16 +24,18 @@ class LogOptions:
         "info",
         choices=LOG_LEVELS,
         parse=lambda _, text: text.lower(),
-        help="What is logged: this and worse.",
+        help="Lowest level of messages to log.",
     )
     log_modules: tuple[str, ...] = option(
         (),
         name="log_module",
-        help="MODULE=LEVEL: what is logged of a module and those in it, such as "
-        "kvconnector.protocol=debug; repeat it for several.",
+        help="MODULE=LEVEL: lowest level to log for a module and those in it, such as "
+        "kvconnector.protocol=debug.",
     )
     log_format: str = option(
-        "text", choices=LOG_FORMATS, help="Lines for people (text) or for programs (json)."
+        "text",
+        choices=LOG_FORMATS,
+        help="Format of log lines: for people (text) or for programs (json).",
     )
 
     def __post_init__(self) -> None:
@@ -50,4 +52,4 @@ def check_module(field: str, module: str) -> None:
     """Raise ConfigError unless a module is one of our packages, or inside one."""
     if module.split(".")[0] not in OURS:
         known = ", ".join(OURS)
-        raise ConfigError(f"{field}: must be one of {known}, or in one, got {module!a}")
+        raise ConfigError(f"{field}: must be one of {known}, or a module in one, got {module!a}")

@@ -1,4 +1,6 @@
-"""Spans as plain values, made when the work they describe has ended. Knows no exporter.
+"""Spans as plain values, and the context that joins spans of several processes to a trace.
+
+Spans are made when the work they describe has ended. Knows no exporter.
 
 Spans are made from the times that receipts need anyway. So traces and receipts agree, and requests
 that are not traced cost nothing.
@@ -6,6 +8,8 @@ that are not traced cost nothing.
 
 from __future__ import annotations
 
+import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
@@ -13,9 +17,41 @@ from typing import TypeAlias
 
 import msgspec
 
-from baton.telemetry.trace_context import TraceContext
+TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
+MAX_STATE_CHARS = 512  # W3C asks to forward at least this many; longer ones are dropped
+
+_PARENT = re.compile(
+    r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII | re.DOTALL
+)
+_SAMPLED = 1
 
 Attribute: TypeAlias = str | bool | int | float | tuple[str, ...]
+
+
+class TraceContext(msgspec.Struct, frozen=True, gc=False):
+    """The ids of a span, which other processes need to add child spans.
+
+    Attributes:
+        trace_id: 16 bytes.
+        span_id: 8 bytes; empty: the trace has no span yet, and the next one becomes its root.
+        is_sampled: whether spans of this trace are kept.
+        state: data of other tracing systems, forwarded unchanged.
+    """
+
+    trace_id: bytes
+    span_id: bytes = b""
+    is_sampled: bool = True
+    state: str = ""
+
+    def child(self) -> TraceContext:
+        """Make the context of a new child span."""
+        return TraceContext(self.trace_id, random_id(8), self.is_sampled, self.state)
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C header for calls that this span makes."""
+        flags = _SAMPLED if self.is_sampled else 0
+        return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{flags:02x}"
 
 
 class SpanKind(IntEnum):
@@ -57,3 +93,29 @@ SpanSink: TypeAlias = Callable[[Sequence[Span], int], None]
 def zero_of(clock: Callable[[], float]) -> int:
     """Return the UNIX time at which a clock showed 0, in nanoseconds."""
     return time.time_ns() - round(clock() * 1e9)
+
+
+def parse_traceparent(header: str, state: str = "") -> TraceContext | None:
+    """Parse the W3C header ``traceparent``; None: it is missing or invalid.
+
+    In unknown versions only the fields of version 00 are read, as W3C demands.
+    """
+    found = _PARENT.fullmatch(header) if header else None
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, more = found.groups()
+    if (
+        version == "ff"
+        or (version == "00" and more)
+        or not (int(trace_id, 16) and int(span_id, 16))
+    ):
+        return None
+    if len(state) > MAX_STATE_CHARS or not state.isprintable():
+        state = ""
+    is_sampled = bool(int(flags, 16) & _SAMPLED)
+    return TraceContext(bytes.fromhex(trace_id), bytes.fromhex(span_id), is_sampled, state)
+
+
+def random_id(num_bytes: int) -> bytes:
+    """Return a random id; never all zeros, which W3C reserves for "no id"."""
+    return (random.getrandbits(8 * num_bytes) or 1).to_bytes(num_bytes, "big")

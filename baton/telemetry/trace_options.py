@@ -15,15 +15,15 @@ class TraceOptions:
         "",
         variable="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
         help="URL of an OpenTelemetry collector (OTLP over gRPC), such as http://127.0.0.1:4317; "
-        "empty: nothing is traced. Its certificates, headers and timeout are said by the "
-        "OTEL_EXPORTER_OTLP_* variables. Needs: pip install 'baton-serve[otel]'.",
+        "empty: no traces. The OTEL_EXPORTER_OTLP_* variables set its certificates, headers and "
+        "timeout. Needs: pip install 'baton-serve[otel]'.",
     )
     trace_ratio: float = option(
         1.0,
         least=0,
         most=1,
-        help="Share of the requests that are traced, of those whose caller has no trace of its "
-        "own; of the others those whose caller's is sampled.",
+        help="Share of requests to trace, among those whose caller has no trace of its own; "
+        "otherwise the caller's sampling decides.",
     )
 
     def __post_init__(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from baton.telemetry.export.span_export import SpanExporter
-from baton.telemetry.spans import SpanSink
-from baton.telemetry.trace_context import TraceContext, parse_traceparent, random_id
+from baton.telemetry.spans import SpanSink, TraceContext, parse_traceparent, random_id
 from baton.telemetry.trace_options import TraceOptions
 
 

@@ -117,14 +117,8 @@ class EarlyGrammars:
     template: EarlyTemplate
 
 
-def fork_grammars(model_folder: Path, eos_token_ids: Iterable[int]) -> EarlyGrammars:
-    """Load the library's tokenizer and fork a template for `GrammarTrials` that shares it.
-
-    Raises:
-        InvalidRequestError: the tokenizer cannot be used.
-        OSError: forking failed.
-    """
-    tokenizer = load_grammar_tokenizer(model_folder / "tokenizer.json", eos_token_ids)
+def fork_grammars(tokenizer: LLTokenizer) -> EarlyGrammars:
+    """Fork a template for `GrammarTrials` that shares a tokenizer; raises OSError."""
     return EarlyGrammars(tokenizer, fork_template(lambda: _work_of(tokenizer)))
 
 

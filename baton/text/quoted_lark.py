@@ -134,7 +134,7 @@ class _Grammar:
             return
         for (_, text), (_, after) in itertools.pairwise(tokens):
             if text == "&" or (text == "~" and not after.isdigit()):
-                raise _refused(f"{tokens[0][1]}: & and ~ cannot be of texts that JSON escapes")
+                raise _refused(f"{tokens[0][1]}: & and ~ cannot stand on texts that JSON escapes")
 
     def _spaced(self, kind: str, text: str) -> str:
         """Write a token of a rule, followed by ignored texts after a lexeme."""
@@ -195,9 +195,9 @@ def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
             yield from _imported(token)
             continue
         if kind == "directive" and token != "%ignore":
-            raise _refused(f"{token} cannot be in the grammar of a text")
+            raise _refused(f"{token} cannot be in a text's grammar")
         if kind == "special":
-            raise _refused(f"{token}: a text has no tokens of its own and no other grammars")
+            raise _refused(f"{token}: a text's grammar cannot name tokens or other grammars")
         tokens.append((kind, token))
     yield tokens
 
@@ -264,7 +264,7 @@ def _string_value(token: str) -> str:
     try:
         return str(json.loads(token))
     except ValueError:
-        raise _refused(f"{token[:80]} is no text as JSON writes texts") from None
+        raise _refused(f"{token[:80]} is not a JSON string") from None
 
 
 def _class_char(char: str) -> str:

@@ -35,8 +35,8 @@ DEFAULT_TEXT = DetokenizeOptions()
 class StopStrings:
     """Find stop strings in a text that comes in pieces, in linear time.
 
-    The stop string that is complete first ends the text; of several at one character, the one that
-    began first. So the result does not depend on the pieces.
+    The stop string that is complete first ends the text; if several are complete at one character,
+    the one that began first. So the result does not depend on the pieces.
 
     Args:
         include: whether the text includes the stop string.

@@ -59,7 +59,7 @@ class Tokenizer:
             raise ModelLoadError(f"tokenizer: {path} is broken: {str(error)[:500]}") from error
         vocabulary = self._tokenizer.get_vocab()
         if (highest := max(vocabulary.values(), default=0)) > _MAX_TOKEN_ID:
-            # Describing itself, the library counts through all ids up to the highest.
+            # To describe itself, the library counts through all ids up to the highest.
             problem = f"a token's id must be at most {_MAX_TOKEN_ID}, got {highest}"
             raise ModelLoadError(f"tokenizer: {path}: {problem}")
         added = self._tokenizer.get_added_tokens_decoder()

@@ -61,7 +61,7 @@ class ListNodesResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeDescription, _Mapping]]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "address", "beat", "peers", "num_requests", "lost", "version", "num_blocks", "block_size", "max_model_len", "health", "health_why", "weight", "prefill_tokens_per_s", "step_s", "tensor_parallel_size", "pipeline_parallel_size", "revision")
+    __slots__ = ("node_name", "engine_id", "role", "address", "beat", "peers", "num_requests", "lost", "version", "num_blocks", "block_size", "max_model_len", "health", "health_why", "weight", "prefill_tokens_per_s", "step_s", "tensor_parallel_size", "pipeline_parallel_size", "revision", "model")
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class NodeDescription(_message.Message):
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
     role: _types_pb2.NodeRole
@@ -102,7 +103,8 @@ class NodeDescription(_message.Message):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     revision: str
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ..., lost: bool = ..., version: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., health: _Optional[str] = ..., health_why: _Optional[str] = ..., weight: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., revision: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ..., lost: bool = ..., version: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., health: _Optional[str] = ..., health_why: _Optional[str] = ..., weight: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., revision: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
     __slots__ = ("node_name", "connected", "transport", "problem", "bandwidth_bytes_per_s")
@@ -259,10 +261,12 @@ class RemoveRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., force: bool = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
-    __slots__ = ("window_s",)
+    __slots__ = ("window_s", "model")
     WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     window_s: float
-    def __init__(self, window_s: _Optional[float] = ...) -> None: ...
+    model: str
+    def __init__(self, window_s: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
     __slots__ = ("uptime_s", "num_open", "num_queued", "num_finished", "num_retried", "num_failed", "num_prompt_tokens", "num_output_tokens", "policy", "admission", "window_s", "num_finished_in_window", "ttft_s", "time_per_token_s", "total_s", "nodes", "overload")
@@ -452,18 +456,20 @@ class AttemptTrace(_message.Message):
     def __init__(self, began_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., failed_s: _Optional[float] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "num_prompt_tokens", "max_tokens", "tenant")
+    __slots__ = ("request_id", "prompt", "num_prompt_tokens", "max_tokens", "tenant", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: str
     num_prompt_tokens: int
     max_tokens: int
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("decisions", "policy")
@@ -562,24 +568,30 @@ class PolicyDescription(_message.Message):
     def __init__(self, policy: _Optional[str] = ..., known: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetRolloutRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ChangeRolloutRequest(_message.Message):
-    __slots__ = ("action", "revision")
+    __slots__ = ("action", "revision", "model")
     ACTION_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     action: RolloutAction
     revision: str
-    def __init__(self, action: _Optional[_Union[RolloutAction, str]] = ..., revision: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, action: _Optional[_Union[RolloutAction, str]] = ..., revision: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class RolloutDescription(_message.Message):
-    __slots__ = ("state", "revisions")
+    __slots__ = ("state", "revisions", "model")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REVISIONS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     state: str
     revisions: _containers.RepeatedCompositeFieldContainer[RevisionDescription]
-    def __init__(self, state: _Optional[str] = ..., revisions: _Optional[_Iterable[_Union[RevisionDescription, _Mapping]]] = ...) -> None: ...
+    model: str
+    def __init__(self, state: _Optional[str] = ..., revisions: _Optional[_Iterable[_Union[RevisionDescription, _Mapping]]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class RevisionDescription(_message.Message):
     __slots__ = ("revision", "state", "share", "num_prefill", "num_decode", "num_placed", "nodes")
@@ -617,6 +629,54 @@ class GetVersionResponse(_message.Message):
     router: str
     nodes: _containers.ScalarMap[str, str]
     def __init__(self, router: _Optional[str] = ..., nodes: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class ListNamesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNamesResponse(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedCompositeFieldContainer[NameDescription]
+    def __init__(self, names: _Optional[_Iterable[_Union[NameDescription, _Mapping]]] = ...) -> None: ...
+
+class NameDescription(_message.Message):
+    __slots__ = ("name", "model", "adapter", "request_defaults", "chat_template", "num_nodes", "problem")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    adapter: str
+    request_defaults: str
+    chat_template: str
+    num_nodes: int
+    problem: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., request_defaults: _Optional[str] = ..., chat_template: _Optional[str] = ..., num_nodes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class SetNameRequest(_message.Message):
+    __slots__ = ("name", "target", "adapter", "request_defaults", "chat_template")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    target: str
+    adapter: str
+    request_defaults: str
+    chat_template: str
+    def __init__(self, name: _Optional[str] = ..., target: _Optional[str] = ..., adapter: _Optional[str] = ..., request_defaults: _Optional[str] = ..., chat_template: _Optional[str] = ...) -> None: ...
+
+class RemoveNameRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ("node",)

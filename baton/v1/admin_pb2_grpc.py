@@ -110,6 +110,21 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.GetVersionResponse.FromString,
                 _registered_method=True)
+        self.ListNames = channel.unary_unary(
+                '/baton.v1.Admin/ListNames',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ListNamesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ListNamesResponse.FromString,
+                _registered_method=True)
+        self.SetName = channel.unary_unary(
+                '/baton.v1.Admin/SetName',
+                request_serializer=baton_dot_v1_dot_admin__pb2.SetNameRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.NameDescription.FromString,
+                _registered_method=True)
+        self.RemoveName = channel.unary_unary(
+                '/baton.v1.Admin/RemoveName',
+                request_serializer=baton_dot_v1_dot_admin__pb2.RemoveNameRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ListNamesResponse.FromString,
+                _registered_method=True)
         self.ListQuarantine = channel.unary_unary(
                 '/baton.v1.Admin/ListQuarantine',
                 request_serializer=baton_dot_v1_dot_admin__pb2.ListQuarantineRequest.SerializeToString,
@@ -242,6 +257,25 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNames(self, request, context):
+        """What clients may call models. Changes are atomic; running requests end as they began.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetName(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveName(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListQuarantine(self, request, context):
         """Requests that are refused because nodes died under one like them.
         """
@@ -363,6 +397,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetVersion,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.GetVersionRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.GetVersionResponse.SerializeToString,
+            ),
+            'ListNames': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNames,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ListNamesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ListNamesResponse.SerializeToString,
+            ),
+            'SetName': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetName,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.SetNameRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.NameDescription.SerializeToString,
+            ),
+            'RemoveName': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveName,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.RemoveNameRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ListNamesResponse.SerializeToString,
             ),
             'ListQuarantine': grpc.unary_unary_rpc_method_handler(
                     servicer.ListQuarantine,
@@ -806,6 +855,87 @@ class Admin(object):
             '/baton.v1.Admin/GetVersion',
             baton_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.GetVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNames(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ListNames',
+            baton_dot_v1_dot_admin__pb2.ListNamesRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ListNamesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetName(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/SetName',
+            baton_dot_v1_dot_admin__pb2.SetNameRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.NameDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveName(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/RemoveName',
+            baton_dot_v1_dot_admin__pb2.RemoveNameRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ListNamesResponse.FromString,
             options,
             channel_credentials,
             insecure,

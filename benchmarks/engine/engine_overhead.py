@@ -1,6 +1,6 @@
 """Measure the share of a decode step outside the model: schedule, fill, plan, sample, update.
 
-One thread, the demo model, the CPU backend; all parts are timed inside the same steps. Still, a
+One thread, the demo model, the CPU backend; all parts are timed inside the same steps. But a
 busy machine flatters: who shares its caches and cores slows the long forward most. So the shares
 are given twice, of all steps and of the fastest tenth, which is nearest to a quiet machine.
 """
@@ -22,14 +22,13 @@ from benchmarks.runner.run import Document, Run
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 from engine.core.step_plan import StepPlanner
-from engine.engine import Engine
 from engine.executors.uniproc import worker_of
+from engine.make_engine import make_engine
 from engine.worker.input_batch import InputBatch
 
 BATCH_SIZES = (1, 8, 32)
 PROMPT_TOKENS = 128
 WARM_UP_STEPS = 5
-TARGET_SHARE = 0.10  # at the largest batch
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
     "random": SamplingParams(temperature=0.8, ignore_eos=True),
@@ -75,7 +74,7 @@ class DecodeBench:
             device="cpu", num_threads=1, kv_cache_bytes=2**28, max_num_batched_tokens=8192,
             long_prefill_token_threshold=8192,
         )  # fmt: skip
-        self.engine = Engine(DEMO_MODEL, config)
+        self.engine = make_engine(DEMO_MODEL, config)
         self.stopwatch = Stopwatch()
         runner = worker_of(self.engine.executor).runner
         for owner, function, part in (
@@ -128,7 +127,7 @@ def fastest_tenth(steps: Steps) -> Steps:
 
 
 def measure(repetitions: int, num_steps: int) -> dict[tuple[int, str], Steps]:
-    """{(batch size, sampling): steps}, the cases taking turns."""
+    """Measure the cases in turns; return {(batch size, sampling): steps}."""
     bench = DecodeBench()
     steps: dict[tuple[int, str], Steps] = {
         (batch_size, sampling): [] for sampling in SAMPLING for batch_size in BATCH_SIZES
@@ -140,7 +139,7 @@ def measure(repetitions: int, num_steps: int) -> dict[tuple[int, str], Steps]:
 
 
 def measure_fill(num_repetitions: int = 300) -> dict[str, float]:
-    """Microseconds per request to plan and fill 256 decodes of so many tokens each."""
+    """Return microseconds per request to plan and fill 256 decodes, by number of tokens."""
     num_requests, found = 256, {}
     for num_tokens in (128, 1000):
         num_blocks = num_tokens // 16 + 1
@@ -209,7 +208,7 @@ def run(run: Run, repetitions: int = 3, steps: int = 60) -> Document:
     """Measure decode steps, and the time to fill a batch.
 
     Args:
-        steps: per case and repetition.
+        steps: number of steps per case and repetition.
     """
     shape = {
         "model": "examples/demo_model",
@@ -217,7 +216,6 @@ def run(run: Run, repetitions: int = 3, steps: int = 60) -> Document:
         "prompt_tokens": PROMPT_TOKENS,
         "repetitions": repetitions,
         "steps_per_repetition": steps,
-        "target_share_outside_at_batch_32": TARGET_SHARE,
     }
     shares = summarize(measure(repetitions, steps))
     fill = measure_fill()

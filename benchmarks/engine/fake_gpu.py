@@ -1,4 +1,4 @@
-"""A GPU that is not there, for timing the host: everything down to the driver's call is real.
+"""A pretended GPU, for timing the host: everything down to the driver's call is real.
 
 Tensors lie on the host; Triton compiles for sm_90 and launches through its own code into a driver
 that only counts (`fake_libcuda.c`). Products of matrices, which are the library's, give memory
@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
 CAPABILITY = (9, 0)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 _MAX_WATCHED = 8
-# Operators that launch nothing: they allocate memory or view a tensor.
+# Operators that launch nothing: they only allocate memory or view a tensor.
 _NOT_LAUNCHED = (  # beginnings of names
     "empty", "view", "slice", "select", "alias", "detach", "as_strided", "unsqueeze", "unbind",
     "transpose", "expand", "permute", "squeeze", "t.default", "split", "new_empty", "lift_fresh",
@@ -36,7 +36,7 @@ _NOT_LAUNCHED = (  # beginnings of names
 
 
 class FakeDriver:
-    """Counts what reaches the driver; made once in a process."""
+    """Counts calls that reach the driver; a process makes one."""
 
     def __init__(self) -> None:
         assert os.environ.get("TRITON_INTERPRET", "0") != "1", "nothing is launched there"
@@ -48,7 +48,7 @@ class FakeDriver:
             check=True,
         )  # fmt: skip
         os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-        # Libraries that Triton builds find this one by its name, as it is loaded already.
+        # This library is loaded already, so the ones that Triton builds find it by its name.
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._library.fake_num_launches.restype = ctypes.c_uint64
         self._library.fake_num_pointer_queries.restype = ctypes.c_uint64
@@ -57,7 +57,7 @@ class FakeDriver:
         self._library.fake_last_parameters.restype = ctypes.POINTER(ctypes.c_uint64)
         self._activate()
         _keep_memory()
-        # Triton 3.6 links what launches a kernel with it, kernel by kernel.
+        # Triton 3.6 links it into each kernel's launcher.
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
     @staticmethod
@@ -76,7 +76,7 @@ class FakeDriver:
         return int(self._library.fake_num_launches())
 
     def watch(self, num_parameters: int) -> None:
-        """Keep so many parameters of each launch from now on."""
+        """Keep this many parameters of each launch from now on."""
         self._library.fake_watch(num_parameters)
 
     @property
@@ -96,7 +96,7 @@ class FakeDriver:
 
 
 def _keep_memory() -> None:
-    """Have the host's allocator keep what is freed, as a GPU's does, and not ask the system."""
+    """Have the host's allocator keep freed memory, as a GPU's does, instead of returning it."""
     libc = ctypes.CDLL(None)
     for option, value in ((_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1)):
         libc.mallopt(option, value)
@@ -149,7 +149,7 @@ class _Event:
 
 
 class _Device:
-    """A device that says it is a GPU, for code that asks for nothing else."""
+    """A device that only claims to be a GPU."""
 
     type, index = "cuda", 0
 
@@ -229,7 +229,7 @@ class FakeGPU:
 
     @contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
-        """Launches (Triton's and torch's, this thread's) and copies inside; filled at the end."""
+        """Count this thread's launches (Triton's, torch's) and copies; set when the block ends."""
         found: dict[str, int] = {}
         launches, copies = self.driver.num_launches, self.num_copies
         products = self.num_products

@@ -15,11 +15,8 @@ own. No figure here is a GPU's: a real driver's calls come on top of every launc
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import json
-import operator
-import os
 import shutil
 import statistics
 import subprocess
@@ -37,6 +34,7 @@ import torch
 
 from benchmarks.engine.fake_gpu import FakeGPU
 from benchmarks.runner.environment import DEMO_MODEL, ROOT
+from benchmarks.runner.own_process import call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 BATCHES = (1, 32, 256)
@@ -45,31 +43,14 @@ WARM_UP_STEPS, STEPS = 20, 100
 # Qwen3-0.6B except depth and vocabulary, which change nothing here.
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 8, "num_heads": 16}
 SHAPE |= {"num_kv_heads": 8, "head_dim": 128}
-CHUNK = 128  # tokens of a prompt
+CHUNK = 128  # tokens per chunk of a prompt
 LAYER_STEPS = 60
-# Bursts of the other thread in ms; after each it sleeps twice as long.
+# Milliseconds that the other thread computes at a time; it then sleeps twice as long.
 BURSTS_MS = (0.0, 0.5, 2.0, 5.0)
 DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 2.0, 64
 SWITCH_INTERVALS_MS = (5.0, 0.5)  # the interpreter's own, and a short one
-# Where each is in the figures of a revision, and the most that it may be. Eager layers: a prompt's
-# and a decode's.
-TARGETS: dict[str, tuple[float, tuple[tuple[str, ...], ...]]] = {
-    "launches of an eager layer us": (
-        45,
-        tuple(
-            ("eager layer us", step, "launches", "median")
-            for step in (f"prompt chunk of {CHUNK}", "decode")
-        ),
-    ),
-    "runner's part of a decode step us, batch 256": (
-        400,
-        (("decode step us", "batch 256", "runner", "median"),),
-    ),
-    "graph nodes per layer": (9, (("graph nodes", "per layer"),)),
-}
-
 Figures = dict[str, float]
-REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # a revision before does not
+REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # older revisions do not
 
 
 class Engines:
@@ -82,8 +63,8 @@ class Engines:
         from baton.api.sampling_params import SamplingParams
         from baton.engine_config import EngineConfig
         from engine.core.request import Request
-        from engine.engine import Engine
         from engine.executors.uniproc import worker_of
+        from engine.make_engine import make_engine
         from engine.worker.make_runner import make_model_runner
 
         config = EngineConfig(
@@ -92,7 +73,7 @@ class Engines:
             max_num_batched_tokens=8192, long_prefill_token_threshold=4096,
             async_scheduling=runs_ahead,
         )  # fmt: skip
-        engine = Engine(DEMO_MODEL, config)
+        engine = make_engine(DEMO_MODEL, config)
         worker_of(engine.executor).device = self._gpu.device  # type: ignore
         worker_of(engine.executor).runner = runner = make_model_runner(
             worker_of(engine.executor).runner._model, engine.kv_memory.tensor,
@@ -115,7 +96,7 @@ class Engines:
 
 
 def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
-    """Median and others of a step's microseconds, and of the runner's in it."""
+    """Summarize the microseconds of a decode step, and of the runner in it."""
     from engine.executors.uniproc import worker_of
 
     engine = engines.decoding(batch)
@@ -123,7 +104,7 @@ def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
     whole, inside = [], []
     with without_collections(), timed((runner, "prepare"), (runner, "launch")) as calls:
         for _ in range(WARM_UP_STEPS + STEPS):
-            start = time.process_time()  # of both threads, of which one computes at a time
+            start = time.process_time()  # CPU time of both threads; one computes at a time
             engine.step()
             whole.append(time.process_time() - start)
             inside.append(sum(calls))
@@ -134,7 +115,7 @@ def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
 
 @contextmanager
 def timed(*places: tuple[Any, str]) -> Iterator[list[float]]:
-    """Seconds of each call of these methods, as their thread computes."""
+    """Collect seconds of each call of these methods, by their thread's processor time."""
     seconds: list[float] = []
 
     def around(inner: Any) -> Any:
@@ -198,7 +179,7 @@ class Layers:
         )  # fmt: skip
         cache = allocate_kv_cache(spec, 64, torch.device("cpu"))
         self.num_layers = num_layers
-        # (Earlier code, with which this runs, too, does not have these options.)
+        # (Older revisions, which this measures, too, lack these options.)
         options_of_runner: dict[str, Any] = {"with_chunks": True} if REPLAYS_CHUNKS else {}
         self.runner = make_model_runner(
             model, cache, spec, options, ("triton",), 1024, with_graphs=True,
@@ -231,7 +212,7 @@ class Layers:
         return StepPlanner(1).plan([ScheduledRequest(request, count)])
 
     def time(self, scheduled: Any) -> dict[str, Figures]:
-        """Microseconds of a layer, and of its launches."""
+        """Return microseconds of a layer, and of its launches."""
         from baton_kernels import dispatch
         from models.decoder import Decoder
 
@@ -244,7 +225,7 @@ class Layers:
         }
 
     def time_replay(self) -> Figures:
-        """Microseconds that a layer takes of a step with a prompt that is replayed."""
+        """Return microseconds per layer of a replayed step with a prompt."""
         self.runner.chunk_graphs.capture(self._gpu.capture_pieces)
         step = self.prompt()
         prepared = self.runner.prepare(step, eager=True)
@@ -256,7 +237,7 @@ class Layers:
 
     @torch.inference_mode()
     def _time(self, scheduled: Any, places: list[tuple[Any, str]]) -> Figures:
-        """Microseconds that a layer's calls of these methods take."""
+        """Return microseconds per layer of the calls of these methods."""
         of_layers = []
         with without_collections(), timed(*places) as calls:
             for _ in range(LAYER_STEPS):
@@ -291,7 +272,7 @@ def graph_nodes(gpu: FakeGPU) -> Figures:
 
 
 def idle_shares(gpu: FakeGPU, engines: Engines) -> dict[str, Figures]:
-    """{switch interval: {burst: share of time that the device waits for the host}}."""
+    """Return {switch interval: {burst: share of time that the device waits for the host}}."""
     found: dict[str, Figures] = {}
     for interval_ms in SWITCH_INTERVALS_MS:
         sys.setswitchinterval(interval_ms / 1e3)
@@ -387,18 +368,9 @@ def measure(parts: list[str]) -> dict[str, Any]:
 def measure_apart(tree: Path, parts: Sequence[str]) -> dict[str, Any]:
     """Measure a tree in a process of its own."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-        subprocess.run(
-            [
-                *(sys.executable, "-P", "-m", "benchmarks", "--call"),
-                *("benchmarks.engine.host_overhead:measure_into", file.name, *parts),
-            ],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "kernels", ROOT))),
-                "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0",
-            },
-            cwd=tree, check=True,
-        )  # fmt: skip
+        environment = own_environment(tree, OMP_NUM_THREADS="1", TRITON_INTERPRET="0")
+        words = call_words("benchmarks.engine.host_overhead:measure_into", file.name, *parts)
+        subprocess.run(words, env=environment, cwd=tree, check=True)
         found: dict[str, Any] = json.load(file)
         return found
 
@@ -408,7 +380,7 @@ def measure_apart(tree: Path, parts: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def checkout(revision: str) -> Iterator[Path]:
-    """Check out a tree of another revision, and remove it in the end."""
+    """Check out a tree of another revision, and remove it at the end."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -422,23 +394,11 @@ def checkout(revision: str) -> Iterator[Path]:
 
 
 def merged(runs: list[Any]) -> Any:
-    """Return the least of the rounds for each figure: other work on the machine only adds."""
+    """Return each figure's minimum over the rounds, as other work on the machine only adds time."""
     first = runs[0]
     if isinstance(first, dict):
         return {key: merged([run[key] for run in runs]) for key in first}
     return min(runs)
-
-
-def missed(found: dict[str, Any]) -> list[str]:
-    """Return a line for each target that a revision's figures miss; skip parts not measured."""
-    lines = []
-    for what, (most, places) in TARGETS.items():
-        for place in places:
-            if place[0] in found:
-                value: Any = functools.reduce(operator.getitem, place, found)
-                if value > most:
-                    lines.append(f"{what}: at most {most:g}, got {value:g} ({', '.join(place)})")
-    return lines
 
 
 def measure_into(path: str, *parts: str) -> None:
@@ -469,8 +429,6 @@ def run(
     for name, found in results.items():
         for part, figures in found.items():
             run.show(f"{name}: {part}", figures)
-    run.problems += [f"missed: {line}" for line in missed(results["now"])]
     shape = {"layer": SHAPE, "context": CONTEXT, "device_step_ms": DEVICE_STEP_MS}
     shape |= {"rounds": rounds, "against": against or None}
-    shape["targets"] = {what: most for what, (most, _) in TARGETS.items()}
     return {"shape": shape, **results}

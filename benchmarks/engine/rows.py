@@ -4,285 +4,161 @@ from __future__ import annotations
 
 import contextlib
 
-from benchmarks.page.rows import (
-    Found,
-    Json,
-    Measure,
-    Measurement,
-    Row,
-    Source,
-    Subject,
-    at,
-    judge,
-    number,
-    ratio,
-    value,
-)
-
-MOST_OUTSIDE = 0.10
-MOST_CHANGED_PER_MILLION = 10.0
+from benchmarks.page.measures import at, number, ratio, value
+from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 
-def _step(subject: str, case: str = "nobody waits") -> tuple[str, ...]:
-    return ("steps", case, subject, "step_us", "median")
+def _step(subject: str, case: str = "nobody waits") -> str:
+    return f"steps > {case} > {subject} > step_us > median"
 
 
-SCHEDULER = Source(
-    "scheduler",
-    (
-        Row("a step", value(*_step("baton"), form="{:.0f} us", most=1000.0), "<= 1,000 us"),
-        Row(
-            "a step with 10,000 waiting / with none",
-            ratio(
-                _step("baton", "10,000 wait"),
-                _step("baton"),
-                form="{ratio:.2f} ({above:.0f} / {under:.0f} us)",
-                most=1.1,
-            ),
-            "<= 1.1",
-        ),
-        Row(
-            "a step / nano-vllm's",
-            ratio(
-                _step("baton"),
-                _step("nano-vllm"),
-                form="{ratio:.2f} ({above:.0f} / {under:.0f} us)",
-                most=1.0,
-            ),
-            "<= 1",
-            "an output record per token, which nano-vllm does not make; that was put"
-            " together from public copies, see the log.",
-            unmeasured="needs `--nano-vllm PATH`; 1.15 in the log, which is missed.",
-        ),
-        Row(
-            "a step / a minimal scheduler's without prefix cache, priorities and remote KV",
-            ratio(
-                _step("baton"),
-                _step("minimal (baseline)"),
-                form="{ratio:.2f} ({above:.0f} / {under:.0f} us)",
-            ),
-        ),
-        Row(
-            "block pool, allocate and release: blocks per second / a bare deque's",
-            ratio(
-                ("block_pool_thousand_blocks_per_s", "allocate + release", "baton", "median"),
-                ("block_pool_thousand_blocks_per_s", "allocate + release", "minimal", "median"),
-                form="{ratio:.2f}",
-            ),
-        ),
-    ),
-    "Schedule and update of a step, 256 requests decoding.",
-)
+_POOL = "block_pool_thousand_blocks_per_s > allocate + release"
+SCHEDULER = Source("scheduler", (
+    Row("a step", value(_step("baton"), "{:.0f} us"), "<= 1,000 us"),
+    Row("a step with 10,000 waiting / with none",
+        ratio(_step("baton", "10,000 wait"), _step("baton"), ".0f", " us"), "<= 1.1"),
+    Row("a step / nano-vllm's", ratio(_step("baton"), _step("nano-vllm"), ".0f", " us"), "<= 1",
+        "an output record per token, which nano-vllm does not make; that was put"
+        " together from public copies, see the log.",
+        "needs `--nano-vllm PATH`; 1.15 in the log, which is missed."),
+    Row("a step / a minimal scheduler's without prefix cache, priorities and remote KV",
+        ratio(_step("baton"), _step("minimal (baseline)"), ".0f", " us")),
+    Row("block pool, allocate and release: blocks per second / a bare deque's",
+        ratio(f"{_POOL} > baton > median", f"{_POOL} > minimal > median", "")),
+), "Schedule and update of a step, 256 requests decoding.")  # fmt: skip
+OVERHEAD = Source("engine_overhead", tuple(
+    # The fastest tenth of the steps is judged, as a busy machine distorts the others.
+    Row(f"{sampling}, batch {batch}",
+        value(f"decode > {sampling}, batch {batch} > share_outside_in_fastest_tenth",
+              "{:.1f} %", scale=100),
+        "<= 10 %" if batch == 32 else "",
+        "many small array operations, which cost as much for small models as large.")
+    for batch in (1, 8, 32)
+    for sampling in ("greedy", "random", "top-k, top-p")
+), "Share of a decode step that is not the model (schedule, batch, plan, sampling, update),"
+   " in the fastest tenth of the steps.")  # fmt: skip
 
 
-def _outside(sampling: str, batch: int) -> Row:
-    """Judge the fastest tenth of the steps, as a busy machine distorts the others."""
-    limit = MOST_OUTSIDE if batch == 32 else None
-
+def _host(what: str, target: str, place: str, holds_back: str = "") -> Row:
     def measure(document: Json) -> Found:
-        row = at(document, "decode", f"{sampling}, batch {batch}")
-        share = number(row, "share_outside_in_fastest_tenth")
-        return Found(f"{100 * share:.1f} %", judge(share, None, limit, None))
-
-    return Row(
-        f"{sampling}, batch {batch}",
-        measure,
-        f"<= {100 * limit:g} %" if limit else "",
-        "many small array operations, which cost as much for small models as large.",
-    )
-
-
-OVERHEAD = Source(
-    "engine_overhead",
-    tuple(
-        _outside(sampling, batch)
-        for batch in (1, 8, 32)
-        for sampling in ("greedy", "random", "top-k, top-p")
-    ),
-    "Share of a decode step that is not the model (schedule, batch, plan, sampling, update),"
-    " in the fastest tenth of the steps.",
-)
-
-
-def _host(what: str, target: float | None, *path: str, holds_back: str = "") -> Row:
-    def measure(document: Json) -> Found:
-        found = number(document, "now", *path)
+        found = number(document, "now", place)
         text = f"{found:g}"
         with contextlib.suppress(KeyError):  # a part that came with the revision
-            text += f" (before: {number(document, 'before', *path):g})"
-        return Found(text, judge(found, None, target, None))
+            text += f" (before: {number(document, 'before', place):g})"
+        return Found(text, found)
 
-    return Row(what, measure, "" if target is None else f"<= {target:g}", holds_back)
+    return Row(what, measure, target, holds_back)
 
 
+_CHUNK, _BATCH = "eager layer us > prompt chunk of 128", "decode step us > batch 256"
 HOST = Source("host_overhead", (
-        _host(
-            "launches of an eager layer (prompt chunk), us of host", 45,
-            "eager layer us", "prompt chunk of 128", "launches", "median",
-            holds_back="Each op still makes its results and looks at shapes in Python."
-        ),
-        _host(
-            "an eager layer (prompt chunk) with its modules, us of host", None,
-            "eager layer us", "prompt chunk of 128", "whole", "median"
-        ),
-        _host(
-            "the model runner in a decode step of 256 requests, us of host", 400,
-            "decode step us", "batch 256", "runner", "median",
-            holds_back="Python that looks at each request once."
-        ),
-        _host(
-            "a layer of a prompt chunk that is replayed, with its share of the step, us of host",
-            None, "eager layer us", "the prompt's step, replayed", "median"
-        ),
-        _host(
-            "share of time that the device waits, another thread computing in bursts of 2 ms", None,
-            "idle share", "switch interval 5 ms", "bursts of 2 ms"
-        ),
-        _host(
-            "a whole decode step of 256 requests, us of host", None,
-            "decode step us", "batch 256", "whole", "median"
-        ),
-        _host("graph nodes per layer", 9, "graph nodes", "per layer")
-    ), "The host's part of steps on a GPU, over a driver that only counts: Python and Triton's"
-    " launch code are real, products of matrices and the device are not there. CPU time, the"
-    " least of the rounds' medians.",
-    absent="It is to be measured where nothing else runs.")  # fmt: skip
+    _host("launches of an eager layer (prompt chunk), us of host", "<= 45",
+          f"{_CHUNK} > launches > median",
+          "Each op still makes its results and looks at shapes in Python."),
+    _host("an eager layer (prompt chunk) with its modules, us of host", "",
+          f"{_CHUNK} > whole > median"),
+    _host("the model runner in a decode step of 256 requests, us of host", "<= 400",
+          f"{_BATCH} > runner > median", "Python that looks at each request once."),
+    _host("a layer of a prompt chunk that is replayed, with its share of the step, us of host", "",
+          "eager layer us > the prompt's step, replayed > median"),
+    _host("share of time that the device waits, another thread computing in bursts of 2 ms", "",
+          "idle share > switch interval 5 ms > bursts of 2 ms"),
+    _host("a whole decode step of 256 requests, us of host", "", f"{_BATCH} > whole > median"),
+    _host("graph nodes per layer", "<= 9", "graph nodes > per layer")
+), "The host's part of steps on a GPU, over a driver that only counts: Python and Triton's"
+   " launch code are real, products of matrices and the device are not there. CPU time, the"
+   " least of the rounds' medians.",
+   absent="It is to be measured where nothing else runs.")  # fmt: skip
 
 
-def _changed(case: str, *, has_target: bool) -> Row:
+def _changed(case: str, target: str = "<= 10 per million") -> Row:
     def measure(document: Json) -> Found:
-        row = at(document, "results", case)
-        draws, changed = number(row, "draws"), number(row, "changed")
+        draws, changed = (number(document, "results", case, name) for name in ("draws", "changed"))
         rate = changed / draws * 1e6
-        most = MOST_CHANGED_PER_MILLION if has_target else None
-        return Found(
-            f"{rate:.1f} per million ({changed:.0f} of {draws:,.0f})", judge(rate, None, most, None)
-        )
+        return Found(f"{rate:.1f} per million ({changed:.0f} of {draws:,.0f})", rate)
 
-    return Row(case, measure, f"<= {MOST_CHANGED_PER_MILLION:g} per million" if has_target else "")
+    return Row(case, measure, target)
 
 
 STABILITY = Source(
     "sampling_stability",
     (
-        _changed("demo model, Gumbel-max", has_target=True),
-        _changed("demo model, inverse transform", has_target=False),
-        _changed("flat, 4096 tokens, Gumbel-max", has_target=True),
-        _changed("flat, 151936 tokens, Gumbel-max", has_target=True),
-        _changed("two schedules, Gumbel-max", has_target=True),
+        _changed("demo model, Gumbel-max"),
+        _changed("demo model, inverse transform", ""),
+        _changed("flat, 4096 tokens, Gumbel-max"),
+        _changed("flat, 151936 tokens, Gumbel-max"),
+        _changed("two schedules, Gumbel-max"),
     ),
     "Draws that another rounding of the logits changes.",
 )
 
 
-LEAST_NGRAM = 1.8
-LEAST_TRAINED = 1.5
-LEAST_OFF = 0.98  # at batch 32
+def _drafts(
+    part: str, name: str, batch: int = 1, target: str = "", holds_back: str = "", how: str = ""
+) -> Row:
+    """Make the row of a comparison; one with other tokens misses every target."""
 
-
-TASKS = ("editing code", "summarising")
-
-
-TRAINED = ("medusa", "eagle", "mtp")
-
-
-def _row(document: Json, part: str, name: str, batch: int) -> Json:
-    for row in at(document, "parts", part, "rows"):
-        if row["name"] == name and row["batch"] == batch:
-            return row
-    raise LookupError(f"{name}, batch {batch}")
-
-
-def _ratio(part: str, name: str, batch: int, least: float | None) -> Measure:
     def measure(document: Json) -> Found:
-        row = _row(document, part, name, batch)
-        ratio = number(row, "ratio")
-        text = f"{ratio:.2f} ({number(row, 'tokens_per_s'):.0f} tokens/s"
+        row = at(document, "parts", part, "rows", f"name={name}{how}, batch={batch}")
+        found = number(row, "ratio")
+        text = f"{found:.2f} ({number(row, 'tokens_per_s'):.0f} tokens/s"
         if not name.startswith("transformers"):
             text += (
                 f", {number(row, 'acceptance_length'):.2f} tokens a step with drafts, which "
                 f"{number(row, 'share_computed'):.0%} of the steps have, and a step takes "
                 f"{number(row, 'step_cost'):.2f} of one without"
             )
-        text += ")" if row["equal"] else "), and other tokens"
-        return Found(text, None if least is None else ratio >= least and bool(row["equal"]))
+        return Found(f"{text})", found) if row["equal"] else Found(f"{text}), and other tokens", 0)
 
-    return measure
-
-
-def _adaptive(part: str, name: str, batch: int, least: float | None, holds_back: str = "") -> Row:
-    return Row(
-        f"{name}, batch {batch}",
-        _ratio(part, f"{name}, as many as pay", batch, least),
-        "" if least is None else f">= {least:g}",
-        holds_back,
-    )
+    return Row(f"{name}, batch {batch}", measure, target, holds_back)
 
 
-def _plain(part: str, name: str) -> Row:
-    return Row(f"{name}, batch 1", _ratio(part, name, 1, None))
+def _adaptive(part: str, name: str, batch: int, target: str = "", holds_back: str = "") -> Row:
+    return _drafts(part, name, batch, target, holds_back, ", as many as pay")
 
 
+TASKS, TRAINED = ("editing code", "summarising"), ("medusa", "eagle", "mtp")
 OF_A_TRAINED_ONE = (
     "a step of the demo model takes a millisecond, so drafting and verifying take longer"
     " than the step; Medusa's heads are right too seldom."
 )
-
-
 OF_FOUR_BITS = (
     "half of the steps find nothing to draft from, and six tokens take 1.5 steps, as products"
     " take the time and no longer reading; in float32 the target holds."
 )
-
-
 OF_PROMPTS = "a layer that drafts later reads prompts when they are computed."
-
-
-SPECULATION = Source(
-    "speculation",
-    (
-        *(_adaptive(task, task, 1, LEAST_NGRAM, OF_FOUR_BITS) for task in TASKS),
-        *(_plain(task, f"{task}, all drafts") for task in TASKS),
-        *(_adaptive(task, f"{task}, float32 weights", 1, None) for task in TASKS),
-        *(_plain("transformers", f"transformers: {task}") for task in TASKS),
-        *(_adaptive(task, task, 32, LEAST_OFF) for task in TASKS),
-        *(
-            _adaptive(method, f"demo model, {method}", 1, LEAST_TRAINED, OF_A_TRAINED_ONE)
-            for method in TRAINED
-        ),
-        *(_plain(method, f"demo model, {method}, all drafts") for method in TRAINED),
-        *(
-            _adaptive(method, f"demo model, {method}", 32, LEAST_OFF, OF_PROMPTS)
-            for method in TRAINED
-        ),
-        _plain("transformers", "transformers: demo model, assisted"),
-        _plain("transformers", "transformers: demo model, prompt lookup"),
-    ),
-    "Tokens per second with drafts over without, in turns within one run, greedy: `ngram`"
-    " with SmolLM2-135M-Instruct, whose weights have 4 bits (in float32 where it says so);"
-    " trained heads and layers with the demo model. As many drafts as pay, unless a row says all.",
-)
-
-
+SPECULATION = Source("speculation", (
+    *(_adaptive(task, task, 1, ">= 1.8", OF_FOUR_BITS) for task in TASKS),
+    *(_drafts(task, f"{task}, all drafts") for task in TASKS),
+    *(_adaptive(task, f"{task}, float32 weights", 1) for task in TASKS),
+    *(_drafts("transformers", f"transformers: {task}") for task in TASKS),
+    *(_adaptive(task, task, 32, ">= 0.98") for task in TASKS),
+    *(_adaptive(one, f"demo model, {one}", 1, ">= 1.5", OF_A_TRAINED_ONE) for one in TRAINED),
+    *(_drafts(one, f"demo model, {one}, all drafts") for one in TRAINED),
+    *(_adaptive(one, f"demo model, {one}", 32, ">= 0.98", OF_PROMPTS) for one in TRAINED),
+    _drafts("transformers", "transformers: demo model, assisted"),
+    _drafts("transformers", "transformers: demo model, prompt lookup"),
+), "Tokens per second with drafts over without, in turns within one run, greedy: `ngram`"
+   " with SmolLM2-135M-Instruct, whose weights have 4 bits (in float32 where it says so);"
+   " trained heads and layers with the demo model. As many drafts as pay, unless a row says"
+   " all.")  # fmt: skip
 SUBJECT = Subject(
     "Scheduler and engine",
     (
-        Measurement("benchmarks.engine.scheduler", "engine/core", (SCHEDULER,)),
-        Measurement("benchmarks.engine.engine_overhead", "engine/core engine/worker", (OVERHEAD,)),
+        Measurement("engine.scheduler", "engine/core", (SCHEDULER,)),
+        Measurement("engine.engine_overhead", "engine/core engine/worker", (OVERHEAD,)),
         Measurement(
-            "benchmarks.engine.host_overhead",
+            "engine.host_overhead",
             "engine/worker kernels/baton_kernels/triton models/layers",
             (HOST,),
         ),
         Measurement(
-            "benchmarks.engine.sampling_stability",
+            "engine.sampling_stability",
             "kernels/baton_kernels/reference.py engine/worker",
             (STABILITY,),
         ),
         Measurement(
-            "benchmarks.engine.speculation",
-            "engine/speculation engine/core/drafts.py",
-            (SPECULATION,),
+            "engine.speculation", "engine/speculation engine/core/drafts.py", (SPECULATION,)
         ),
     ),
     log=(

@@ -84,7 +84,7 @@ def complete(llm: LLM, num_requests: int) -> list[tuple[int, ...]]:
 
 
 def compare_schedules(num_requests: int) -> dict[str, int]:
-    """Draws up to each request's first difference, and how many requests have one."""
+    """Return the draws up to requests' first differences, and the number of differing requests."""
     outputs = [run_schedule(options, num_requests) for options in SCHEDULES]
     num_draws = num_changed = 0
     for first, second in zip(*outputs, strict=True):

@@ -31,7 +31,6 @@ from benchmarks.runner.environment import summary
 from benchmarks.runner.run import Document, Run
 from engine.core.block_pool import BlockPool
 
-TARGET_US = 1000
 GROUP = 16  # blocks per call of the block pool
 
 
@@ -45,7 +44,7 @@ def revision_of(checkout: Path) -> str:
 def measure_steps(
     repetitions: int, num_steps: int, nano_vllm: Path | None
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """{load: {subject: [[schedule us, update us] of every step]}}, subjects taking turns."""
+    """Return {load: {subject: [[schedule us, update us] of every step]}}; subjects take turns."""
     prompts = Prompts.draw()
     samples: dict[str, dict[str, list[list[float]]]] = {
         load.name: {name: [] for name in subjects_of(load, nano_vllm)} for load in LOADS
@@ -65,7 +64,7 @@ def measure_steps(
 
 
 def pool_operations() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """{operation: (Baton's, the baseline's)}; each call handles GROUP blocks."""
+    """Return {operation: (Baton's, the baseline's)}; each call handles GROUP blocks."""
     pool = BlockPool(NUM_BLOCKS)
     hashes = [index.to_bytes(16, "little") for index in range(GROUP)]
     cached = pool.allocate(GROUP)
@@ -108,7 +107,7 @@ def pool_operations() -> dict[str, tuple[Callable[[], object], Callable[[], obje
 
 
 def measure_pool(repetitions: int, calls: int = 500) -> dict[str, dict[str, dict[str, float]]]:
-    """{operation: {subject: thousands of blocks per second}}."""
+    """Return {operation: {subject: thousands of blocks per second}}."""
     results = {}
     for operation, pair in pool_operations().items():
         speeds: tuple[list[float], list[float]] = ([], [])
@@ -166,7 +165,6 @@ def run(
         "block_size": BLOCK_SIZE,
         "repetitions": repetitions,
         "steps_per_repetition": steps,
-        "target_step_us": TARGET_US,
     }
     if nano_vllm is not None:
         shape["nano_vllm_revision"] = revision_of(nano_vllm)

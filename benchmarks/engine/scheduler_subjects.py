@@ -1,4 +1,4 @@
-"""Whom the scheduler benchmark measures: Baton's scheduler, a minimal one, and nano-vllm's.
+"""Schedulers that the scheduler benchmark compares: Baton's, a minimal one, nano-vllm's.
 
 Each runs the same prompts over a runner that computes nothing. Refuses to know: statistics, tables.
 """
@@ -27,13 +27,13 @@ from engine.core.scheduler import Scheduler
 
 NUM_RUNNING = 256
 NUM_WAITING = 10_000
-NUM_PARKED = 1_000  # of NUM_WAITING, as WAITING_FOR_REMOTE_KVS
+NUM_PARKED = 1_000  # part of NUM_WAITING that waits for remote KV
 BLOCK_SIZE = 16
 NUM_BLOCKS = 20_000
 MAX_BATCHED_TOKENS = 2**17  # all prompts fit in the first step
 PROMPT_TOKENS = 256
 WAITING_PROMPT_TOKENS = 64
-OUTPUT_TOKENS = 256  # of a request, where requests end
+OUTPUT_TOKENS = 256  # per request, if requests end
 
 
 # ---------------------------------------------------------------------- the baseline
@@ -58,7 +58,7 @@ class MinimalScheduler:
         self.free: deque[int] = deque(range(NUM_BLOCKS))
 
     def schedule(self) -> list[MinimalRequest]:
-        """Give blocks to running requests, then to waiting ones while there is room."""
+        """Give blocks to running requests, then to waiting ones while blocks are free."""
         index = 0
         while index < len(self.running):
             request = self.running[index]
@@ -108,7 +108,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A scheduler's load. ``turnover``: one request ends and one begins in each step."""
+    """A scheduler's load; with ``turnover``, one request ends and one begins in each step."""
 
     name: str
     num_waiting: int
@@ -201,7 +201,7 @@ class MinimalSubject:
 class NanoVllmSubject:
     """nano-vllm's scheduler, taken from a checkout.
 
-    Only the scheduler and what it imports is read: not the package's own top, which imports a GPU.
+    Imports only the scheduler and its dependencies, not the package, which needs a GPU.
 
     Args:
         checkout: the folder that has ``nanovllm/`` in it.

@@ -28,20 +28,20 @@ from transformers import AutoModelForCausalLM
 
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.packaged_model import SMOLLM2
-from benchmarks.runner.environment import RESULTS, ROOT
+from benchmarks.runner.environment import ROOT
 from benchmarks.runner.run import Run
 from engine import LLM
 from examples.demo import fetch_model
 
 CODE = (
-    "baton/registry.py", "engine/core/extents.py", "engine/core/waiting_room.py",
+    "baton/registry.py", "engine/step_stretch.py", "engine/core/waiting_room.py",
     "engine/worker/host/cores.py", "baton/addresses.py", "engine/executors/uniproc.py",
 )  # fmt: skip
 PROSE = ("docs/determinism.md", "docs/routing.md", "docs/security.md", "docs/chat.md")
 EDIT = "Rename the first function of this file, and give back the whole file.\n\n```python\n{}\n```"
 SUMMARISE = "Summarise this text in its own words, sentence by sentence.\n\n{}"
 TASKS = {"editing code": (CODE, EDIT), "summarising": (PROSE, SUMMARISE)}
-PROMPT_TOKENS = 400  # of a file
+PROMPT_TOKENS = 400  # from each file
 NUM_DRAFTS = 5  # the default; Medusa heads: as many as there are
 DEMO = ROOT / "examples" / "demo_model"
 PEERS = "transformers"
@@ -72,7 +72,7 @@ class Row:
         acceptance_length: tokens that a request gets from a step with drafts.
         share_computed: share of steps and requests that checked drafts.
         step_cost: seconds of a step with drafts, drafting included, over one without.
-        why: reason of the number of drafts at the end, where that is chosen.
+        why: reason of the last number of drafts, if an engine chooses it.
     """
 
     name: str
@@ -98,6 +98,12 @@ def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
     return found
 
 
+def beginnings(llm: LLM, options: Options) -> list[list[int]]:
+    """Return prompts of functions that begin."""
+    assert llm.tokenizer is not None
+    return [llm.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
+
+
 def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[int, ...]]]:
     """Return tokens per second, and the outputs."""
     started = time.monotonic()
@@ -106,12 +112,7 @@ def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[i
 
 
 def compare(
-    name: str,
-    plain: LLM,
-    drafting: LLM,
-    prompts: list[list[int]],
-    batch: int,
-    options: Options,
+    name: str, plain: LLM, drafting: LLM, prompts: list[list[int]], batch: int, options: Options
 ) -> Row:
     """Complete prompts in batches with both engines in turns."""
     params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True)
@@ -123,7 +124,7 @@ def compare(
             outputs += llm.generate(prompts[first : first + batch], params)
         return [output.token_ids for output in outputs]
 
-    complete(plain)  # prompts are cached from now on: what is timed is decoding
+    complete(plain)  # caches the prompts, so that only decoding is timed
     complete(drafting)
     before, num_steps_before = drafting.metrics(), engine_steps(plain, drafting)
     speeds: dict[str, list[float]] = {"plain": [], "drafting": []}
@@ -211,13 +212,9 @@ def compare_drafters(
     """Measure one of the demo model's drafters that have weights."""
     of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**28}
     plain = LLM(str(DEMO), **of_engine)
-    assert plain.tokenizer is not None
-    prompts = [plain.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
+    prompts = beginnings(plain, options)
     folder = draft_model if method == "draft_model" else DEMO / method
-    drafts = {
-        "speculative_method": method,
-        "speculative_model": str(folder),
-    }
+    drafts = {"speculative_method": method, "speculative_model": str(folder)}
     adaptive = LLM(str(DEMO), **of_engine, **drafts)
     fixed = LLM(str(DEMO), **of_engine, **drafts, adaptive_speculation=False)
     name = f"demo model, {method}"
@@ -255,9 +252,7 @@ def compare_peers(
     for task, (files, text) in TASKS.items():
         prompts = prompts_of(reader, files[: options.prompts], text)
         add(compare_transformers(task, peer, prompts, options, **drafts))
-    reader = LLM(str(DEMO), dtype="float32", kv_cache_bytes=2**26)
-    assert reader.tokenizer is not None
-    prompts = [reader.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
+    prompts = beginnings(LLM(str(DEMO), dtype="float32", kv_cache_bytes=2**26), options)
     peer, assistant = load_peer(DEMO), load_peer(draft_model)
     assistant.generation_config.num_assistant_tokens = NUM_DRAFTS
     given = {"assistant_model": assistant}
@@ -289,11 +284,7 @@ def measure(part: str, console: Console, options: Options) -> list[Row]:
 
 
 def run(
-    run: Run,
-    part: Sequence[str] = PARTS,
-    tokens: int = 128,
-    repetitions: int = 3,
-    prompts: int = 4,
+    run: Run, part: Sequence[str] = PARTS, tokens: int = 128, repetitions: int = 3, prompts: int = 4
 ) -> None:
     """Compare one part after the other; results of other parts are kept.
 
@@ -303,8 +294,7 @@ def run(
         prompts: prompts of each kind.
     """
     options = Options(tokens, repetitions, prompts)
-    written = RESULTS / "speculation.json"
-    parts = json.loads(written.read_text(encoding="utf-8"))["parts"] if written.exists() else {}
+    parts = run.saved().get("parts", {})
     environment = run.environment
     for name in part:
         now = {key: environment[key] for key in ("date", "git_revision", "cpu", "load_average")}

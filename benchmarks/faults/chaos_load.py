@@ -8,53 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from baton import AsyncClient, BatonError, SamplingParams
+from baton import AsyncClient, SamplingParams
+from benchmarks.runner.answers import Answer, Case, follow
 from engine.offline.llm import LLM
 
 PATIENCE_S = 0.1
 HUNG_S = 30.0
-RETRY_PAUSE_S = 0.1  # of a client that was told UNAVAILABLE
-LEAVER_TOKENS = 700  # of a prompt that is left amid its hand-off
+RETRY_PAUSE_S = 0.1  # before a client tries again after UNAVAILABLE
+LEAVER_TOKENS = 700  # of prompts whose client leaves during the hand-off
 VOCABULARY = 4000
 # Most prompts have several chunks, so that watermarks travel.
 CHUNK_TOKENS = 64
 # Outcomes that no fault excuses.
 BROKEN = ("hung", "lost", "wrong")
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A request and its only right answer."""
-
-    name: str
-    prompt: list[int]
-    params: SamplingParams
-    expected: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The outcome of one request.
-
-    Attributes:
-        outcome: complete, left, hung, lost, wrong, or the type of the error.
-        longest_gap_s: between two of its tokens, or before the first.
-        attempts: by the receipt; 1 of an answer that was left.
-        num_drafts, num_accepted_drafts: likewise; 0 of an answer that was left.
-    """
-
-    outcome: str
-    detail: str
-    ended_at: float
-    longest_gap_s: float
-    attempts: int = 1
-    num_drafts: int = 0
-    num_accepted_drafts: int = 0
 
 
 @dataclass(slots=True)
@@ -63,8 +34,8 @@ class Load:
 
     Attributes:
         leaving: share of the requests whose client leaves in the middle.
-        most: requests until it stops by itself.
-        num_leavers: more lanes, of clients that leave amid the hand-off, all of them.
+        most: number of requests after which the load stops by itself.
+        num_leavers: further lanes, whose clients all leave during the hand-off.
     """
 
     address: str
@@ -78,7 +49,7 @@ class Load:
     _stopping: bool = False
 
     async def run(self) -> None:
-        """Ends when each lane's last request has ended, after `stop`."""
+        """Run until `stop` is called and each lane's last request has ended."""
         async with AsyncClient(self.address) as client:
             lanes = [self._lane(client, lane) for lane in range(self.concurrency)]
             leavers = [self._leaver_lane(client, lane) for lane in range(self.num_leavers)]
@@ -105,16 +76,12 @@ class Load:
             prompt = [draw.randrange(VOCABULARY) for _ in range(LEAVER_TOKENS)]
             # From before the first chunk to behind the last, be the machine fast or slow.
             patience_s = PATIENCE_S * 10 ** draw.uniform(-1, 1)
-            try:
-                async with asyncio.timeout(patience_s):
-                    stream = client.stream(prompt, SamplingParams(max_tokens=2))
-                    async with contextlib.aclosing(stream) as deltas:
-                        await anext(deltas)  # the hand-off is over, or nearly
-            except BatonError:  # others count it
+            stream = client.stream(prompt, SamplingParams(max_tokens=2))
+            # With the first token the hand-off is over, or nearly.
+            answer = await follow(stream, patience_s=patience_s, leave_after=0)
+            if answer.outcome not in ("left", "hung"):  # others count errors
                 await asyncio.sleep(RETRY_PAUSE_S)
-            except TimeoutError:
-                pass
-            self.answers.append(Answer("left", "", time.monotonic(), 0.0))
+            self.answers.append(replace(answer, outcome="left"))
 
     def counts(self) -> Counter[str]:
         return Counter(answer.outcome for answer in self.answers)
@@ -125,50 +92,41 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
     leave_after, patience_s = None, HUNG_S
     if draw.random() < leaving:
         leave_after = draw.randrange(len(case.expected))
-        if draw.random() < 0.5:  # by the clock, most of them before their first token
+        if draw.random() < 0.5:  # at a random time, mostly before token 1
             patience_s = draw.uniform(0.0, PATIENCE_S)
-    got: list[int] = []
-    last_at, longest, attempts = time.monotonic(), 0.0, 1
-    num_drafts = num_accepted_drafts = 0
-    outcome, detail = "", ""
+    stream = client.stream(case.prompt, case.params)
+    answer = await follow(stream, case, patience_s=patience_s, leave_after=leave_after)
+    gave_up = answer.outcome == "hung" and patience_s < HUNG_S
+    return replace(answer, outcome="left") if gave_up else answer
+
+
+@contextlib.asynccontextmanager
+async def under_load(load: Load) -> AsyncIterator[None]:
+    """Run a load inside the block, and wait for its last answers."""
+    running = asyncio.create_task(load.run())
     try:
-        async with asyncio.timeout(patience_s):
-            async with contextlib.aclosing(client.stream(case.prompt, case.params)) as deltas:
-                async for delta in deltas:
-                    now = time.monotonic()
-                    longest, last_at = max(longest, now - last_at), now
-                    got += delta.token_ids
-                    if delta.receipt is not None:
-                        attempts = delta.receipt.num_attempts
-                        if (decode := delta.receipt.decode) is not None:
-                            num_drafts = decode.num_drafts
-                            num_accepted_drafts = decode.num_accepted_drafts
-                    if leave_after is not None and len(got) > leave_after:
-                        outcome = "left"
-                        break
-    except BatonError as error:
-        outcome, detail = type(error).__name__, str(error)
-    except TimeoutError:
-        outcome = "hung" if patience_s == HUNG_S else "left"
-        detail = f"{len(got)} of {len(case.expected)} tokens"
-    if tuple(got) != case.expected[: len(got)]:
-        where = next(i for i, token in enumerate(got) if (token,) != case.expected[i : i + 1])
-        outcome, detail = "wrong", f"token {where} of {len(case.expected)}, {case.name}"
-    elif not outcome and len(got) < len(case.expected):
-        outcome, detail = "lost", f"{len(got)} of {len(case.expected)} tokens"
-    return Answer(
-        *(outcome or "complete", detail, time.monotonic(), longest, attempts),
-        num_drafts=num_drafts,
-        num_accepted_drafts=num_accepted_drafts,
-    )
+        yield
+    finally:
+        load.stop()
+        await running
+
+
+def certain_answers(
+    model: str, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **options: Any
+) -> list[tuple[int, ...] | None]:
+    """Return the answers of one process; None for an answer that may hang on a rounding.
+
+    With other requests in the batch, sums are taken in another order. An answer is certain if the
+    engine gives it in company and alone.
+    """
+    llm = LLM(model, dtype="float32", device="cpu", kv_cache_bytes=2**28, **options)
+    together = [one.token_ids for one in llm.generate(list(prompts), params)]
+    alone = [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    return [a if a == b else None for a, b in zip(together, alone, strict=True)]
 
 
 def make_cases(model: str, num_cases: int, seed: int) -> list[Case]:
-    """Make requests of various lengths, greedy and seeded, with answers of one process.
-
-    An answer may hang on a rounding: with other requests in the batch, sums are taken in another
-    order. Only requests that the engine answers alike in company and alone are cases.
-    """
+    """Make requests of various lengths, greedy and seeded, whose answers are certain."""
     draw = random.Random(seed)
     prompts, params = [], []
     for index in range(num_cases):
@@ -182,17 +140,9 @@ def make_cases(model: str, num_cases: int, seed: int) -> list[Case]:
                 ignore_eos=True,
             )
         )
-    llm = LLM(
-        model,
-        dtype="float32",
-        device="cpu",
-        kv_cache_bytes=2**28,
-        long_prefill_token_threshold=CHUNK_TOKENS,
-    )
-    together = [one.token_ids for one in llm.generate(list(prompts), params)]
-    alone = [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    answers = certain_answers(model, prompts, params, long_prefill_token_threshold=CHUNK_TOKENS)
     return [
-        Case(f"case {index}", prompts[index], params[index], expected)
-        for index, expected in enumerate(together)
-        if expected == alone[index]
+        Case(prompt, one, answer)
+        for prompt, one, answer in zip(prompts, params, answers, strict=True)
+        if answer is not None
     ]

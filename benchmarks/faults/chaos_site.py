@@ -1,4 +1,4 @@
-"""A deployment under chaos: what is done to its processes, and what they then say of themselves.
+"""Site: a deployment whose processes can be killed, stopped, restarted and inspected.
 
 Knows processes and the admin services; not what a drill is, nor what the load asks.
 """
@@ -6,6 +6,7 @@ Knows processes and the admin services; not what a drill is, nor what the load a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -14,21 +15,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
+import psutil
 
 from baton.api.errors import BatonError
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.processes.held_folder import abandoned_folders
-from baton.v1 import admin_pb2, admin_pb2_grpc
-from benchmarks.faults.chaos_load import Case
+from baton.v1 import admin_pb2
+from benchmarks.runner.answers import Case
 from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.programs import admin_of
 from engine.executors.multiproc import RANKS_PREFIX
 
 READY_TIMEOUT_S = 60.0
 FREE_TIMEOUT_S = 10.0  # "within seconds"
-DETECTION_TIMEOUT_S = 2.0  # of a node that died or stopped, by the router
+DETECTION_TIMEOUT_S = 2.0  # until the router notices a dead or stopped node
 STOP_S = 5.0
-ORPHAN_TIMEOUT_S = 3.0  # of a node's processes when one of them has died
+ORPHAN_TIMEOUT_S = 3.0  # until a node's processes end after one died
 
 
 def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDeploymentConfig:
@@ -56,7 +59,7 @@ class Site:
         self.address = deployment.config.listen
         self.cases = cases
         self.draw = random.Random(seed)
-        self.doomed: set[str] = set()  # told to die in this drill
+        self.doomed: set[str] = set()  # nodes that should die in this drill
         self.detection_s: float | None = None
         self.undetected: list[str] = []
 
@@ -95,14 +98,7 @@ class Site:
 
     async def stop(self, name: str) -> None:
         """Stop a process with SIGSTOP for a while."""
-        process = self.deployment.child(name).process
-        process.send_signal(signal.SIGSTOP)
-        try:
-            begin = time.monotonic()
-            await self.watch_detection(name)
-            await asyncio.sleep(max(0.0, begin + STOP_S - time.monotonic()))
-        finally:
-            process.send_signal(signal.SIGCONT)
+        await asyncio.gather(self.stand_still(name, STOP_S), self.watch_detection(name))
 
     async def watch_detection(self, name: str) -> None:
         if name == "router":
@@ -153,9 +149,8 @@ def held_blocks(router: str, alive: set[str]) -> str:
     found = [f"{name} has not joined" for name in sorted(alive - nodes.keys())]
     for name in nodes:
         try:
-            with grpc.insecure_channel(router) as channel:
-                stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-                answer = stub.ListNodeRequests(admin_pb2.NodeRequest(node=name), timeout=2)
+            with admin_of(router) as admin:
+                answer = admin.ListNodeRequests(admin_pb2.NodeRequest(node=name), timeout=2)
         except grpc.RpcError as error:
             found.append(f"{name} does not answer: {error.code().name}")
             continue
@@ -170,35 +165,30 @@ def held_blocks(router: str, alive: set[str]) -> str:
 
 
 def list_nodes(router: str) -> dict[str, str] | None:
-    """{name: address} of the nodes that are there; None when the router does not answer."""
+    """Return {name: address} of the router's nodes; None if the router does not answer."""
     try:
-        with grpc.insecure_channel(router) as channel:
-            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-            nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2).nodes
+        with admin_of(router) as admin:
+            nodes = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=2).nodes
     except grpc.RpcError:
         return None
     return {node.node_name: node.address for node in nodes if not node.lost}
 
 
 def ranks_of(node: int) -> list[int]:
-    """Process ids of a node's ranks, given that of the one that leads, which is the first."""
+    """Return the process ids of a node's ranks, the leader first, given the leader's."""
     others = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            continue  # it has ended meanwhile
-        if parent == node and b"engine.executors.rank_process" in words:
-            others.append(int(folder.name))
+    for child in psutil.Process(node).children():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if "engine.executors.rank_process" in child.cmdline():
+                others.append(child.pid)
     return [node, *sorted(others)]
 
 
 def is_running(pid: int) -> bool:
     """Return whether a process runs; a zombie does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -210,9 +200,8 @@ def left_behind() -> set[str]:
 def flush_caches(router: str) -> None:
     """Empty all nodes' prefix caches; raise BatonError if a node refuses."""
     try:
-        with grpc.insecure_channel(router) as channel:
-            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-            nodes = stub.FlushCache(admin_pb2.AdminFlushCacheRequest(), timeout=10).nodes
+        with admin_of(router) as admin:
+            nodes = admin.FlushCache(admin_pb2.AdminFlushCacheRequest(), timeout=10).nodes
     except grpc.RpcError as error:
         raise BatonError(f"caches are not flushed: {error.code().name}") from error
     for node in nodes:

@@ -20,8 +20,6 @@ import contextlib
 import itertools
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -34,21 +32,22 @@ from safetensors.torch import load_file, save_file
 
 from baton import AsyncClient, BatonError, SamplingParams
 from baton.processes.free_address import free_address
-from baton.v1 import admin_pb2, admin_pb2_grpc
+from baton.v1 import admin_pb2
+from benchmarks.faults.chaos_load import certain_answers
 from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.programs import Programs, admin_of
 from benchmarks.runner.run import Document, Run
-from engine.offline.llm import LLM
 
 NUM_CASES = 24
 MAX_TOKENS = 32
 CONCURRENCY = 4
 JOIN_TIMEOUT_S = 120.0
-SETTLED_S = 2.5  # behind the time in which the router sorts out who is there
+SETTLED_S = 2.5  # until the router has settled which nodes it serves
 TOKENS_PER_ORDER = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Question:
     """A request, and its answers by the right and by the foreign model."""
 
     prompt: list[int]
@@ -68,55 +67,38 @@ class Order:
     errors: list[str] = field(default_factory=list)
 
 
-class Fleet:
-    """The processes; ends all of them."""
+class Fleet(Programs):
+    """The router and the nodes."""
 
-    def __init__(self, foreign_model: Path, logs: Path) -> None:
+    def __init__(self, foreign_model: Path) -> None:
+        super().__init__()
         self.address = free_address()
         self._foreign_model = foreign_model
-        self._logs = logs
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str) -> None:
-        """``router``, ``right0``, ``right1`` or ``foreign``."""
+    def begin(self, name: str) -> None:
+        """Start ``router``, ``right0``, ``right1`` or ``foreign``."""
         model = self._foreign_model if name == "foreign" else DEMO_MODEL
-        arguments = ["router", "--model", str(DEMO_MODEL), "--listen", self.address]
-        if name != "router":
-            arguments = ["decode", "--model", str(model), "--router", self.address, "--name", name]
-            arguments += ["--dtype", "float32", "--num-threads", "1", "--num-blocks", "400"]
-            arguments += ["--drain-timeout-s", "5", "--join-timeout-s", "60"]
-        with (self._logs / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "baton", *arguments], stdout=log, stderr=log
-            )
-
-    def kill(self, name: str) -> None:
-        process = self._processes.pop(name)
-        process.kill()
-        process.wait()
-
-    def close(self) -> None:
-        for name in list(self._processes):
-            self.kill(name)
-
-    @property
-    def router_log(self) -> str:
-        return (self._logs / "router.log").read_text(errors="replace")
+        if name == "router":
+            self.start(name, "router", "--model", DEMO_MODEL, "--listen", self.address)
+            return
+        self.start(
+            *(name, "decode", "--model", model, "--router", self.address, "--name", name),
+            *("--dtype", "float32", "--num-threads", 1, "--num-blocks", 400),
+            *("--drain-timeout-s", 5, "--join-timeout-s", 60),
+        )
 
     def nodes(self) -> dict[str, admin_pb2.NodeDescription]:
-        with grpc.insecure_channel(self.address) as channel:
-            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        with admin_of(self.address) as admin:
             try:
-                found = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=5).nodes
+                found = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=5).nodes
             except grpc.RpcError:
                 return {}
         return {node.node_name: node for node in found if not node.lost}
 
     def tell(self, name: str, what: str) -> None:
         """``Drain`` or ``Resume`` a node."""
-        with grpc.insecure_channel(self.address) as channel:
-            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-            getattr(stub, what)(admin_pb2.NodeRequest(node=name), timeout=5)
+        with admin_of(self.address) as admin:
+            getattr(admin, what)(admin_pb2.NodeRequest(node=name), timeout=5)
 
     async def wait_for(self, *names: str) -> None:
         give_up_at = time.monotonic() + JOIN_TIMEOUT_S
@@ -127,7 +109,7 @@ class Fleet:
 
 
 async def ask_all(
-    fleet: Fleet, cases: Sequence[Case], order: Order, least: int, *, is_foreign: bool = False
+    fleet: Fleet, cases: Sequence[Question], order: Order, least: int, *, is_foreign: bool = False
 ) -> None:
     """Send requests until this many more tokens came; compare each token."""
     goal = order.num_tokens + least
@@ -155,7 +137,7 @@ async def ask_all(
 
 
 @contextlib.asynccontextmanager
-async def load(fleet: Fleet, cases: Sequence[Case], order: Order) -> AsyncIterator[None]:
+async def load(fleet: Fleet, cases: Sequence[Question], order: Order) -> AsyncIterator[None]:
     """Send requests while something happens, and for a while afterwards."""
     running = asyncio.create_task(ask_all(fleet, cases, order, TOKENS_PER_ORDER))
     try:
@@ -164,37 +146,37 @@ async def load(fleet: Fleet, cases: Sequence[Case], order: Order) -> AsyncIterat
         await running
 
 
-async def foreign_first(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
-    fleet.start("router")
-    fleet.start("foreign")
+async def foreign_first(fleet: Fleet, cases: Sequence[Question], order: Order) -> None:
+    fleet.begin("router")
+    fleet.begin("foreign")
     await fleet.wait_for("foreign")
     async with AsyncClient(fleet.address) as client:
-        with contextlib.suppress(BatonError):  # it is no error that nobody answers
+        with contextlib.suppress(BatonError):  # failing is no error while no node serves
             case = cases[0]
             answer = await client.generate(case.prompt, case.params, timeout_s=3)
             order.errors.append(f"answered before a right node was there: {answer.token_ids}")
-    fleet.start("right0")
+    fleet.begin("right0")
     await fleet.wait_for("right0")
     async with load(fleet, cases, order):
-        fleet.start("right1")
+        fleet.begin("right1")
         await fleet.wait_for("right1")
 
 
-async def foreign_last(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+async def foreign_last(fleet: Fleet, cases: Sequence[Question], order: Order) -> None:
     fleet.kill("foreign")
     async with load(fleet, cases, order):
-        fleet.start("foreign")
+        fleet.begin("foreign")
         await fleet.wait_for("foreign")
 
 
-async def foreign_drained(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+async def foreign_drained(fleet: Fleet, cases: Sequence[Question], order: Order) -> None:
     async with load(fleet, cases, order):
         for what in ("Drain", "Resume"):
             await asyncio.to_thread(fleet.tell, "foreign", what)
             await asyncio.sleep(1)
 
 
-async def right_drained(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+async def right_drained(fleet: Fleet, cases: Sequence[Question], order: Order) -> None:
     async with load(fleet, cases, order):
         for name in ("right0", "right1"):
             for what in ("Drain", "Resume"):
@@ -202,14 +184,14 @@ async def right_drained(fleet: Fleet, cases: Sequence[Case], order: Order) -> No
                 await asyncio.sleep(1)
 
 
-async def router_restarted(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+async def router_restarted(fleet: Fleet, cases: Sequence[Question], order: Order) -> None:
     fleet.kill("router")
-    fleet.start("router")
+    fleet.begin("router")
     await fleet.wait_for("foreign", "right0", "right1")
     await ask_all(fleet, cases, order, TOKENS_PER_ORDER)
 
 
-async def all_right_drained(fleet: Fleet, cases: Sequence[Case], order: Order) -> None:
+async def all_right_drained(fleet: Fleet, cases: Sequence[Question], order: Order) -> None:
     await asyncio.sleep(SETTLED_S)
     for name in ("right0", "right1"):
         await asyncio.to_thread(fleet.tell, name, "Drain")
@@ -220,7 +202,7 @@ async def all_right_drained(fleet: Fleet, cases: Sequence[Case], order: Order) -
     await ask_all(fleet, cases, order, TOKENS_PER_ORDER // 2)
 
 
-ORDERS: dict[str, Callable[[Fleet, Sequence[Case], Order], Awaitable[None]]] = {
+ORDERS: dict[str, Callable[[Fleet, Sequence[Question], Order], Awaitable[None]]] = {
     "foreign first": foreign_first,
     "foreign last": foreign_last,
     "foreign drained": foreign_drained,
@@ -242,7 +224,7 @@ def make_foreign_model(folder: Path) -> Path:
     return foreign
 
 
-def make_cases(foreign: Path, seed: int) -> list[Case]:
+def make_cases(foreign: Path, seed: int) -> list[Question]:
     """Make requests whose answers differ between the models and do not depend on rounding."""
     draw = random.Random(seed)
     prompts = [
@@ -254,39 +236,26 @@ def make_cases(foreign: Path, seed: int) -> list[Case]:
         )
         for index in range(NUM_CASES)
     ]
-    answers = []
-    for model in (DEMO_MODEL, foreign):
-        llm = LLM(str(model), dtype="float32", device="cpu", kv_cache_bytes=2**27)
-        together = [one.token_ids for one in llm.generate(list(prompts), params)]
-        alone = [
-            llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)
-        ]
-        answers.append((together, alone))
-    (right, right_alone), (other, other_alone) = answers
+    right, other = (certain_answers(str(model), prompts, params) for model in (DEMO_MODEL, foreign))
     return [
-        Case(prompts[i], params[i], right[i], other[i])
-        for i in range(NUM_CASES)
-        if right[i] == right_alone[i] and other[i] == other_alone[i] and right[i] != other[i]
+        Question(prompt, one, mine, theirs)
+        for prompt, one, mine, theirs in zip(prompts, params, right, other, strict=True)
+        if mine and theirs and mine != theirs
     ]
 
 
-async def play_orders(
-    foreign: Path, logs: Path, cases: list[Case], console: Console
-) -> list[Order]:
-    fleet = Fleet(foreign, logs)
+async def play_orders(foreign: Path, cases: list[Question], console: Console) -> list[Order]:
     orders = []
-    try:
+    with Fleet(foreign) as fleet:
         for name, play in ORDERS.items():
             orders.append(order := Order(name))
             await play(fleet, cases, order)
             console.print(order)
         problem = fleet.nodes()["foreign"].health_why
         console.print(f"admin nodes: foreign is {fleet.nodes()['foreign'].health}: {problem}")
-        for line in fleet.router_log.splitlines():
+        for line in fleet.log("router").splitlines():
             if "gets no requests" in line or "another model" in line:
                 console.print(f"router: {line}")
-    finally:
-        fleet.close()
     return orders
 
 
@@ -296,7 +265,7 @@ def run(run: Run, seed: int = 1) -> Document:
         foreign = make_foreign_model(Path(folder))
         cases = make_cases(foreign, seed)
         run.console.print(f"{len(cases)} of {NUM_CASES} requests with an answer that is certain")
-        orders = asyncio.run(play_orders(foreign, Path(folder), cases, run.console))
+        orders = asyncio.run(play_orders(foreign, cases, run.console))
     rows = {
         order.name: {
             "tokens": order.num_tokens,

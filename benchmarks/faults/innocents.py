@@ -11,21 +11,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton import AsyncClient, BatonError, SamplingParams
+from baton import AsyncClient, SamplingParams
 from baton.access.exposure import split_address
 from baton.api.errors import PoisonRequestError
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from benchmarks.faults.chaos import NODE_ARGS
-from benchmarks.faults.chaos_load import Case, Load, make_cases
+from benchmarks.faults.chaos_load import Load, make_cases, under_load
 from benchmarks.faults.chaos_site import Site
+from benchmarks.runner.answers import Case, follow
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Document, Run
 
@@ -156,10 +156,7 @@ async def stand_still(scene: Scene) -> None:
     draw = scene.site.draw
     for _ in range(3):
         for role in "pd":
-            process = scene.site.deployment.child(f"{role}{draw.randrange(2)}").process
-            process.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(3.0)
-            process.send_signal(signal.SIGCONT)
+            await scene.site.stand_still(f"{role}{draw.randrange(2)}", 3.0)
             await asyncio.sleep(draw.uniform(0.0, 1.5))
 
 
@@ -175,15 +172,10 @@ async def send_killer(scene: Scene) -> None:
     async with AsyncClient(scene.site.address) as client:
         for number in range(2):
             await asyncio.sleep(2.0)
-            try:
-                request_id = f"{KILLER}-{number}"
-                stream = client.stream(KILLER_PROMPT, params, request_id=request_id, timeout_s=60)
-                async with contextlib.aclosing(stream) as deltas:
-                    async for _ in deltas:
-                        pass
-                scene.doings.append("complete")
-            except BatonError as error:
-                scene.doings.append(f"{type(error).__name__}: {error}")
+            request_id = f"{KILLER}-{number}"
+            stream = client.stream(KILLER_PROMPT, params, request_id=request_id, timeout_s=60)
+            answer = await follow(stream)
+            scene.doings.append(f"{answer.outcome}: {answer.detail}")
 
 
 def drills() -> list[Drill]:
@@ -224,14 +216,12 @@ async def run_drill(drill: Drill, cases: list[Case], options: Options, seed: int
             await asyncio.sleep(1.0)
             await site.wait_ready()
             load = Load(site.address, cases, options.concurrency, seed, leaving=0.0)
-            running = asyncio.create_task(load.run())
-            with _jobs([scene.supervise()]):
-                began = time.monotonic()
-                await drill.act(scene)
-                while len(load.answers) < options.requests or time.monotonic() < began + 5.0:  # noqa: ASYNC110
-                    await asyncio.sleep(POLL_S)
-                load.stop()
-                await running
+            async with under_load(load):
+                with _jobs([scene.supervise()]):
+                    began = time.monotonic()
+                    await drill.act(scene)
+                    while len(load.answers) < options.requests or time.monotonic() < began + 5.0:  # noqa: ASYNC110
+                        await asyncio.sleep(POLL_S)
     complete = [answer for answer in load.answers if answer.outcome == "complete"]
     others = {f"{a.outcome}: {a.detail}" for a in load.answers if a.outcome != "complete"}
     return {
@@ -257,7 +247,7 @@ def _jobs(coroutines: list[Any]) -> Iterator[None]:
 
 
 def problems_of(drill: Drill, row: Row) -> list[str]:
-    """Return what the drill should not have shown."""
+    """Return a line for each broken promise of a drill."""
     problems = list(row["others"])
     if drill.poisoned:
         names = [doing.partition(":")[0] for doing in row["doings"]]
@@ -273,10 +263,10 @@ class Options:
     """Options: the drills to run, and the load.
 
     Attributes:
-        only: drills whose name contains this.
-        seeds: one that is drawn if there are none.
+        only: part of the drills' names.
+        seeds: seeds of the drills; by default a random one.
         kills: kills in the drill of kills.
-        requests: least requests of a drill.
+        requests: fewest requests of a drill.
     """
 
     only: str = ""

@@ -9,27 +9,27 @@ refused after at most two nodes. `innocents.py` does the same to real processes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import BEAT_INTERVAL_S, NodeEvent, split_request_id
-from benchmarks.faults.resilience_load import Case, draw_case
-from benchmarks.fleet.virtual_fleet import MODEL, JoinedCluster, joined_cluster
+from benchmarks.faults.resilience_load import draw_case
+from benchmarks.fleet.virtual_fleet import (
+    MODEL,
+    JoinedCluster,
+    VirtualRouter,
+    joined_cluster,
+    on_virtual_time,
+)
+from benchmarks.runner.answers import Case
 from benchmarks.runner.run import Document, Run
-from router.calls.call import Call, Terms
-from router.calls.dispatcher import Dispatcher
-from router.calls.wake_ups import WakeUps
-from router.policies import POLICIES
 from sim_node.options import SimOptions
 from sim_node.sim_model import output_tokens
 from sim_node.timing import preset
-from sim_node.virtual_time import VirtualTimeLoop
 
 OPTIONS = SimOptions(timing=preset("h100-8b").scaled(1.5))
 NUM_REQUESTS, NUM_KILLS = 200, 20
@@ -41,7 +41,7 @@ KILLER_PROMPT = [7] * 200
 KILLER_TOKENS = 40
 
 Row = dict[str, Any]
-Fault = Callable[["Site"], Awaitable[None]]
+Fault = Callable[["Site"], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Site:
     drill: Drill
     draw: random.Random
     joined: JoinedCluster = field(init=False)
-    dispatcher: Dispatcher = field(init=False)
+    router: VirtualRouter = field(init=False)
     killed_by_killer: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Site:
         await self.joined.cluster.restart(name)
 
     def is_deadly(self, name: str, event: NodeEvent) -> bool:
-        """Return whether a node dies of the event that it is about to send; kill it if so."""
+        """Return whether the event that a node is about to send kills it; if so, kill it."""
         if self.drill.kills_at is None or not isinstance(event, tuple):
             return False
         role, index = self.drill.kills_at
@@ -103,28 +103,14 @@ class Site:
 
     async def ask(self, request_id: str, case: Case) -> None:
         """Send one request, and count its outcome."""
-        call = Call(
-            request_id=request_id,
-            prompt_token_ids=case.prompt,
-            sampling_params=case.params,
-            terms=Terms(received_at=0.0),
-            timeout_s=TIMEOUT_S,
-        )
-        got: list[int] = []
-        began_s = asyncio.get_running_loop().time()
-        outcome = "complete"
-        try:
-            async with contextlib.aclosing(self.dispatcher.run(call)) as outputs:
-                async for item in outputs:
-                    got += item.token_ids
-        except BatonError as error:
-            outcome = type(error).__name__
-            self.errors.append(f"{request_id}: {outcome}: {error}")
-        if outcome == "complete" and tuple(got) != case.expected:
-            outcome = "wrong"
-        if request_id != KILLER:
-            self.longest_s = max(self.longest_s, asyncio.get_running_loop().time() - began_s)
-        self.outcomes[f"{KILLER}: {outcome}" if request_id == KILLER else outcome] += 1
+        answer = await self.router.ask(case, request_id=request_id, timeout_s=TIMEOUT_S)
+        if answer.outcome not in ("complete", "wrong", "lost"):
+            self.errors.append(f"{request_id}: {answer.outcome}: {answer.detail}")
+        if request_id == KILLER:
+            self.outcomes[f"{KILLER}: {answer.outcome}"] += 1
+        else:
+            self.longest_s = max(self.longest_s, answer.total_s)
+            self.outcomes[answer.outcome] += 1
 
 
 # ---------------------------------------------------------------- what happens
@@ -199,11 +185,9 @@ async def run_drill(drill: Drill, seed: int) -> Row:
     site = Site(drill, random.Random(f"{drill.name} {seed}"))
     cluster = joined_cluster(*drill.nodes, OPTIONS, local_prefill=False, is_dropped=site.is_deadly)
     async with cluster as site.joined:
-        loop = asyncio.get_running_loop()
-        site.dispatcher = Dispatcher(site.joined.pool, POLICIES.load("cost")())
-        site.dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=loop.time)
+        site.router = VirtualRouter(site.joined.pool)
         watch = asyncio.create_task(_count_missed_beats(site))
-        site.jobs.append(asyncio.create_task(_act(site)))
+        site.jobs.append(asyncio.create_task(drill.act(site)))
         calls = []
         for number in range(NUM_REQUESTS):
             await asyncio.sleep(site.draw.expovariate(NUM_REQUESTS / drill.seconds))
@@ -218,12 +202,8 @@ async def run_drill(drill: Drill, seed: int) -> Row:
             "errors": site.errors,
             "killed_by_killer": len(site.killed_by_killer),
             "longest_s": round(site.longest_s, 2),
-            "quarantined": len(site.dispatcher.suspects.quarantined),
+            "quarantined": len(site.router.dispatcher.recoveries.suspects.quarantined),
         }
-
-
-async def _act(site: Site) -> None:
-    await site.drill.act(site)
 
 
 async def _count_missed_beats(site: Site) -> None:
@@ -233,7 +213,7 @@ async def _count_missed_beats(site: Site) -> None:
 
 
 def problems_of(drill: Drill, row: Row) -> list[str]:
-    """Return what the drill should not have shown."""
+    """Return a line for each broken promise of a drill."""
     problems = [error for error in row["errors"] if not error.startswith(f"{KILLER}:")]
     if row["outcomes"].get("complete", 0) != NUM_REQUESTS:
         problems.append(f"{row['outcomes'].get('complete', 0)} of {NUM_REQUESTS} complete")
@@ -247,27 +227,18 @@ def problems_of(drill: Drill, row: Row) -> list[str]:
     return problems
 
 
-def run_on_virtual_time(drill: Drill, seed: int) -> Row:
-    """Run one drill with one seed."""
-    loop = VirtualTimeLoop()
-    try:
-        return loop.run_until_complete(run_drill(drill, seed))
-    finally:
-        loop.close()
-
-
 def run(run: Run, seeds: int = 20, only: str = "") -> Document:
     """Run every drill with many seeds.
 
     Args:
         seeds: number of seeds.
-        only: drills whose name contains this.
+        only: part of the drills' names.
     """
     results: Row = {}
     for drill in drills():
         if only not in drill.name:
             continue
-        rows = [run_on_virtual_time(drill, seed) for seed in range(1, seeds + 1)]
+        rows = [on_virtual_time(run_drill(drill, seed)) for seed in range(1, seeds + 1)]
         found = {
             seed: broken for seed, row in enumerate(rows, 1) if (broken := problems_of(drill, row))
         }

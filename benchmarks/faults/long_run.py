@@ -19,14 +19,14 @@ from typing import Literal
 import psutil
 
 from baton.deployment.local_deployment import LocalDeployment
-from benchmarks.faults.chaos_load import BROKEN, Load, make_cases
+from benchmarks.faults.chaos_load import BROKEN, Load, make_cases, under_load
 from benchmarks.faults.chaos_site import Site, demo_deployment, wait_until_free
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Run
 
 SURVIVORS = ("router", "p0", "d0")
 STANDSTILL_S = 3.0
-NUM_WARM_UP = 2  # standstills before the first look, as each process opens some things once
+NUM_WARM_UP = 2  # standstills before the first count, as each process opens some files once
 CONCURRENCY = 6
 NUM_LOOKS = 5
 SAMPLE_S = 5.0
@@ -46,13 +46,9 @@ class Usage:
     @classmethod
     def of(cls, pid: int) -> Usage:
         """Read the usage of a living process."""
-        folder = Path(f"/proc/{pid}")
-        resident = int((folder / "statm").read_text().split()[1]) * 4096
-        return cls(
-            len(list((folder / "fd").iterdir())),
-            len(list((folder / "task").iterdir())),
-            round(resident / 2**20, 1),
-        )
+        process = psutil.Process(pid)
+        resident_mib = round(process.memory_info().rss / 2**20, 1)
+        return cls(process.num_fds(), process.num_threads(), resident_mib)
 
 
 def look(site: Site) -> dict[str, Usage]:
@@ -61,7 +57,7 @@ def look(site: Site) -> dict[str, Usage]:
 
 
 def open_files(site: Site) -> dict[str, Counter[str]]:
-    """Return what the survivors' descriptors are, and of sockets who is at the other end."""
+    """List the files of the survivors' descriptors, and the other ends of their sockets."""
     found = {}
     for name in SURVIVORS:
         pid = site.deployment.child(name).process.pid
@@ -81,7 +77,7 @@ async def look_at_rest(site: Site) -> dict[str, Usage]:
     await site.repair()
     await wait_until_free(site)
     looks = []
-    for _ in range(NUM_LOOKS):  # a client that looks at the router counts there, too
+    for _ in range(NUM_LOOKS):  # the client's own connection counts at the router, too
         await asyncio.sleep(1.0)
         looks.append(look(site))
     return {name: min((one[name] for one in looks), key=order) for name in SURVIVORS}
@@ -137,16 +133,12 @@ async def measure(site: Site, what: str, options: Options) -> dict[str, object]:
     before, files = await look_at_rest(site), open_files(site)
     samples: list[dict[str, Usage]] = []
     load = Load(site.address, site.cases, CONCURRENCY, options.seed, leaving=0.05)
-    running = asyncio.create_task(load.run())
-    sampling = asyncio.create_task(sample(site, samples))
-    try:
+    async with under_load(load):
+        sampling = asyncio.create_task(sample(site, samples))
         if what == "standstills":
             faults = await stand_still_often(site, options.standstills)
         else:
             faults = await soak(site, options.minutes, options.every)
-    finally:
-        load.stop()
-        await running
         sampling.cancel()
     after, opened = await look_at_rest(site), open_files(site)
     found: dict[str, object] = {
@@ -202,7 +194,7 @@ class Options:
 
     Attributes:
         every: seconds between two faults.
-        only: one of the runs.
+        only: name of the only run to do.
     """
 
     standstills: int = 20

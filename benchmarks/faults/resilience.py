@@ -15,29 +15,31 @@ import dataclasses
 import itertools
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+import psutil
 import uvloop
 
 from baton import AsyncClient
 from baton.checkpoint.model_folder import read_limits
-from benchmarks.faults.resilience_load import Answer, Load, watch_lag
-from benchmarks.faults.resilience_site import Site
+from baton.v1 import admin_pb2
+from benchmarks.faults.resilience_load import make_load, watch_lag
+from benchmarks.runner.answers import Answer, OpenLoad
 from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.programs import SimFleet, admin_of
 from benchmarks.runner.run import Run
 
-TIME_SCALE = 5.0  # of an H100 with an 8B model: fewer and longer steps load the machine less
+TIME_SCALE = 5.0  # slower than an H100 with an 8B model: fewer steps load the machine less
 SETTLE_S = 3.0
-BUSY = 0.5  # of the capacity, while nodes die
+BUSY = 0.5  # share of the capacity in use while nodes die
 # Of what the nodes do with 32 requests per pair open and no deadlines; of what they do in time that
 # is 0.7 and 4 (log).
 NORMAL, OVERLOAD = 0.5, 3.0
 WINDOW_S = 5
-NORMAL_TTFT = 1.5  # times the median of before is as before
+NORMAL_TTFT = 1.5  # up to this multiple of the earlier median counts as recovered
 # About the requests per second of one pair of these nodes; sets the load of the deaths drill.
 PAIR_RATE = 3.5
 
@@ -60,7 +62,7 @@ class Sizes:
     overload_s: float = 60.0
     after_s: float = 20.0
     timeout_s: float = 5.0
-    # What is promised. (How quick, and how exactly, is the machine's affair in a quick run.)
+    # Promises. (A quick run does not check times and exact numbers, which depend on the machine.)
     least_kept: float = 1.0
     refusal_limit_s: float = 0.05
 
@@ -79,6 +81,33 @@ QUICK = Sizes(
 )
 
 
+class Site(SimFleet):
+    """A router and simulated nodes, and what the router says of itself."""
+
+    def num_deaths(self) -> int:
+        """Return how many nodes have died so far."""
+        return self.log("nodes").count(" is killed")  # of `SimCluster`'s log
+
+    def stats(self) -> admin_pb2.GetStatsResponse:
+        with admin_of(self.address) as admin:
+            stats: admin_pb2.GetStatsResponse = admin.GetStats(
+                admin_pb2.GetStatsRequest(), timeout=10
+            )
+        return stats
+
+    def num_open_legs(self) -> int:
+        """Return the router's requests on nodes, counted once per node."""
+        return sum(node.num_requests for node in self.nodes())
+
+    @property
+    def router(self) -> psutil.Process:
+        return psutil.Process(self.processes["router"].pid)
+
+    def router_rss_mib(self) -> float:
+        """Return the router's resident memory in MiB."""
+        return float(self.router.memory_info().rss) / 2**20
+
+
 # ---------------------------------------------------------------- deaths
 
 
@@ -86,13 +115,13 @@ async def run_deaths(sizes: Sizes, seed: int) -> Row:
     pairs = sizes.num_pairs_deaths
     kill = sizes.deaths_per_s * 60 / (2 * pairs)  # per node and minute
     faults = f"kill={kill:g},restart_s={sizes.restart_s:g},seed={seed}"
-    with Site(pairs, pairs, ["--time-scale", f"{TIME_SCALE:g}", "--faults", faults]) as site:
+    with Site(pairs, pairs, "--time-scale", TIME_SCALE, "--faults", faults) as site:
         await asyncio.to_thread(site.wait_ready, 0.5)  # some are dead already
         num_before = site.num_deaths()
         async with AsyncClient(site.address) as client, watch_lag() as lags:
-            load = Load(client, read_limits(DEMO_MODEL).vocab_size, seed)
+            load = make_load(client, read_limits(DEMO_MODEL).vocab_size, seed)
             enough = asyncio.Event()
-            arriving = asyncio.create_task(load.arrive(BUSY * PAIR_RATE * pairs, enough))
+            arriving = asyncio.create_task(load.arrive(BUSY * PAIR_RATE * pairs, until=enough))
             rss = [site.router_rss_mib()]
             while site.num_deaths() - num_before < sizes.deaths and not arriving.done():
                 await asyncio.sleep(1.0)
@@ -113,7 +142,7 @@ async def run_deaths(sizes: Sizes, seed: int) -> Row:
                 "open_legs_after": site.num_open_legs(),
                 # Evenly over the drill, so that a leak shows as a slope.
                 "router_rss_mib": [round(rss[(len(rss) - 1) * i // 9], 1) for i in range(10)],
-                "router_cpu_s": round(site.router_cpu_s(), 1),
+                "router_cpu_s": round(sum(site.router.cpu_times()[:2]), 1),
                 "client_lag_ms_p99": _ms(_quantile(lags, 0.99)),
             }
 
@@ -136,40 +165,45 @@ def problems_of_deaths(row: Row, sizes: Sizes) -> list[str]:
 async def run_overload(sizes: Sizes, seed: int) -> Row:
     pairs = sizes.num_pairs_overload
     vocab_size = read_limits(DEMO_MODEL).vocab_size
-    with Site(pairs, pairs, ["--time-scale", f"{TIME_SCALE:g}"]) as site:
+    with Site(pairs, pairs, "--time-scale", TIME_SCALE) as site:
         await asyncio.to_thread(site.wait_ready)
         async with AsyncClient(site.address) as client, watch_lag() as lags:
-            rate = await Load(client, vocab_size, seed).saturate(32 * pairs, sizes.saturate_s)
+            load = make_load(client, vocab_size, seed)
+            rate = await load.saturate(32 * pairs, sizes.saturate_s)
             await asyncio.sleep(SETTLE_S)
             lags.clear()
             rss_before = site.router_rss_mib()
-            load = Load(client, vocab_size, seed + 1, sizes.timeout_s)
-            begins = []
-            for factor, seconds in (
-                (NORMAL, sizes.before_s),
-                (OVERLOAD, sizes.overload_s),
-                (NORMAL, sizes.after_s),
-            ):
-                begins.append(time.monotonic())
-                await load.arrive_for(factor * rate, seconds)
-            await load.finish()
-            before, during, after = (
-                [a for a in load.answers if begin <= a.sent_at < end]
-                for begin, end in itertools.pairwise([*begins, math.inf])
-            )
+            load = make_load(client, vocab_size, seed + 1, sizes.timeout_s)
+            seconds = (sizes.before_s, sizes.overload_s, sizes.after_s)
+            phases, over_at = await play_phases(load, rate, seconds)
             return {
                 "nodes": 2 * pairs,
                 "capacity_per_s": round(rate, 1),
-                "before": _phase(before, sizes),
-                "overload": _phase(during, sizes),
-                "after": _phase(after, sizes),
-                "normal_again_s": normal_again_s(before, after, begins[2]),
+                **{name: _phase(phases[name], sizes) for name in PHASES},
+                "normal_again_s": normal_again_s(phases["before"], phases["after"], over_at),
                 "queued_after": site.stats().num_queued,
                 "open_legs_after": site.num_open_legs(),
                 "router_rss_mib": [round(rss_before, 1), round(site.router_rss_mib(), 1)],
                 "client_lag_ms_p99": _ms(_quantile(lags, 0.99)),
                 "client_lag_ms_max": _ms(max(lags)),
             }
+
+
+async def play_phases(
+    load: OpenLoad, rate: float, seconds: Sequence[float]
+) -> tuple[dict[str, list[Answer]], float]:
+    """Send half, three times and half of a rate; return the answers, and when overload ended."""
+    clock, begins = asyncio.get_running_loop().time, list[float]()
+    for factor, duration_s in zip((NORMAL, OVERLOAD, NORMAL), seconds, strict=True):
+        begins.append(clock())
+        await load.arrive(factor * rate, duration_s)
+    await load.finish()
+    spans = zip(PHASES, itertools.pairwise([*begins, math.inf]), strict=True)
+    phases = {
+        name: [answer for answer in load.answers if begin <= answer.sent_at < end]
+        for name, (begin, end) in spans
+    }
+    return phases, begins[2]
 
 
 def _phase(answers: list[Answer], sizes: Sizes) -> Row:
@@ -193,23 +227,14 @@ def _phase(answers: list[Answer], sizes: Sizes) -> Row:
     }
 
 
-class Sent(Protocol):
-    """A request; its first token came ``ttft_s`` after ``sent_at``, or never: 0."""
-
-    @property
-    def sent_at(self) -> float: ...
-    @property
-    def ttft_s(self) -> float: ...
-
-
-def normal_again_s(before: Sequence[Sent], after: Sequence[Sent], ended_at: float) -> int:
+def normal_again_s(before: Sequence[Answer], after: Sequence[Answer], ended_at: float) -> int:
     """Seconds after the overload from which on the median TTFT of each `WINDOW_S` is as before.
 
-    (Of single seconds some are slow by chance, without any overload.)
+    (Some single seconds are slow by chance, without any overload.)
     """
     limit_s = NORMAL_TTFT * statistics.median(sent.ttft_s or math.inf for sent in before)
     by_second: dict[int, list[float]] = {}
-    for sent in after:  # without a first token it was refused or late, and took forever
+    for sent in after:  # no first token (refused or late) counts as infinite
         by_second.setdefault(int(sent.sent_at - ended_at), []).append(sent.ttft_s or math.inf)
     late = [-1]
     for first in range(max(by_second, default=0) - WINDOW_S + 2):

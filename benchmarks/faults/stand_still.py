@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from baton.deployment.local_deployment import LocalDeployment
-from benchmarks.faults.chaos_load import CHUNK_TOKENS, Case, Load, make_cases
+from benchmarks.faults.chaos_load import CHUNK_TOKENS, Load, make_cases, under_load
 from benchmarks.faults.chaos_site import Site, demo_deployment, wait_until_free
+from benchmarks.runner.answers import Case
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Run
 
 NODE_ARGS = ("--long-prefill-token-threshold", str(CHUNK_TOKENS))
 AFTER_S = 2.0
-APART_S = 0.8  # of two deaths
+APART_S = 0.8  # between two deaths
 READY_TIMEOUT_S = 120.0
 DRILLS = (
     *(f"{name} stands still for {stop_s:g} s" for name in ("d0", "p0") for stop_s in (0.5, 3, 10)),
@@ -57,8 +58,7 @@ async def die_together(site: Site, names: list[str]) -> None:
 async def run_drill(site: Site, drill: str, concurrency: int, seed: int) -> Row:
     row = Row(drill, seed)
     load = Load(site.address, site.cases, concurrency, seed, leaving=0.0)
-    running = asyncio.create_task(load.run())
-    try:
+    async with under_load(load):
         await site.some_time()
         words = drill.split()
         if "die" in words:
@@ -66,9 +66,6 @@ async def run_drill(site: Site, drill: str, concurrency: int, seed: int) -> Row:
         else:
             await site.stand_still(words[0], float(words[-2]))
         await asyncio.sleep(AFTER_S)
-    finally:
-        load.stop()
-        await running
     row.counts = dict(sorted(load.counts().items()))
     row.num_retried = sum(answer.attempts > 1 for answer in load.answers)
     row.longest_pause_s = round(max(answer.longest_gap_s for answer in load.answers), 2)
@@ -105,7 +102,7 @@ def run(
     """Run the drills with every seed.
 
     Args:
-        only: drills whose name contains this; nothing is saved.
+        only: part of the drills' names; nothing is saved.
     """
     drills = [drill for drill in DRILLS if only in drill]
     cases = make_cases(str(DEMO_MODEL), 32, first_seed)

@@ -14,7 +14,6 @@ do, and not what threads do to each other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import statistics
@@ -23,20 +22,16 @@ from dataclasses import dataclass, field
 
 from baton.api.sampling_params import SamplingParams
 from benchmarks.fleet.prefill_estimate import CPU
-from benchmarks.fleet.virtual_fleet import MODEL, TIMEOUT_S, joined_cluster
+from benchmarks.fleet.virtual_fleet import MODEL, VirtualRouter, joined_fleet, on_virtual_time
+from benchmarks.runner.answers import follow
 from benchmarks.runner.run import Document, Run
-from router.calls.call import Call, Terms
-from router.calls.dispatcher import Dispatcher
-from router.calls.wake_ups import WakeUps
-from router.policies import POLICIES
 from sim_node.options import SimOptions
-from sim_node.virtual_time import VirtualTimeLoop
 
 CHUNK = 512
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
 PROMPTS_OF_A_USER = 24
-# A user pauses for up to so long. Without that all times are alike, and requests meet all steps of
-# a decode node at the same point.
+# Longest pause of a user. Without pauses all times would be equal, and requests would always meet
+# the steps of a decode node at the same point.
 LONGEST_PAUSE_S = 0.1
 # Prefill nodes, and whether decode nodes may compute prompts.
 SHAPES = {"colocated": (0, True), "split": (1, True), "split, no local prefill": (1, False)}
@@ -47,11 +42,11 @@ class Seen:
     """Times that users saw, in seconds.
 
     Attributes:
-        gaps_s: between two tokens.
+        gaps_s: times between two tokens.
         later_gaps_s: gaps without the one behind token 1 of each request. That gap is longer,
             because token 2 waits for a step of the decode node that has begun.
         num_alone: requests that a decode node served alone.
-        elapsed_s: until the last one ended.
+        elapsed_s: time until the last request ended.
     """
 
     gaps_s: list[float] = field(default_factory=list)
@@ -63,52 +58,40 @@ class Seen:
 
 def play(shape: str, num_users: int, tokens_beside: int) -> Seen:
     """Return what users saw of a deployment with one decode node."""
-    loop = VirtualTimeLoop()
-    try:
-        return loop.run_until_complete(_play(shape, num_users, tokens_beside))
-    finally:
-        loop.close()
+    return on_virtual_time(_play(shape, num_users, tokens_beside))
 
 
 async def _play(shape: str, num_users: int, tokens_beside: int) -> Seen:
-    loop, seen = asyncio.get_running_loop(), Seen()
+    seen = Seen()
     num_prefill, local_prefill = SHAPES[shape]
     options = SimOptions(
         timing=CPU, max_num_batched_tokens=CHUNK, prefill_tokens_beside_decodes=tokens_beside
     )
-    async with joined_cluster(num_prefill, 1, options, local_prefill=local_prefill) as joined:
-        dispatcher = Dispatcher(joined.pool, POLICIES.load("cost")())
-        dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=lambda: 0.0)
-        await asyncio.gather(*(_use(dispatcher, user, seen) for user in range(num_users)))
-        seen.elapsed_s = loop.time()
+    async with joined_fleet(num_prefill, 1, options, local_prefill=local_prefill) as pool:
+        router = VirtualRouter(pool, cpu_clock=lambda: 0.0)
+        await asyncio.gather(*(_use(router, user, seen) for user in range(num_users)))
+        seen.elapsed_s = asyncio.get_running_loop().time()
     return seen
 
 
-async def _use(dispatcher: Dispatcher, user: int, seen: Seen) -> None:
-    draw, clock = random.Random(user), asyncio.get_running_loop().time
+async def _use(router: VirtualRouter, user: int, seen: Seen) -> None:
+    draw = random.Random(user)
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=1)
     for number in range(PROMPTS_OF_A_USER):
-        call = Call(
-            request_id=f"{user}-{number}",
-            prompt_token_ids=draw.choices(range(1, int(MODEL["vocab_size"])), k=PROMPT_TOKENS),
-            sampling_params=SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=1),
-            terms=Terms(received_at=0.0),
-            timeout_s=TIMEOUT_S,
-        )
+        prompt = draw.choices(range(1, int(MODEL["vocab_size"])), k=PROMPT_TOKENS)
         await asyncio.sleep(draw.uniform(0, LONGEST_PAUSE_S))
-        sent_s, times = clock(), list[float]()
-        async with contextlib.aclosing(dispatcher.run(call)) as outputs:
-            async for item in outputs:
-                times += [clock()] * len(item.token_ids)
-        [decision] = dispatcher.placer.decisions.get(call.scoped_id)
+        call = router.call(prompt, params, request_id=f"{user}-{number}")
+        answer = await follow(router.dispatcher.run(call))
+        [decision] = router.dispatcher.placer.decisions.get(call.scoped_id)
         seen.num_alone += not decision.prefill_node
-        seen.ttfts_s.append(times[0] - sent_s)
-        gaps_s = [after - before for before, after in itertools.pairwise(times)]
+        seen.ttfts_s.append(answer.ttft_s)
+        gaps_s = [after - before for before, after in itertools.pairwise(answer.times)]
         seen.gaps_s += gaps_s
         seen.later_gaps_s += gaps_s[1:]
 
 
 def percentile(seconds: Sequence[float], part: float) -> float:
-    """Return the time that so great a part of all are at most."""
+    """Return the time that this share of the times do not exceed."""
     return sorted(seconds)[int(part * (len(seconds) - 1))]
 
 

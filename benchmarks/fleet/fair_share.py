@@ -1,6 +1,6 @@
 """Let one tenant ask ten times its share, and measure what the others notice of it.
 
-Three parts. On virtual time (`fair_share_virtual.py`), with the router's own gate, dispatcher and
+Three parts. On virtual time, with the router's own gate, dispatcher and
 policy over simulated nodes: the others' times to the first token, alone and beside the greedy one,
 and, as a control, with all in one queue as without keys. And with a router process, a process of
 simulated nodes and clients with keys: how long the greedy one waits for each refusal. And with
@@ -13,36 +13,127 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 import secrets
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from baton import AsyncClient, SamplingParams
 from baton.access.api_keys import draw_key, entry_text
-from baton.api.errors import BatonError, OverloadedError
+from baton.access.identity import ANYBODY, Principal
 from baton.processes.free_address import free_address
-from benchmarks.fleet.fair_share_virtual import Answer, Scene, p99_s, play
+from benchmarks.fleet.virtual_fleet import MODEL, VirtualRouter, joined_fleet, on_virtual_time
+from benchmarks.runner.answers import Answer, OpenLoad, follow
 from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.programs import Programs
 from benchmarks.runner.run import Run
+from router.gate.admission import Admission
+from router.gate.admission_options import AdmissionOptions
+from router.gate.capacity import Capacity
+from sim_node.options import SimOptions
 
 MOST_RATIO = 1.2
 MOST_REFUSAL_S = 0.05
 LEAST_CONTROL_RATIO = 2.0
 OTHERS = ("t1", "t2", "t3", "t4")
-NODES_TOKENS, NODES_ROUNDS = 1500, 3
+PROMPT_TOKENS, NODES_ROUNDS = 1500, 3
+
+
+NUM_TENANTS = 5
+GREEDY_LOAD = 10.0  # of its share
+WARM_UP_S = 5.0
+TIMEOUT_S = 60.0
+MAX_QUEUED = 256
+VIRTUAL_PROMPT_TOKENS = (2000, 6000)
+OUTPUT_TOKENS = (16, 64)
 
 
 # ---------------------------------------------------------------- on virtual time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Fleet, load and length of a scene.
+
+    Attributes:
+        fleet: numbers of prefill and decode nodes.
+        seconds: duration of the load that is measured.
+        fair: whether tenants have keys; without keys all count as one tenant.
+        others_load: the other tenants' load, as a part of their shares.
+    """
+
+    fleet: tuple[int, int]
+    seconds: float
+    fair: bool = True
+    greedy: bool = True
+    seed: int = 1
+    others_load: float = 0.3
+
+
+async def send_all(
+    loads: Mapping[str, OpenLoad], rates: Mapping[str, float], seconds: float
+) -> None:
+    """Send requests of all tenants for so long; drop the greedy one's queue at the end."""
+    await asyncio.gather(*(loads[name].arrive(rate, seconds) for name, rate in rates.items()))
+    await asyncio.gather(*(loads[name].finish() for name in rates if name != "greedy"))
+    await loads["greedy"].cancel()
+
+
+def make_load(router: VirtualRouter, scene: Scene, tenant: str) -> OpenLoad:
+    """Make a load of a tenant's requests, whose prompts nobody has cached."""
+    draw = random.Random(f"{scene.seed} {tenant}")
+    principal = Principal(name=tenant, tenant=tenant) if scene.fair else ANYBODY
+
+    async def ask() -> Answer:
+        own = [draw.randrange(MODEL["vocab_size"]) for _ in range(8)]
+        prompt = own + [0] * (draw.randint(*VIRTUAL_PROMPT_TOKENS) - len(own))
+        max_tokens = draw.randint(*OUTPUT_TOKENS)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
+        call = router.call(prompt, params, timeout_s=TIMEOUT_S, principal=principal)
+        return await follow(router.dispatcher.run(call))
+
+    return OpenLoad(ask, draw)
+
+
+async def play(scene: Scene) -> dict[str, list[Answer]]:
+    """Play a scene; return each tenant's answers of requests that came after the warm-up."""
+    options = SimOptions(block_size=64, num_blocks=6_500)
+    async with joined_fleet(*scene.fleet, options, local_prefill=False) as pool:
+        capacity = Capacity(lambda: pool.fleet, clock=pool.clock)
+        gate = Admission(capacity, AdmissionOptions(max_queued_requests=MAX_QUEUED))
+        router = VirtualRouter(pool, admission=gate)
+        began_at = asyncio.get_running_loop().time()
+        share = capacity_per_s(scene.fleet[0], options) / NUM_TENANTS
+        rates = {f"t{i}": scene.others_load * share for i in range(1, NUM_TENANTS)}
+        loads = {name: make_load(router, scene, name) for name in (*rates, "greedy")}
+        if scene.greedy:
+            rates["greedy"] = GREEDY_LOAD * share
+        await send_all(loads, rates, WARM_UP_S + scene.seconds)
+        return {
+            name: [one for one in load.answers if one.sent_at >= began_at + WARM_UP_S]
+            for name, load in loads.items()
+        }
+
+
+def capacity_per_s(num_prefill: int, options: SimOptions) -> float:
+    """Return how many requests per second the prefill nodes can compute."""
+    num_tokens = sum(VIRTUAL_PROMPT_TOKENS) // 2
+    seconds = options.timing.prefill_s(num_tokens, num_tokens * (num_tokens + 1) // 2)
+    return num_prefill / seconds
+
+
+def p99_s(answers: Sequence[Answer]) -> float:
+    """Return the 99th percentile of the times to the first token."""
+    times = sorted(answer.ttft_s for answer in answers if answer.ttft_s)
+    return statistics.quantiles(times, n=100, method="inclusive")[98]
 
 
 def run_virtual(
@@ -56,32 +147,36 @@ def run_virtual(
         ("one_queue", False, True),
     ):
         scene = Scene(
-            fleet=fleet,
-            seconds=seconds,
-            fair=fair,
-            greedy=greedy,
-            seed=seed,
+            fleet=fleet, seconds=seconds, fair=fair, greedy=greedy, seed=seed,
             others_load=others_load,
-        )
-        answers = play(scene)
-        others = [answer for answer in answers if answer.tenant != "greedy"]
-        p99[name] = p99_s(others)
-        found[name] = describe(others) | {
-            "greedy": dict(Counter(a.outcome for a in answers if a.tenant == "greedy"))
-        }
+        )  # fmt: skip
+        answers = on_virtual_time(play(scene))
+        p99[name] = p99_s(others_of(answers))
+        found[name] = describe(answers) | {"greedy": outcomes_of(answers["greedy"])}
         print(f"virtual, {name}: {found[name]}", flush=True)
     found["ratio"] = round(p99["beside"] / p99["alone"], 3)
     found["ratio_of_one_queue"] = round(p99["one_queue"] / p99["alone"], 3)
     return found
 
 
-def describe(others: Sequence[Answer]) -> dict[str, Any]:
+def others_of(answers: Mapping[str, Sequence[Answer]]) -> list[Answer]:
+    """Return the answers of all tenants but the greedy one."""
+    return [one for name, some in answers.items() if name != "greedy" for one in some]
+
+
+def outcomes_of(answers: Sequence[Answer]) -> dict[str, int]:
+    return dict(Counter(answer.outcome for answer in answers))
+
+
+def describe(answers: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
+    """Summarize the other tenants' answers."""
+    others = others_of(answers)
     times = [answer.ttft_s for answer in others if answer.ttft_s]
     return {
         "requests": len(others),
         "ttft_p50_ms": round(1e3 * statistics.median(times), 1),
         "ttft_p99_ms": round(1e3 * p99_s(others), 1),
-        "outcomes": dict(Counter(answer.outcome for answer in others)),
+        "outcomes": outcomes_of(others),
     }
 
 
@@ -95,141 +190,99 @@ def running(num_simulated: tuple[int, int] | None) -> Iterator[dict[str, AsyncCl
     Args:
         num_simulated: numbers of simulated prefill and decode nodes; None: a real one of each.
     """
-    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
-        address = free_address()
-        made = {name: draw_key() for name in (*OTHERS, "greedy")}
+    address, token = free_address(), secrets.token_urlsafe(32)
+    made = {name: draw_key() for name in (*OTHERS, "greedy")}
+    with (
+        tempfile.TemporaryDirectory(prefix="baton-") as folder,
+        Programs(BATON_NODE_TOKEN=token) as programs,
+    ):
         path = Path(folder, "keys.toml")
         path.write_text("\n".join(entry_text(key, name) for name, key in made.items()), "utf-8")
-        model = ["--model", str(DEMO_MODEL)]
-        listen = ["--listen", address, "--http-listen", "", "--api-keys-file", str(path)]
-        commands = [["router", *model, *listen, "--max-queued-requests", "64"]]
+        model = ("--model", DEMO_MODEL)
+        listen = ("--listen", address, "--http-listen", "", "--api-keys-file", path)
+        programs.start("router", "router", *model, *listen, "--max-queued-requests", 64)
         if num_simulated is None:
-            own = ["--router", address, "--listen", "127.0.0.1:0", "--num-blocks", "2048"]
-            commands += [
-                [role, *model, *own, "--num-threads", "1"] for role in ("prefill", "decode")
-            ]
+            own = ("--router", address, "--listen", "127.0.0.1:0", "--num-blocks", 2048)
+            for role in ("prefill", "decode"):
+                programs.start(role, role, *model, *own, "--num-threads", 1)
         else:
-            fleet = [*zip(("--prefill", "--decode"), map(str, num_simulated), strict=True)]
-            own = ["--router", address, *itertools.chain(*fleet), "--time-scale", "4"]
-            commands.append(["sim-node", *model, *own])
-        environment = {**os.environ, "BATON_NODE_TOKEN": secrets.token_urlsafe(32)}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "baton", *command],
-                env=environment,
-                cwd=DEMO_MODEL.parents[1],
-                stderr=subprocess.DEVNULL,
+            counts = itertools.chain(*zip(("--prefill", "--decode"), num_simulated, strict=True))
+            programs.start(
+                "nodes", "sim-node", *model, "--router", address, *counts, "--time-scale", 4
             )
-            for command in commands
-        ]
-        try:
-            yield {name: AsyncClient(address, api_key=key) for name, key in made.items()}
-        finally:
-            for process in reversed(processes):
-                process.terminate()
-                process.wait(30)
+        yield {name: AsyncClient(address, api_key=key) for name, key in made.items()}
 
 
-async def ask(client: AsyncClient, tenant: str, num_tokens: int) -> Answer:
-    prompt = [random.randrange(900) for _ in range(8)] + [1] * (num_tokens - 8)
+async def ask(client: AsyncClient) -> Answer:
+    """Send a prompt that no node has cached."""
+    prompt = [random.randrange(900) for _ in range(8)] + [1] * (PROMPT_TOKENS - 8)
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
-    began, ttft_s, outcome = time.perf_counter(), 0.0, "complete"
-    try:
-        async for _ in client.stream(prompt, params, timeout_s=60):
-            ttft_s = ttft_s or time.perf_counter() - began
-    except OverloadedError:
-        outcome = "refused"
-    except BatonError as error:
-        outcome = type(error).__name__
-    return Answer(tenant, began, outcome, ttft_s, time.perf_counter() - began, num_tokens)
+    return await follow(client.stream(prompt, params, timeout_s=60))
 
 
-async def wait_ready(client: AsyncClient, num_tokens: int) -> None:
+async def wait_ready(client: AsyncClient) -> None:
     give_up_at = time.monotonic() + 60
-    while (await ask(client, "", num_tokens)).outcome != "complete":
+    while (await ask(client)).outcome != "complete":
         if time.monotonic() > give_up_at:
             raise TimeoutError("the nodes do not come up")
         await asyncio.sleep(0.5)
 
 
-async def arrive(
-    client: AsyncClient, tenant: str, rate: float, seconds: float, num_tokens: int = 1500
-) -> list[Answer]:
-    """Send requests in Poisson arrivals; return all answers, without a greedy tenant's queue."""
-    tasks, ends_at = [], time.monotonic() + seconds
-    while time.monotonic() < ends_at:
-        tasks.append(asyncio.create_task(ask(client, tenant, num_tokens)))
-        await asyncio.sleep(random.expovariate(rate))
-    if tenant == "greedy":
-        for task in tasks:
-            task.cancel()
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    return [answer for answer in found if isinstance(answer, Answer)]
+async def send(
+    clients: Mapping[str, AsyncClient], rates: Mapping[str, float], seconds: float
+) -> dict[str, list[Answer]]:
+    """Send requests of these tenants; return each one's answers."""
+    loads = {
+        name: OpenLoad(partial(ask, client), random.Random()) for name, client in clients.items()
+    }
+    await send_all(loads, rates, seconds)
+    return {name: load.answers for name, load in loads.items()}
 
 
-async def drill(clients: dict[str, AsyncClient], seconds: float) -> dict[str, Any]:
-    await wait_ready(clients["t1"], 1500)
-    rates = dict.fromkeys(OTHERS, 2.0)  # 16 nodes do 56 prompts of 1,500 tokens a second
+async def run_processes(seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, more in (("alone", {}), ("beside", {"greedy": 112.0})):
-        loads = [arrive(clients[t], t, rate, seconds) for t, rate in (rates | more).items()]
-        answers = [answer for part in await asyncio.gather(*loads) for answer in part]
-        others = [answer for answer in answers if answer.tenant != "greedy"]
-        refused = sorted(a.total_s for a in answers if a.outcome == "refused")
-        found[name] = describe(others)
-        if more:
-            found["greedy"] = dict(Counter(a.outcome for a in answers if a.tenant == "greedy"))
-            if refused:
-                found["refused_p50_ms"] = round(1e3 * statistics.median(refused), 1)
-                found["refused_p99_ms"] = round(1e3 * refused[int(0.99 * len(refused))], 1)
-        print(f"processes, {name}: {found}", flush=True)
-    for client in clients.values():
-        await client.close()
+    with running((16, 4)) as clients:
+        await wait_ready(clients["t1"])
+        rates = dict.fromkeys(OTHERS, 2.0)  # 16 nodes do 56 prompts of 1,500 tokens a second
+        for name, more in (("alone", {}), ("beside", {"greedy": 112.0})):
+            answers = await send(clients, rates | more, seconds)
+            found[name] = describe(answers)
+            print(f"processes, {name}: {found}", flush=True)
+        for client in clients.values():
+            await client.close()
+    found["greedy"] = outcomes_of(answers["greedy"])
+    every = [answer for some in answers.values() for answer in some]
+    refused = sorted(answer.total_s for answer in every if answer.outcome == "refused")
+    if refused:
+        found["refused_p50_ms"] = round(1e3 * statistics.median(refused), 1)
+        found["refused_p99_ms"] = round(1e3 * refused[int(0.99 * len(refused))], 1)
     return found
-
-
-def run_processes(seconds: float) -> dict[str, Any]:
-    async def scene() -> dict[str, Any]:
-        with running((16, 4)) as clients:
-            return await drill(clients, seconds)
-
-    return asyncio.run(scene())
 
 
 # ---------------------------------------------------------------- with real nodes
 
 
-def run_nodes(seconds: float) -> dict[str, Any]:
+async def run_nodes(seconds: float) -> dict[str, Any]:
     """Run rounds alone and beside a greedy tenant in turns; return the times of all rounds."""
-
-    async def scene() -> dict[str, Any]:
-        with running(None) as clients:
-            await wait_ready(clients["t1"], NODES_TOKENS)
-            began = time.perf_counter()
-            await asyncio.gather(*(ask(clients["t1"], "t1", NODES_TOKENS) for _ in range(40)))
-            share = 40 / (time.perf_counter() - began) / (len(OTHERS) + 1)
-            rates = dict.fromkeys(OTHERS, 0.3 * share)
-            answers: dict[str, list[Answer]] = {"alone": [], "beside": []}
-            for _ in range(NODES_ROUNDS):
-                for name, more in (("alone", {}), ("beside", {"greedy": 10 * share})):
-                    loads = [
-                        arrive(clients[t], t, rate, seconds, NODES_TOKENS)
-                        for t, rate in (rates | more).items()
-                    ]
-                    answers[name] += itertools.chain(*await asyncio.gather(*loads))
-            for client in clients.values():
-                await client.close()
-        others = {n: [a for a in all_ if a.tenant != "greedy"] for n, all_ in answers.items()}
-        found: dict[str, Any] = {name: describe(part) for name, part in others.items()}
-        found["share_per_s"] = round(share, 2)
-        found["greedy"] = dict(
-            Counter(a.outcome for a in answers["beside"] if a.tenant == "greedy")
-        )
-        found["ratio"] = round(p99_s(others["beside"]) / p99_s(others["alone"]), 3)
-        print(f"nodes: {found}", flush=True)
-        return found
-
-    return asyncio.run(scene())
+    answers: dict[str, dict[str, list[Answer]]] = {"alone": {}, "beside": {}}
+    with running(None) as clients:
+        await wait_ready(clients["t1"])
+        began = time.perf_counter()
+        await asyncio.gather(*(ask(clients["t1"]) for _ in range(40)))
+        share = 40 / (time.perf_counter() - began) / (len(OTHERS) + 1)
+        rates = dict.fromkeys(OTHERS, 0.3 * share)
+        for _ in range(NODES_ROUNDS):
+            for name, more in (("alone", {}), ("beside", {"greedy": 10 * share})):
+                for tenant, some in (await send(clients, rates | more, seconds)).items():
+                    answers[name].setdefault(tenant, []).extend(some)
+        for client in clients.values():
+            await client.close()
+    found: dict[str, Any] = {name: describe(part) for name, part in answers.items()}
+    found["share_per_s"] = round(share, 2)
+    found["greedy"] = outcomes_of(answers["beside"]["greedy"])
+    p99 = {name: p99_s(others_of(part)) for name, part in answers.items()}
+    found["ratio"] = round(p99["beside"] / p99["alone"], 3)
+    return found
 
 
 def run(
@@ -253,10 +306,10 @@ def run(
             found = run_virtual((prefill, decode), seconds, seed, others_load)
             problems = problems_of_virtual(found)
         elif part == "processes":
-            found = run_processes(process_seconds)
+            found = asyncio.run(run_processes(process_seconds))
             problems = problems_of_processes(found)
         else:
-            found = run_nodes(process_seconds)
+            found = asyncio.run(run_nodes(process_seconds))
             problems = problems_of_nodes(found)
         run.show(part, found)
         run.save({**found, "problems": problems}, f"fair_share_{part}")

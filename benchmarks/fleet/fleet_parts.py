@@ -1,4 +1,4 @@
-"""Make fleets without nodes, for measurements of policies: the router's own ledgers of them."""
+"""Make the router's ledgers of fleets without real nodes, for measurements of policies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def registration(name: str, role: NodeRole, num_blocks: int = 26_000) -> NodeReg
 def make_loads(
     num_prefill: int, num_decode: int, clock: Callable[[], float], num_blocks: int = 26_000
 ) -> tuple[list[NodeLoad], list[NodeLoad]]:
-    """Make ledgers of nodes p000, ... and d000, ..., with nothing on them."""
+    """Make empty ledgers of nodes p000, ... and d000, ...."""
     shared = SharedRates(kv_bytes_per_token=KV_BYTES_PER_TOKEN)
     prefills, decodes = (
         [

@@ -8,11 +8,14 @@ every time, however busy the machine.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from baton.api.sampling_params import SamplingParams
 from benchmarks.fleet.policies_traffic import (
     TPOT_LIMIT_S,
     TRAFFIC,
@@ -22,8 +25,10 @@ from benchmarks.fleet.policies_traffic import (
     make_trace,
     num_unmeasured,
 )
-from benchmarks.fleet.virtual_fleet import Outcome, play
+from benchmarks.fleet.virtual_fleet import VirtualRouter, joined_fleet, on_virtual_time
+from benchmarks.runner.answers import Answer, follow
 from benchmarks.runner.run import Document, Run
+from loadtest.load.traces import BLOCK_TOKENS, TraceRequest
 from sim_node.options import SimOptions
 from sim_node.timing import preset
 
@@ -44,12 +49,63 @@ Row = dict[str, float]
 Job = tuple[int, Traffic, str, int, int]  # nodes, traffic, policy, requests, seed
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of one request of a trace."""
+
+    num_prompt_tokens: int
+    answer: Answer
+
+    @property
+    def ttft_s(self) -> float:
+        """Return the seconds until the first token, or until the failure."""
+        return self.answer.ttft_s or self.answer.total_s
+
+    @property
+    def tpot_s(self) -> float:
+        later_s = self.answer.total_s - self.ttft_s
+        return later_s / max(len(self.answer.times) - 1, 1)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Return the computed tokens of the prompt, on the node that computed it."""
+        receipt = self.answer.receipt
+        if receipt is not None and receipt.prefill is not None:
+            return receipt.prefill.num_computed_tokens
+        decode = receipt.decode if receipt else None
+        return decode.num_prompt_tokens_computed if decode else self.num_prompt_tokens
+
+
+async def play(
+    trace: Sequence[TraceRequest], policy: str, num_nodes: int, *, local_prefill: bool
+) -> list[Outcome]:
+    """Send a trace through a router with so many nodes of each role, until all is done."""
+    loop = asyncio.get_running_loop()
+    async with joined_fleet(num_nodes, num_nodes, OPTIONS, local_prefill=local_prefill) as pool:
+        router = VirtualRouter(pool, policy)
+
+        async def ask(request: TraceRequest) -> Outcome:
+            # The tokens of a block are unique to its id, and quick to make.
+            text = b"".join(one.to_bytes(8) * (BLOCK_TOKENS // 8) for one in request.hash_ids)
+            prompt = list(text[: request.input_length])
+            params = SamplingParams(max_tokens=request.output_length, ignore_eos=True, seed=1)
+            call = router.call(prompt, params, session_id=str(request.session))
+            return Outcome(len(prompt), await follow(router.dispatcher.run(call)))
+
+        began_s, asked = loop.time(), []
+        for request in trace:
+            await asyncio.sleep(began_s + request.timestamp_ms / 1000 - loop.time())
+            asked.append(asyncio.create_task(ask(request)))
+        return list(await asyncio.gather(*asked))
+
+
 def run_job(job: Job) -> tuple[float, list[Outcome]]:
     """Play a trace; return its load and the outcomes of the measured requests."""
     num_nodes, traffic, policy, num_requests, seed = job
     trace = make_trace(traffic, num_nodes, num_requests, LOAD, OPTIONS.timing, seed)
     name = "cost" if policy == PAIRS_ONLY else policy
-    outcomes = play(trace, name, num_nodes, OPTIONS, local_prefill=policy == "cost")
+    playing = play(trace, name, num_nodes, local_prefill=policy == "cost")
+    outcomes = on_virtual_time(playing)
     measured = outcomes[num_unmeasured(len(outcomes)) :]
     return load_of(trace, num_nodes, OPTIONS.timing), measured
 
@@ -59,10 +115,12 @@ def summarize(runs: Sequence[tuple[float, list[Outcome]]]) -> Row:
     outcomes = [outcome for _, measured in runs for outcome in measured]
     ttfts, tpots = [o.ttft_s for o in outcomes], [o.tpot_s for o in outcomes]
     num_good = sum(
-        o.receipt is not None and o.ttft_s <= TTFT_LIMIT_S and o.tpot_s <= TPOT_LIMIT_S
+        o.answer.outcome == "complete" and o.ttft_s <= TTFT_LIMIT_S and o.tpot_s <= TPOT_LIMIT_S
         for o in outcomes
     )
-    num_alone = sum(o.receipt is not None and not o.receipt.prefill_node for o in outcomes)
+    num_alone = sum(
+        o.answer.receipt is not None and not o.answer.receipt.prefill_node for o in outcomes
+    )
     num_computed = sum(o.num_computed_tokens for o in outcomes)
     return {
         "ttft_p50_ms": round(1e3 * statistics.median(ttfts)),
@@ -73,7 +131,7 @@ def summarize(runs: Sequence[tuple[float, list[Outcome]]]) -> Row:
         "hit_rate": round(1 - num_computed / sum(o.num_prompt_tokens for o in outcomes), 3),
         "alone": round(num_alone / len(outcomes), 3),
         "num_measured": len(outcomes),
-        "num_failed": sum(o.receipt is None for o in outcomes),
+        "num_failed": sum(o.answer.outcome != "complete" for o in outcomes),
         "load": round(statistics.fmean(load for load, _ in runs), 2),
     }
 
@@ -118,7 +176,7 @@ def run(
     """Run every policy over every fleet and kind of traffic.
 
     Args:
-        only: a part of a traffic's name; nothing is saved.
+        only: part of a traffic's name; nothing is saved.
         main: four policies, not all.
     """
     jobs = make_jobs(sizes, only, {} if main else OTHERS)

@@ -18,10 +18,10 @@ from loadtest.load.traces import BLOCK_TOKENS, TraceRequest
 from sim_node.timing import TimingModel
 
 TTFT_LIMIT_S, TPOT_LIMIT_S = 2.0, 0.04
-KV_TOKENS = 26_000 * 16  # of a node
-NUM_CORRECTIONS = 4  # of the rate: sessions have more work when they have been open for a while
+KV_TOKENS = 26_000 * 16  # per node
+NUM_CORRECTIONS = 4  # of the rate, as sessions bring more work the longer they are open
 
-Starts = Callable[[random.Random, float], Iterator[float]]  # when sessions begin, at so many per s
+Starts = Callable[[random.Random, float], Iterator[float]]  # session starts, at a rate per s
 
 
 def poisson(chance: random.Random, rate_per_s: float) -> Iterator[float]:
@@ -39,7 +39,7 @@ def on_off(chance: random.Random, rate_per_s: float) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Workloads and their shares of the sessions; ``groups_per_node``: of those with groups."""
+    """Workloads and their shares of sessions; ``groups_per_node`` is for those with groups."""
 
     name: str
     workloads: tuple[tuple[float, Workload], ...]
@@ -84,7 +84,7 @@ TRAFFIC = (
 def make_trace(
     traffic: Traffic, num_nodes: int, num_requests: int, load: float, timing: TimingModel, seed: int
 ) -> list[TraceRequest]:
-    """About so many requests for ``num_nodes`` of each role, at a share of their capacity.
+    """Make about ``num_requests`` requests at a share of the capacity of ``num_nodes`` per role.
 
     It ends as the last session begins. The load is that of what is measured.
     """
@@ -110,7 +110,7 @@ def load_of(trace: list[TraceRequest], num_nodes: int, timing: TimingModel) -> f
 
 
 def prefill_work_s(trace: list[TraceRequest], timing: TimingModel) -> list[float]:
-    """Time of a prefill node for each request, if each block were computed once."""
+    """Return a prefill node's time for each request, if each block were computed once."""
     known: set[int] = set()
     work_s = []
     for request in trace:
@@ -126,13 +126,13 @@ def prefill_work_s(trace: list[TraceRequest], timing: TimingModel) -> list[float
 
 
 def decode_work_s(trace: list[TraceRequest], timing: TimingModel) -> float:
-    """Time of one decode node with batches as large as its memory and the limit per token allow."""
+    """Return a decode node's time, with batches as large as memory and time per token allow."""
     num_outputs = sum(request.output_length for request in trace)
     num_kv_steps = sum(
         (request.input_length + request.output_length / 2) * request.output_length
         for request in trace
     )
-    context = num_kv_steps / num_outputs  # of a request in a step, on average
+    context = num_kv_steps / num_outputs  # tokens of a request in a step, on average
     per_request_s = timing.decode_s_per_request + context * timing.decode_s_per_kv_token
     batch = min((TPOT_LIMIT_S - timing.decode_step_s) / per_request_s, KV_TOKENS / context)
     return num_outputs * (timing.decode_step_s + batch * per_request_s) / batch

@@ -16,24 +16,20 @@ import asyncio
 import contextlib
 import random
 import statistics
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import NodeRole
-from benchmarks.fleet.virtual_fleet import MODEL, TIMEOUT_S, joined_cluster
+from benchmarks.fleet.virtual_fleet import MODEL, VirtualRouter, joined_cluster, on_virtual_time
 from benchmarks.runner.run import Document, Run
-from router.calls.call import Call, Terms
-from router.calls.dispatcher import Dispatcher
-from router.calls.wake_ups import WakeUps
+from router.calls.call import Call
 from router.fleet.load.measured_line import MeasuredLine
-from router.policies import POLICIES
 from router.policies.base import Placement
 from sim_node.cluster import SimCluster
 from sim_node.options import SimOptions
 from sim_node.timing import TimingModel, preset
-from sim_node.virtual_time import VirtualTimeLoop
 
 # Two cores and a model of 0.6B parameters: 0.8 to 1.1 ms per prompt token.
 CPU = TimingModel(
@@ -58,7 +54,7 @@ class Machine:
     Attributes:
         chunk: most tokens of a step.
         num_chats: chats at the same time.
-        pause_s: between an answer and the next turn, on average.
+        pause_s: mean time between an answer and the next turn.
         rate: prompts of 512 tokens per second; long prompts come at an eighth of this rate.
     """
 
@@ -108,24 +104,23 @@ class Player:
     The prefill node is `COLD_FACTOR` times as slow until the first answer begins.
     """
 
-    def __init__(self, dispatcher: Dispatcher, random_: random.Random, cluster: SimCluster) -> None:
+    def __init__(self, router: VirtualRouter, random_: random.Random, cluster: SimCluster) -> None:
         self.placed: list[Placed] = []
         self.step_ratios: list[float] = []
         self._cluster = cluster
         cluster.slow(PREFILL_NODE, COLD_FACTOR)
-        self._dispatcher, self._random = dispatcher, random_
-        self._num_sent = 0
+        self._router, self._random = router, random_
         self._placed_at: dict[str, float] = {}  # by request id
-        place = dispatcher.placer.place
+        place = router.dispatcher.placer.place
 
         def place_at(call: Call, *args: Any, **options: Any) -> Placement | None:
             self._placed_at[call.request_id] = asyncio.get_running_loop().time()
             return place(call, *args, **options)
 
-        dispatcher.placer.place = place_at  # type: ignore[method-assign]
+        router.dispatcher.placer.place = place_at  # type: ignore[method-assign]
 
     def watch_steps(self, line: MeasuredLine) -> None:
-        """Keep what a decode node's line expects of each measurement that is added to it."""
+        """Record a decode node's expectation before each measurement is added to its line."""
         measure = line.measure
 
         def watched(units: float, seconds: float) -> None:
@@ -139,24 +134,18 @@ class Player:
 
     async def send(self, prompt: Sequence[int], max_tokens: int, turn: int = 0) -> list[int]:
         """Return the tokens of the answer."""
-        self._num_sent += 1
-        call = Call(
-            request_id=f"r{self._num_sent}",
-            prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1),
-            terms=Terms(received_at=0.0),
-            timeout_s=TIMEOUT_S,
-        )
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
+        call = self._router.call(list(prompt), params)
         clock = asyncio.get_running_loop().time
         began_s, first_s, answer = clock(), None, list[int]()
-        async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+        async with contextlib.aclosing(self._router.dispatcher.run(call)) as outputs:
             async for item in outputs:
                 if first_s is None:
                     first_s = clock()
                     self._cluster.slow(PREFILL_NODE, 1.0)
                 answer += item.token_ids
         assert first_s is not None
-        [decision] = self._dispatcher.placer.decisions.get(call.scoped_id)
+        [decision] = self._router.dispatcher.placer.decisions.get(call.scoped_id)
         terms = decision.candidates[0].terms
         names = ("prefill_queue_ms", "local_queue_ms", "prefill_ms", "beside_ms")
         self.placed.append(
@@ -190,31 +179,23 @@ def play(
     local_prefill: bool = True,
 ) -> list[Placed]:
     """Play requests of a load; return them in the order of their first tokens."""
-    return _played(_play(load, machine, num_requests, seed, local_prefill)).placed
+    player = on_virtual_time(_play(load, machine, num_requests, seed, local_prefill))
+    return player.placed
 
 
 def play_steps(load: str, machine: Machine) -> list[float]:
     """Play a load; return expected over measured times of its decode steps, in order."""
-    return _played(_play(load, machine, 96, seed=1, local_prefill=False)).step_ratios
-
-
-def _played(playing: Coroutine[Any, Any, Player]) -> Player:
-    loop = VirtualTimeLoop()
-    try:
-        return loop.run_until_complete(playing)
-    finally:
-        loop.close()
+    player = on_virtual_time(_play(load, machine, 96, seed=1, local_prefill=False))
+    return player.step_ratios
 
 
 async def _play(
     load: str, machine: Machine, num_requests: int, seed: int, local_prefill: bool
 ) -> Player:
-    loop, draw = asyncio.get_running_loop(), random.Random(seed)
+    draw = random.Random(seed)
     options = SimOptions(timing=machine.timing, max_num_batched_tokens=machine.chunk)
     async with joined_cluster(1, 1, options, local_prefill=local_prefill) as joined:
-        dispatcher = Dispatcher(joined.pool, POLICIES.load("cost")())
-        dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=loop.time)
-        player = Player(dispatcher, draw, joined.cluster)
+        player = Player(VirtualRouter(joined.pool), draw, joined.cluster)
         for node in joined.pool.nodes:
             if node.registration.role is NodeRole.DECODE:
                 player.watch_steps(node.load.step)

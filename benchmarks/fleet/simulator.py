@@ -13,6 +13,7 @@ import multiprocessing
 import time
 from collections.abc import AsyncIterator, Sequence
 from multiprocessing.synchronize import Event
+from typing import Any
 
 import uvloop
 
@@ -79,27 +80,16 @@ class Sink(node_pb2_grpc.NodeLinkServicer):
         decodes = sorted(name for name in self._queues if name.startswith("sim-d"))
         pairs = itertools.cycle(zip(prefills, decodes, strict=True))
         for number, (prefill, decode) in zip(range(self._num_streams), pairs, strict=False):
-            request_id, prompt = f"{number:032x}", [number % 1000, *PROMPT]
-            self._queues[decode].put_nowait(
-                DecodeCommand(
-                    request_id=request_id,
-                    epoch=1,
-                    prompt_token_ids=prompt,
-                    sampling_params=ENDLESS,
-                    prefill_engine_id=prefill,
-                    timeout_s=1e6,
-                )
-            )
-            self._queues[prefill].put_nowait(
-                PrefillCommand(
-                    request_id=request_id,
-                    epoch=1,
-                    prompt_token_ids=prompt,
-                    sampling_params=ENDLESS,
-                    decode_engine_id=decode,
-                    timeout_s=1e6,
-                )
-            )
+            common: dict[str, Any] = {
+                "request_id": f"{number:032x}",
+                "epoch": 1,
+                "prompt_token_ids": [number % 1000, *PROMPT],
+                "sampling_params": ENDLESS,
+                "timeout_s": 1e6,
+            }
+            decode_command = DecodeCommand(**common, prefill_engine_id=prefill)
+            self._queues[decode].put_nowait(decode_command)
+            self._queues[prefill].put_nowait(PrefillCommand(**common, decode_engine_id=decode))
 
 
 def run_sink(address: str, num_streams: int, begin: Event) -> None:
@@ -148,7 +138,7 @@ async def measure(
     return {
         "num_nodes": 2 * num_pairs,
         "num_streams": num_streams,
-        # Fewer: sink or simulator were held up so long that a link was taken for dead.
+        # Fewer: sink or simulator stalled so long that a link counted as dead.
         "num_streams_at_end": num_running,
         "time_scale": time_scale,
         "idle_cpu_share": round(idle[1] / idle[2], 3),

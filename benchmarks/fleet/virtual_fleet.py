@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from baton.api.errors import BatonError
-from baton.api.outputs import Receipt
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_identity import folder_identity
 from baton.link.words import (
@@ -30,121 +29,84 @@ from baton.link.words import (
     RouterCommand,
     StepDeltas,
 )
-from loadtest.load.traces import BLOCK_TOKENS, TraceRequest
+from benchmarks.runner.answers import Answer, Case, follow
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
+from router.gate.admission import Admission
 from router.policies import POLICIES
 from sim_node.cluster import SimCluster
 from sim_node.options import SimOptions
 from sim_node.virtual_time import VirtualTimeLoop
 
 MESSAGE_S = 0.0005
-REDIAL_S = 0.5  # as `RouterLink` does
+REDIAL_S = 0.5  # as in `RouterLink`
 MODEL = {"vocab_size": 1024, "max_position_embeddings": 131_072}
 TIMEOUT_S = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of one request; times are seconds. ``receipt`` is None if it failed."""
-
-    num_prompt_tokens: int
-    ttft_s: float
-    total_s: float
-    num_output_tokens: int
-    receipt: Receipt | None
-
-    @property
-    def tpot_s(self) -> float:
-        return (self.total_s - self.ttft_s) / max(self.num_output_tokens - 1, 1)
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Return the cached tokens of the prompt, on the node that computed it."""
-        if self.receipt is None:
-            return self.num_prompt_tokens
-        if self.receipt.prefill is not None:
-            return self.receipt.prefill.num_computed_tokens
-        decode = self.receipt.decode
-        return decode.num_prompt_tokens_computed if decode else self.num_prompt_tokens
+T = TypeVar("T")
 
 
-def play(
-    trace: Sequence[TraceRequest],
-    policy: str,
-    num_nodes: int,
-    options: SimOptions,
-    *,
-    local_prefill: bool,
-) -> list[Outcome]:
-    """Send a trace through a router with so many nodes of each role, until all is done."""
+def on_virtual_time(playing: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a clock that jumps from event to event."""
     loop = VirtualTimeLoop()
     try:
-        return loop.run_until_complete(_play(trace, policy, num_nodes, options, local_prefill))
+        return loop.run_until_complete(playing)
     finally:
         loop.close()
 
 
-async def _play(
-    trace: Sequence[TraceRequest],
-    policy: str,
-    num_nodes: int,
-    options: SimOptions,
-    local_prefill: bool,
-) -> list[Outcome]:
-    loop = asyncio.get_running_loop()
-    async with joined_fleet(num_nodes, num_nodes, options, local_prefill=local_prefill) as pool:
-        dispatcher = Dispatcher(pool, POLICIES.load(policy)())
+class VirtualRouter:
+    """A router's dispatcher over a pool, which answers in this process and on virtual time.
+
+    Args:
+        cpu_clock: the dispatcher's clock of its own processor time; None: the virtual one.
+    """
+
+    def __init__(
+        self,
+        pool: NodePool,
+        policy: str = "cost",
+        admission: Admission | None = None,
+        cpu_clock: Callable[[], float] | None = None,
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        self.dispatcher = Dispatcher(pool, POLICIES.load(policy)(), admission=admission)
         # First tokens, last tokens and failures arrive at once; other tokens every 50 ms.
-        dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=loop.time)
-        texts: dict[int, bytes] = {}
-        began_s = loop.time()
-        calls = []
-        for number, request in enumerate(trace):
-            await asyncio.sleep(began_s + request.timestamp_ms / 1000 - loop.time())
-            call = _call(f"r{number}", request, texts)
-            calls.append(asyncio.create_task(_read(dispatcher, call)))
-        return list(await asyncio.gather(*calls))
+        self.dispatcher.wake_ups = WakeUps(clock=clock, cpu_clock=cpu_clock or clock)
+        self._numbers = itertools.count()
 
+    def call(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        timeout_s: float = TIMEOUT_S,
+        **terms: Any,
+    ) -> Call:
+        """Make a call.
 
-async def _read(dispatcher: Dispatcher, call: Call) -> Outcome:
-    clock = asyncio.get_running_loop().time
-    began_s, first_s, receipt, num_tokens = clock(), None, None, 0
-    with contextlib.suppress(BatonError):
-        async with contextlib.aclosing(dispatcher.run(call)) as outputs:
-            async for item in outputs:
-                if first_s is None:
-                    first_s = clock()
-                num_tokens += len(item.token_ids)
-                receipt = item.receipt
-    now = clock()
-    first_s = now if first_s is None else first_s
-    return Outcome(
-        len(call.prompt_token_ids), first_s - began_s, now - began_s, num_tokens, receipt
-    )
+        Args:
+            request_id: empty: a new one.
+            terms: fields of `Terms`.
+        """
+        return Call(
+            request_id=request_id or f"r{next(self._numbers)}",
+            prompt_token_ids=prompt,
+            sampling_params=params,
+            terms=Terms(received_at=0.0, **terms),
+            timeout_s=timeout_s,
+        )
 
-
-def _call(request_id: str, request: TraceRequest, texts: dict[int, bytes]) -> Call:
-    prompt = b"".join(_text(hash_id, texts) for hash_id in request.hash_ids)
-    params = SamplingParams(max_tokens=request.output_length, ignore_eos=True, seed=1)
-    return Call(
-        request_id=request_id,
-        prompt_token_ids=list(prompt[: request.input_length]),
-        sampling_params=params,
-        terms=Terms(received_at=0.0, session_id=str(request.session)),
-        timeout_s=TIMEOUT_S,
-    )
-
-
-def _text(hash_id: int, texts: dict[int, bytes]) -> bytes:
-    """Return the tokens of an id: unique to it, and quick to make."""
-    text = texts.get(hash_id)
-    if text is None:
-        text = texts[hash_id] = hash_id.to_bytes(8) * (BLOCK_TOKENS // 8)
-    return text
+    async def ask(self, case: Case, **options: Any) -> Answer:
+        """Send a request whose answer is known, and follow it; options are those of `call`."""
+        return await follow(
+            self.dispatcher.run(self.call(case.prompt, case.params, **options)), case
+        )
 
 
 # ---------------------------------------------------------------- links
@@ -206,7 +168,7 @@ class PoolLinks:
         lane = self._make_lane(self._submit)
 
         def send(command: RouterCommand) -> None:
-            if not isinstance(command, RouterBeat):  # the link's own
+            if not isinstance(command, RouterBeat):  # beats belong to the link
                 lane(command)
 
         return Node(self._registration, send, hang_up=self._broken.set)
@@ -215,7 +177,7 @@ class PoolLinks:
         self._pool.on_event(self._node, _as_rows(event) if isinstance(event, tuple) else event)
 
     def _make_lane(self, take: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that delivers things a little later, in order."""
+        """Return a function that delivers messages a little later, in order."""
         lane: deque[Any] = deque()
 
         def put(item: Any) -> None:

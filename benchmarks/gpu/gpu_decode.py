@@ -33,10 +33,10 @@ NANO_REQUESTS, NANO_LENGTH, NANO_TEMPERATURE = 256, 1024, 0.6
 
 
 class ReplayTimer:
-    """Timer that puts CUDA events around each replay of an engine's graphs from now on.
+    """Puts CUDA events around each replay of an engine's graphs from now on.
 
-    Not around the copies before it: the device reaches an event that is recorded before them as
-    soon as it has nothing else to do, and waiting for the host would count as work.
+    The copies before a replay are left out: the device reaches an event that is recorded before
+    them as soon as it has nothing else to do, and waiting for the host would count as work.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -56,8 +56,9 @@ class ReplayTimer:
         self._events.append((start, end))
 
     def take_ms(self) -> tuple[list[float], list[float]]:
-        """Milliseconds of each replay since the last call, and from the end of each to the start
-        of the next; waits for the device."""
+        """Return milliseconds of each replay since the last call, and between replays.
+
+        Waits for the device."""
         torch.cuda.synchronize()
         events, self._events = self._events, []
         busy = [start.elapsed_time(end) for start, end in events]
@@ -66,7 +67,7 @@ class ReplayTimer:
 
 
 def measure_decode(device: str, report: Report) -> bool:
-    """Milliseconds per decode step at 1k context, against the floor of this device."""
+    """Measure milliseconds per decode step at 1k context, and this device's floor."""
     on_gpu = device != "cpu"
     bandwidth = copy_gb_per_s(device, 2**30 if on_gpu else 2**16)
     report["copy, GB/s"] = bandwidth
@@ -95,7 +96,7 @@ def measure_decode(device: str, report: Report) -> bool:
 
 
 def measure_few_bits(device: str, report: Report) -> bool:
-    """Milliseconds per decode step of the 8B shape, by how linear layers are kept."""
+    """Measure milliseconds per decode step of the 8B shape, by format of linear layers."""
     on_gpu = device != "cpu"
     weights = ("auto", *WEIGHTS) if on_gpu else ("auto", "int4")
     for name in weights:
@@ -114,8 +115,8 @@ def measure_few_bits(device: str, report: Report) -> bool:
 
 
 def measure_invariant(device: str, report: Report) -> bool:
-    """Milliseconds per decode step and of a prompt of the 8B shape, results with and without
-    company.
+    """Measure milliseconds per decode step and prompt of the 8B shape; compare results in a batch
+    with those alone.
     """
     on_gpu = device != "cpu"
     context, batches = (CONTEXT, BATCHES["8B"]) if on_gpu else (20, (1, 3))

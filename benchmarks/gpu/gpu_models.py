@@ -1,6 +1,6 @@
 """Models of real shapes with made-up weights, made on the device, and requests for them.
 
-What is measured with them depends on shapes alone. Refuses to know: what is measured.
+Figures measured with them depend only on shapes. Refuses to know: what is measured.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from baton.checkpoint.weights_cache import WeightsCache
 from baton.engine_config import EngineConfig
 from engine.core.request import Request
 from engine.engine import Engine
+from engine.make_engine import make_engine as make_from_folder
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
@@ -81,7 +82,7 @@ def make_engine(shape: str, device: str, **options: Any) -> Engine:
         config = json.dumps(SHAPES[shape])
         Path(folder, "config.json").write_text(config, encoding="utf-8")
         with mock.patch.object(engine.worker.worker, "load_model", _load):
-            return Engine(Path(folder), EngineConfig(device=device, **options))
+            return make_from_folder(Path(folder), EngineConfig(device=device, **options))
 
 
 def make_request(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 
 from benchmarks.gpu.gpu_report import Report
 from benchmarks.kernels.gpu_timing import copy_gb_per_s
+from benchmarks.runner.own_process import call_words, own_environment
 from kvconnector.layout import KVLayout
 from kvconnector.transports.nixl.agent import NixlAgent
 
@@ -31,7 +31,7 @@ PATIENCE_S = 30.0
 
 
 def measure_push(device: str, report: Report) -> bool:
-    """Gigabytes per second of payload; a copy on the device moves twice as many bytes."""
+    """Measure payload in GB/s; a copy on the device moves twice as many bytes."""
     on_gpu = device != "cpu"
     tokens = TOKENS if on_gpu else 256
     report["copy on the device, GB/s of payload"] = copy_gb_per_s(device, 2**29) / 2
@@ -63,7 +63,7 @@ def measure_push(device: str, report: Report) -> bool:
 
 
 def make_cache(device: str, block_size: int, tokens: int) -> torch.Tensor:
-    """`[num_blocks, LAYERS, 2, KV_HEADS, block_size, HEAD_DIM]`."""
+    """Return a cache `[num_blocks, LAYERS, 2, KV_HEADS, block_size, HEAD_DIM]`."""
     shape = (tokens // block_size, LAYERS, 2, KV_HEADS, block_size, HEAD_DIM)
     return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
@@ -92,8 +92,8 @@ def _push(
 @contextmanager
 def _receiver(device: str, block_size: int, tokens: int, folder: str) -> Iterator[None]:
     """Run the other process."""
-    call = ("--call", "benchmarks.gpu.gpu_push:receive", device, block_size, tokens, folder)
-    child = subprocess.Popen([sys.executable, "-m", "benchmarks", *map(str, call)])
+    call = call_words("benchmarks.gpu.gpu_push:receive", device, block_size, tokens, folder)
+    child = subprocess.Popen(call, env=own_environment())
     try:
         yield
     finally:

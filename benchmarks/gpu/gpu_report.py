@@ -1,6 +1,6 @@
-"""What a part of the GPU suite has found so far, kept in a file from the first figure on.
+"""Report: figures of a part of the GPU suite, written to a file from the first one on.
 
-A part that is stopped or that crashes the device leaves what it had found. Imports nothing that a
+A part that is stopped or crashes the device leaves its figures. Imports nothing that a
 bare machine with torch might lack.
 """
 
@@ -19,7 +19,7 @@ class Report:
 
     def __setitem__(self, name: str, figure: object) -> None:
         self.figures[name] = round(figure, 4) if isinstance(figure, float) else figure
-        whole = self._path.with_suffix(".part")  # whoever is killed now leaves the last whole one
+        whole = self._path.with_suffix(".part")  # a kill leaves the previous file whole
         whole.write_text(json.dumps(self.figures), encoding="utf-8")
         whole.replace(self._path)
         print(f"{name}: {self.figures[name]}", flush=True)

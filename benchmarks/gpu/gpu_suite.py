@@ -30,7 +30,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -44,10 +43,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.gpu_report import Report
-from benchmarks.runner.environment import ROOT
+from benchmarks.runner.own_process import call_words, end_group, own_environment
 from benchmarks.runner.run import Run
 
-LOG_LINES = 40  # of a part's output that are kept
+LOG_LINES = 40  # last lines of a part's output to keep
 KEY_WIDTH, VALUE_WIDTH = 44, 70
 
 
@@ -79,7 +78,7 @@ PARTS = {
     "ops": Part("gpu_tokens", "check_ops", 85),
 }
 BUDGET_S = 570.0
-LEAST_S = 5.0  # in less not even a process begins
+LEAST_S = 5.0  # too short even for a process to start
 
 
 def run_parts(
@@ -110,11 +109,10 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder) / "report.json", Path(folder) / "log"
-        call = ("--call", "benchmarks.gpu.gpu_suite:run_child", name, device, str(report))
-        command = [sys.executable, "-m", "benchmarks", *call]
+        command = call_words("benchmarks.gpu.gpu_suite:run_child", name, device, report)
         with log.open("wb") as output:
             child = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=_environment(),
+                command, stdout=output, stderr=subprocess.STDOUT, env=own_environment(),
                 start_new_session=True,
             )  # fmt: skip
             try:
@@ -122,11 +120,11 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
             except subprocess.TimeoutExpired:
                 returned = f"stopped after {time.monotonic() - started:.0f} s"
             finally:
-                _end_group(child)
+                end_group(child, 5.0)
         figures = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
         result: dict[str, object] = {"ok": False, **figures}
         if returned != "0":
-            result["ok"] = False  # what ends badly after its last figure is not right either
+            result["ok"] = False  # a part that fails after its last figure failed
             if "failed" not in result and "not run" not in result:
                 result["failed"] = (
                     f"exit code {returned}" if returned.lstrip("-").isdigit() else returned
@@ -136,24 +134,6 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
             result["log"] = text.splitlines()[-LOG_LINES:]
     result["seconds"] = round(time.monotonic() - started, 1)
     return result
-
-
-def _environment() -> dict[str, str]:
-    folders = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-
-
-def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """End a part and all that it has started."""
-    for stop, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(child.pid, stop)
-        except ProcessLookupError:
-            return
-        try:
-            child.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def run_child(name: str, device: str, path: str) -> None:
@@ -166,7 +146,7 @@ def run_child(name: str, device: str, path: str) -> None:
         function = getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), part.function)
         report["ok"] = bool(function(device, report))
     except Exception as error:
-        missing = error.__cause__ or error  # one that tells of it may be raised in its place
+        missing = error.__cause__ or error  # the original error may be its cause
         if isinstance(missing, ModuleNotFoundError):
             report["not run"] = f"no module {missing.name}" if missing.name else str(missing)
             return

@@ -1,4 +1,4 @@
-"""Parts of the GPU suite that ask whether what comes out is right, on the demo model.
+"""Parts of the GPU suite that check results, on the demo model.
 
 The tests of ops are those of `tests/`, run there.
 """
@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
@@ -23,21 +23,19 @@ import torch
 
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
-from baton.processes.free_address import free_address
 from baton_kernels.quantized import QuantizedFormat
 from benchmarks.gpu.gpu_report import Report
 from engine.executors.uniproc import worker_of
 
-Row = dict[str, float | str]  # as in gpu_timing.py, which needs more than a bare machine has
+Row = dict[str, float | str]  # as in gpu_timing.py, whose imports a bare machine lacks
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "demo_model")
 TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 40]
 KV_BYTES = 2**28
-READY_TIMEOUT_S = 80.0
 MAX_PROCESSES = 12  # each has a context of half a GiB on the GPU
 WEIGHTS = tuple(one.value for one in QuantizedFormat)
 ROUNDING_WEIGHTS = ("int8", "fp8")
-MOST_DIFFERENCE = 0.05  # of logprobs, in the mean of a prompt
+MOST_DIFFERENCE = 0.05  # of logprobs, mean over a prompt
 OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
@@ -52,7 +50,7 @@ def check_ops(device: str, report: Report) -> bool:
         "--timeout=60", "-o", "addopts=--import-mode=importlib", "-W", "ignore",
         "--ignore=tests/kernels/test_aot.py", *tests,
     ]  # fmt: skip
-    if find_spec("xdist") is not None:  # most of the time goes into compiling
+    if find_spec("xdist") is not None:  # compiling takes most of the time
         command += ["--numprocesses", str(min(len(os.sched_getaffinity(0)), MAX_PROCESSES))]
     counts, failed = Counter[str](), list[str]()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
@@ -137,19 +135,15 @@ def _split_completions(
     device: str, more_args: list[str], dtype: str = "float32"
 ) -> list[Completion]:
     from baton import Client
-    from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+    from benchmarks.runner.deployments import deployed
 
     if find_spec("nixl") is None:
         raise ModuleNotFoundError(name="nixl")
     node_args = ["--dtype", dtype, "--device", device, "--kv-cache-memory", "256M", *more_args]
-    config = LocalDeploymentConfig(
-        model=MODEL,
-        listen=free_address(),
-        router_args=["--no-local-prefill"],
-        node_args=node_args,
-    )
-    with LocalDeployment(config) as deployment, Client(config.listen) as client:
-        deployment.wait_ready(READY_TIMEOUT_S)
+    with (
+        deployed(MODEL, node_args=node_args) as deployment,
+        Client(deployment.config.listen) as client,
+    ):
         return [client.generate(text, _params()[0]) for text in TEXTS]
 
 
@@ -157,7 +151,7 @@ def measure_kernels(device: str, report: Report) -> bool:
     """Report the rows of `kernels_gpu.py`; return False if a kernel is wrong."""
     from benchmarks.kernels.kernels_gpu import measure
 
-    return _all_right(list(_reported(measure(device), report)))
+    return _all_right(measure(device), report)
 
 
 def measure_attention(device: str, report: Report) -> bool:
@@ -167,20 +161,21 @@ def measure_attention(device: str, report: Report) -> bool:
     here, missing = peers()
     report["libraries beside torch"] = ", ".join(here) or "none"
     report["libraries that are not here"] = ", ".join(missing) or "none"
-    rows = list(_reported(measure(device), report))
+    rows = list[Row]()
+    is_right = _all_right(measure(device), report, rows)
     report["decode, library / ours"] = geometric_mean(rows)
-    return _all_right(rows)
+    return is_right
 
 
 def measure_products(device: str, report: Report) -> bool:
     """Report the rows of `quantized_gpu.py`; return False if a product is wrong."""
     from benchmarks.kernels.quantized_gpu import measure
 
-    return _all_right(list(_reported(measure(device), report)))
+    return _all_right(measure(device), report)
 
 
 def check_quantized(device: str, report: Report) -> bool:
-    """Tokens with weights of few bits against those of their definition, in float32; and split.
+    """Compare tokens with 4- and 8-bit weights with those of their definition; also split.
 
     Where inputs are rounded, a bit of a sum may become a step of the next layer's inputs: there the
     prompts' logprobs are compared.
@@ -212,7 +207,7 @@ def check_quantized(device: str, report: Report) -> bool:
 
 
 def check_company(device: str, report: Report) -> bool:
-    """Tokens and logprobs, to the bit, of requests alone and with others; and split.
+    """Compare tokens and logprobs bit by bit, of requests alone and in a batch; also split.
 
     With ``batch_invariant``, which a CPU always is.
     """
@@ -254,16 +249,15 @@ def _mean_difference(one: Completion, other: Completion) -> float:
     return statistics.mean(abs(a.logprob - b.logprob) for a, b in pairs if a and b)
 
 
-def _reported(rows: Iterable[Row], report: Report) -> Iterator[Row]:
+def _all_right(rows: Iterable[Row], report: Report, kept: list[Row] | None = None) -> bool:
+    """Report each row at once, and keep it; return whether there are rows, and none has failed."""
+    kept = [] if kept is None else kept
     for row in rows:
         report[f"{row.get('part', 'attention')}: {row['what']}"] = ", ".join(
             f"{key} {value}" for key, value in row.items() if key not in ("part", "what")
         )
-        yield row
-
-
-def _all_right(rows: list[Row]) -> bool:
-    return bool(rows) and not any("failed" in row for row in rows)
+        kept.append(row)
+    return bool(kept) and not any("failed" in row for row in kept)
 
 
 def _params() -> tuple[SamplingParams, ...]:

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 from baton import Client, Receipt, SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.engine_config import EngineConfig
-from baton.processes.free_address import free_address
 from benchmarks.handoff.handoff_churn import measure_churn
 from benchmarks.handoff.handoff_hybrids import BLOCK_SIZES, SHAPES, measure_hybrids
 from benchmarks.handoff.handoff_modes import measure_macs, measure_modes, measure_transports
+from benchmarks.runner.deployments import deployed, receipt_of
 from benchmarks.runner.environment import DEMO_MODEL, summary
 from benchmarks.runner.run import Run
 from engine.core.request import Request
 from engine.engine import Engine
+from engine.make_engine import make_engine
 
 PROMPT_LENGTHS = (64, 256, 1000)
 FILES = {
@@ -33,38 +33,30 @@ FILES = {
     "transports": "kv_transports",
 }
 OUTPUT_TOKENS = 16
-READY_TIMEOUT_S = 120.0
 REST_S = 0.1  # of the control; about what a prefill takes
 
 
 def measure(num_requests: int) -> dict[int, list[Receipt]]:
     """{prompt tokens: receipts}; the lengths take turns, and the first round warms up."""
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        router_args=["--no-local-prefill"],
-        node_args=["--kv-cache-memory", "256M"],
-    )
     draw = random.Random(0)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     receipts: dict[int, list[Receipt]] = {length: [] for length in PROMPT_LENGTHS}
-    with LocalDeployment(config) as deployment, Client(config.listen) as client:
-        deployment.wait_ready(READY_TIMEOUT_S)
+    room = ["--kv-cache-memory", "256M"]
+    with deployed(node_args=room) as deployment, Client(deployment.config.listen) as client:
         for index in range(num_requests + 1):
             for length, collected in receipts.items():
                 # A new prompt: no block of it is in a prefix cache.
                 prompt = draw.choices(range(4000), k=length)
-                receipt = client.generate(prompt, params).receipt
-                assert receipt is not None
+                receipt, _ = receipt_of(client, prompt, params)
                 if index:
                     collected.append(receipt)
     return receipts
 
 
 def measure_control(num_requests: int) -> dict[int, dict[str, dict[str, float]]]:
-    """{prompt tokens: milliseconds from commit to token 2, rested and busy}; nothing travels."""
+    """Return milliseconds from commit to token 2, rested and busy, by prompt tokens."""
     config = EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**28)
-    engine = Engine(DEMO_MODEL, config)
+    engine = make_engine(DEMO_MODEL, config)
     engine.kv_memory.tensor.zero_()
     draw = random.Random(1)
     params = SamplingParams(temperature=0.0, ignore_eos=True)

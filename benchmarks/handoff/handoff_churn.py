@@ -1,4 +1,4 @@
-"""Ranges of memory per transfer after an hour of requests that come, grow and go.
+"""Measure ranges of memory per transfer after an hour of requests that come, grow and go.
 
 Two block pools at 90 % occupancy, with the requests' clock simulated: nothing is computed. Each
 request takes its prompt's blocks on both, grows on the decode node, and leaves both at random
@@ -21,7 +21,7 @@ NUM_BLOCKS = 8192
 BLOCK_SIZE = 16
 OCCUPANCY = 0.9
 HOUR_S = 3600.0
-TOKEN_S = 0.03  # of decoding
+TOKEN_S = 0.03  # per decoded token
 MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 1000, 300
 
 
@@ -46,10 +46,10 @@ class _Churn:
     num_events: int = 0
     allocate_s: float = 0.0
     num_allocated: int = 0
-    next_blocks: int = 1  # of the request that waits for room
+    next_blocks: int = 1  # blocks of the request that waits for room
 
     def fill(self, now: float) -> list[tuple[int, int]]:
-        """Begin requests up to the occupancy; (blocks, ranges of memory) of each one's transfer."""
+        """Begin requests up to the occupancy; yield each transfer's blocks and ranges of memory."""
         transfers: list[tuple[int, int]] = []
         spare = int(NUM_BLOCKS * (1 - OCCUPANCY))
         while True:
@@ -59,7 +59,7 @@ class _Churn:
             self.next_blocks = self._draw_blocks()
             started = time.perf_counter()
             p = self.p.allocate(num_blocks, extents=self.extents)
-            d = self.d.allocate(num_blocks + 1, extents=self.extents)  # and a decode block
+            d = self.d.allocate(num_blocks + 1, extents=self.extents)  # and one for decoding
             self.allocate_s += time.perf_counter() - started
             assert p is not None
             assert d is not None
@@ -96,7 +96,7 @@ class _Churn:
 
 
 def measure_churn(hours: float = 1.0) -> dict[str, object]:
-    """{way of allocating: ranges per transfer in the last tenth of the time, and their cost}."""
+    """Return ranges per transfer in the last tenth of the time, and their cost, per way."""
     results: dict[str, object] = {}
     for name, extents in (("oldest first", False), ("extents", True)):
         churn = _Churn(extents)

@@ -1,4 +1,4 @@
-"""What the hand-over of hybrids costs: layers with states beside layers that attend.
+"""Measure the hand-over of hybrids: models with state layers and attention layers.
 
 A router, a prefill and a decode node, small random checkpoints, one request at a time; prompts in
 chunks, with several block sizes. Each prompt comes twice: new, and with a new end behind what both
@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from baton import Client, Receipt, SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from benchmarks.runner.checkpoints import random_checkpoint
+from benchmarks.runner.deployments import deployed, receipt_of
 from benchmarks.runner.environment import summary
 
 PROMPT_LENGTHS = (1024, 4096, 16384)
 BLOCK_SIZES = (64, 256)  # a block has to hold a state: Granite needs 48 tokens of this shape
 CHUNK_TOKENS = 512
-NEW_END_TOKENS = 200  # behind a prompt that is known
+NEW_END_TOKENS = 200  # added to a cached prompt
 OUTPUT_TOKENS = 8
-READY_TIMEOUT_S = 120.0
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -71,44 +70,29 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(row: str, folder: Path) -> None:
-    """Write the random checkpoint of a row."""
-    import torch
-    import transformers
-
-    architecture, others = SHAPES[row]
-    torch.manual_seed(0)
-    transformers.utils.logging.disable_progress_bar()
-    model_class = getattr(transformers, architecture)
-    model_class(model_class.config_class(**_SHAPE | others)).save_pretrained(folder)
-
-
 def measure(row: str, block_size: int, num_requests: int) -> dict[str, Any]:
-    """Return receipts' numbers by prompt length, for new prompts and known ones with a new end."""
+    """Return figures of receipts by prompt length, for new prompts and for cached ones that
+    continue with new tokens."""
     draw = random.Random(0)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     receipts: dict[int, dict[str, list[Receipt]]] = {
         length: {"new": [], "known": []} for length in PROMPT_LENGTHS
     }
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(row, Path(folder))
-        config = LocalDeploymentConfig(
-            model=folder,
-            listen=free_address(),
-            router_args=["--no-local-prefill"],
-            node_args=[
-                "--dtype", "float32", "--block-size", str(block_size),
-                "--long-prefill-token-threshold", str(CHUNK_TOKENS), "--kv-cache-memory", "1G",
-            ],
-        )  # fmt: skip
-        with LocalDeployment(config) as deployment, Client(config.listen) as client:
-            deployment.wait_ready(READY_TIMEOUT_S)
+        random_checkpoint(Path(folder), SHAPES[row][0], _SHAPE | SHAPES[row][1])
+        node_args = [
+            "--dtype", "float32", "--block-size", str(block_size),
+            "--long-prefill-token-threshold", str(CHUNK_TOKENS), "--kv-cache-memory", "1G",
+        ]  # fmt: skip
+        with (
+            deployed(folder, node_args=node_args) as deployment,
+            Client(deployment.config.listen) as client,
+        ):
             for index in range(num_requests + 1):
                 for length, kinds in receipts.items():
                     prompt = draw.choices(range(10, 4000), k=length)
                     for collected in kinds.values():
-                        receipt = client.generate(prompt, params).receipt
-                        assert receipt is not None
+                        receipt, _ = receipt_of(client, prompt, params)
                         if index:  # the first round warms up
                             collected.append(receipt)
                         prompt = prompt[:-1] + draw.choices(range(10, 4000), k=NEW_END_TOKENS)

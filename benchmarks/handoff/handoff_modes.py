@@ -1,7 +1,8 @@
-"""What hides a hand-over behind the computation: the same requests, pushed in each mode, side by
-side in one run; and how soon, and at what cost, a decode node goes on.
+"""Compare how push modes hide a hand-over behind the computation, with equal requests in one run.
 
-A random checkpoint made on the fly, since what counts is its length and its bytes per token. One
+Also measures how soon, and at what cost, a decode node continues.
+
+The checkpoint is random, since only its prompts' lengths and bytes per token count. One
 router, prefill and decode node per mode, all running; the requests go to them in turn.
 """
 
@@ -20,17 +21,20 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import psutil
+import tokenizers
 import torch
 import transformers
 
 from baton import AsyncClient, Client, Receipt, SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeployment
+from benchmarks.runner.checkpoints import random_checkpoint
+from benchmarks.runner.deployments import deployed, receipt_of
 from benchmarks.runner.environment import summary
 from kvconnector.block_digests import BlockDigests
 from kvconnector.protocol.digests import Written
 from kvconnector.protocol.pair_keys import BlockKey
-from tests.fakes.kv_memories import memory_of
+from tests.fakes.handoff.kv_memories import memory_of
 
 LENGTHS = (256, 1024, 4096, 16384)  # tokens
 
@@ -57,7 +61,6 @@ MAC_MODES = {name: MODES[name] for name in ("layers", "layers, digests")}
 TRANSPORTS = {"nixl": ((), ""), "nixl, tcp": ((), "tcp"), "tls": (TLS, "")} | {
     "tls, digests": ((*TLS, "--kv-digests"), "")
 }
-READY_TIMEOUT_S = 300.0
 IDLE_S = 10.0
 NUM_DECODING = 32
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -65,21 +68,15 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 def make_checkpoint(folder: Path) -> Path:
     """Make a model of eight layers with 8 KiB of KV per token, for long prompts in little time."""
-    config = transformers.Qwen3Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=17000,
-        eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer())
+    shape = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
+        "max_position_embeddings": 17000, "eos_token_id": 1,
+    }  # fmt: skip
+    random_checkpoint(folder, "Qwen3ForCausalLM", shape)
+    vocabulary = {f"<{index}>": index for index in range(512)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -91,18 +88,12 @@ def running(ways: Mapping[str, Way]) -> Iterator[dict[str, LocalDeployment]]:
         folder = make_checkpoint(Path(path))
         deployments = {}
         for name, way in ways.items():
-            config = LocalDeploymentConfig(
-                model=str(folder),
-                listen=free_address(),
-                router_args=["--no-local-prefill"],
-                node_args=["--kv-cache-memory", "256M", "--no-prefix-cache", *way.node_args],
-                prefill_args=["--push", way.push],
-            )
+            node_args = ["--kv-cache-memory", "256M", "--no-prefix-cache", *way.node_args]
             given = {"UCX_TLS": way.ucx_tls} if way.ucx_tls else {}
             with mock.patch.dict(os.environ, given):  # nodes have it from their start on
-                deployments[name] = stack.enter_context(LocalDeployment(config))
-        for deployment in deployments.values():
-            deployment.wait_ready(READY_TIMEOUT_S)
+                deployments[name] = stack.enter_context(
+                    deployed(folder, node_args=node_args, prefill_args=["--push", way.push])
+                )
         yield deployments
 
 
@@ -168,9 +159,7 @@ def measure_transports(num_requests: int) -> dict[str, object]:
 
 
 def collect_receipts(
-    deployments: dict[str, LocalDeployment],
-    num_requests: int,
-    lengths: Sequence[int] = LENGTHS,
+    deployments: dict[str, LocalDeployment], num_requests: int, lengths: Sequence[int] = LENGTHS
 ) -> dict[tuple[str, int], list[Receipt]]:
     """Return receipts of the same requests by mode and prompt length."""
     receipts: dict[tuple[str, int], list[Receipt]] = {}
@@ -182,10 +171,8 @@ def collect_receipts(
             prompt = draw.choices(range(2, 500), k=length)
             for mode, deployment in deployments.items():
                 with Client(deployment.config.listen) as client:
-                    receipt = client.generate(prompt, PARAMS).receipt
-                assert receipt is not None
-                assert receipt.decode is not None
-                assert receipt.decode.num_forwards == PARAMS.max_tokens - 1
+                    receipt, decode = receipt_of(client, prompt, PARAMS)
+                assert decode.num_forwards == PARAMS.max_tokens - 1
                 if index or length > 1024:
                     receipts.setdefault((mode, length), []).append(receipt)
     return receipts
@@ -224,7 +211,7 @@ def _modes_table(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, ob
 
 
 def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, float]:
-    """Bytes per second while posting, which on one host copies, against a copy in one process.
+    """Compare bytes per second while posting, a copy on one host, with a copy in one process.
 
     The fastest of each: they are not measured at the same moment, and others use the machine.
     """
@@ -235,9 +222,9 @@ def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, floa
 
 
 def copy_and_digest(num_bytes: int) -> dict[str, float]:
-    """Bytes per second of a plain copy, and of the digests of as many blocks of 128 KiB."""
+    """Return bytes per second of a plain copy, and of the digests of blocks of 128 KiB."""
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
-    target = torch.zeros_like(source)  # its pages are there
+    target = torch.zeros_like(source)  # its pages exist already
     digests, key = BlockDigests(memory_of(source)), BlockKey(bytes(32))
     written = Written("r", 1, range(len(source)), (0, 8), 0, range(len(source)))
     copy_s, digest_s = [], []
@@ -255,7 +242,7 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
 
 
 async def _join_a_batch(address: str) -> dict[str, object]:
-    """Requests that come while 32 others decode: steps from their commit to their first step."""
+    """Count steps from commit to first step, for requests that come while 32 others decode."""
     draw = random.Random(1)
     long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
     async with AsyncClient(address) as client:
@@ -291,23 +278,13 @@ def idle_cpu(deployment: LocalDeployment) -> dict[str, float]:
     """Return the percent of a core that each process takes at rest."""
 
     def seconds() -> dict[str, float]:
-        tick = os.sysconf("SC_CLK_TCK")
-        found = {}
-        for child in deployment.children:
-            stat = Path(f"/proc/{child.process.pid}/stat").read_text(encoding="ascii")
-            fields = stat.rpartition(")")[2].split()
-            found[child.name] = (int(fields[11]) + int(fields[12])) / tick  # user and system
-        return found
+        return {
+            child.name: sum(psutil.Process(child.process.pid).cpu_times()[:2])
+            for child in deployment.children
+        }
 
     before = seconds()
     time.sleep(IDLE_S)
     return {
         name: round((after - before[name]) / IDLE_S * 100, 2) for name, after in seconds().items()
     }
-
-
-def _byte_tokenizer() -> object:
-    import tokenizers
-
-    vocabulary = {f"<{index}>": index for index in range(512)}
-    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))

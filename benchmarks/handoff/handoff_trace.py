@@ -26,9 +26,9 @@ from matplotlib.axes import Axes
 
 from baton import Client, SamplingParams
 from baton.deployment import local_deployment
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from benchmarks.handoff.handoff_modes import READY_TIMEOUT_S, make_checkpoint
+from benchmarks.handoff.handoff_modes import make_checkpoint
+from benchmarks.runner.deployments import deployed
+from benchmarks.runner.own_process import call_words, own_environment
 from benchmarks.runner.run import Document, Run
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
@@ -44,7 +44,7 @@ PROMPT_TOKENS = 4096
 NUM_PROMPTS = 5
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
-Span = tuple[str, float, float]  # what, begin, end, by the clock of the machine
+Span = tuple[str, float, float]  # name, begin, end, by the machine's clock
 
 
 def record_process(folder: Path) -> None:
@@ -67,7 +67,7 @@ def record_process(folder: Path) -> None:
         def note(layer: int) -> None:
             nonlocal last
             spans.append(("layer", last, clock()))
-            if after_layer is not None:  # else all is pushed at the end
+            if after_layer is not None:  # otherwise everything is pushed at the end
                 after_layer(layer)
             last = clock()
 
@@ -108,20 +108,16 @@ def record_process(folder: Path) -> None:
 
 
 def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
-    """{what: spans in ms since the first layer began} of each prompt; ``token``: at the client."""
+    """Return each prompt's {what: spans in ms since its first layer began}."""
     asked: list[tuple[float, float, list[float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ[TRACE_VARIABLE] = folder
-        config = LocalDeploymentConfig(
-            model=str(model),
-            listen=free_address(),
-            router_args=["--no-local-prefill"],
-            node_args=["--kv-cache-memory", "256M", "--no-prefix-cache"],
-            prefill_args=["--push", mode],
-        )
+        node_args = ["--kv-cache-memory", "256M", "--no-prefix-cache"]
         draw = random.Random(0)
-        with LocalDeployment(config) as deployment, Client(config.listen) as client:
-            deployment.wait_ready(READY_TIMEOUT_S)
+        with (
+            deployed(model, node_args=node_args, prefill_args=["--push", mode]) as deployment,
+            Client(deployment.config.listen) as client,
+        ):
             for _ in range(NUM_PROMPTS + 1):  # the first one warms up
                 began, tokens = time.monotonic(), []
                 prompt = draw.choices(range(2, 500), k=PROMPT_TOKENS)
@@ -196,9 +192,9 @@ def run_process(*words: str) -> None:
 
 def run(run: Run) -> Document:
     """Trace, choose the median prompt of each mode, draw it."""
-    call = (*("-P", "-m", "benchmarks", "--call"), "benchmarks.handoff.handoff_trace:run_process")
-    vars(local_deployment)["PYTHON_MODULE"] = (sys.executable, *call)
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    call = call_words("benchmarks.handoff.handoff_trace:run_process")
+    vars(local_deployment)["PYTHON_MODULE"] = tuple(call)
+    os.environ.update(own_environment())
     chosen, results = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_checkpoint(Path(folder))

@@ -30,9 +30,9 @@ import msgspec
 from baton.api.outputs import Receipt
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeploymentConfig
 from baton.text.tokenizer import Tokenizer
+from benchmarks.runner.deployments import deployed
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Document, Run
 
@@ -41,7 +41,6 @@ NUM_REQUESTS, NUM_WARM = 40, 5  # of each API; fewer of long prompts
 LEAST_REQUESTS = 12
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 8
 PAUSE_S = 0.02  # between requests: the one before has ended everywhere
-READY_TIMEOUT_S = 120.0
 MOST_UNTOLD_S = 0.001
 
 
@@ -50,7 +49,7 @@ class Measured:
     """One request: its TTFT in seconds by the client's clock, and the router's receipt.
 
     Attributes:
-        empty_s: round trip of an empty call, right behind it.
+        empty_s: round trip of an empty call right after the request.
     """
 
     client_s: float
@@ -64,7 +63,7 @@ class Measured:
 
 
 class Prompts:
-    """Texts of so many tokens, no two with the same beginning."""
+    """Texts of given lengths in tokens, no two with the same beginning."""
 
     def __init__(self, model: str) -> None:
         self._tokenizer = Tokenizer(Path(model))
@@ -153,19 +152,18 @@ def run(
     lend_cores: bool = False,
 ) -> Document:
     """Compare the clocks, over gRPC and over HTTP."""
-    config = LocalDeploymentConfig(
-        model=model,
-        listen=free_address(),
-        http_listen=free_address(),
+    prompts, rows = Prompts(model), list[dict[str, object]]()
+    with deployed(
+        model,
+        with_http=True,
         router_args=["--no-local-prefill", "--served-model-name", MODEL_NAME],
         node_args=["--num-threads", str(threads)],
         lend_cores=lend_cores,
-    )
-    prompts, rows = Prompts(model), list[dict[str, object]]()
-    with LocalDeployment(config) as deployment:
-        deployment.wait_ready(READY_TIMEOUT_S)
+    ) as deployment:
         for num_tokens in prompt_tokens:
-            for api, measured in asyncio.run(measure(config, prompts, num_tokens)).items():
+            for api, measured in asyncio.run(
+                measure(deployment.config, prompts, num_tokens)
+            ).items():
                 row = rows_of(measured)
                 rows.append({"api": api, "prompt_tokens": num_tokens, **row})
                 for one in (each.receipt for each in measured):

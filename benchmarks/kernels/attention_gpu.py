@@ -43,14 +43,15 @@ from triton import TritonError  # noqa: E402
 
 from baton_kernels.attention import ATTENTION_BACKENDS  # noqa: E402
 from baton_kernels.attention.base import AttentionMetadata  # noqa: E402
+from benchmarks.kernels.attention_steps import attention_step  # noqa: E402
 
 Call = Callable[[], Tensor]
-# By name: modules with flash_attn_func and flash_attn_with_kvcache. FlashAttention 3 has no release
+# Name -> module with flash_attn_func and flash_attn_with_kvcache. FlashAttention 3 has no release
 # on the package index; a wheel that was built elsewhere is carried like the others.
 FLASH_ATTENTIONS = {"FlashAttention 2": "flash_attn", "FlashAttention 3": "flash_attn_interface"}
 FLASHINFER = "FlashInfer"
 PEERS = {**FLASH_ATTENTIONS, FLASHINFER: "flashinfer"}
-# Its splits of keys are merged through this; its documentation takes 128 MiB.
+# FlashInfer's workspace, in which it merges splits of keys; its documentation uses 128 MiB.
 FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
 BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
@@ -92,31 +93,9 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Two products over the keys that each query sees."""
+        """Operations of two products over the keys that each query sees."""
         seen = self.query_len * self.prefix + self.query_len * (self.query_len + 1) / 2
         return 4.0 * self.batch * self.num_heads * self.head_dim * seen
-
-
-def metadata_of(cell: Cell, device: str) -> tuple[AttentionMetadata, Tensor]:
-    """Return a step of the cell with scattered blocks, and its table ``[batch, blocks]``."""
-    blocks = -(-cell.seq_len // cell.block_size)
-    table = torch.randperm(cell.batch * blocks, device=device).view(cell.batch, blocks)
-    positions = torch.arange(cell.prefix, cell.seq_len, device=device)  # [query_len]
-    slots = table[:, positions // cell.block_size] * cell.block_size + positions % cell.block_size
-    starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.query_len
-    metadata = AttentionMetadata(
-        num_requests=cell.batch,
-        num_tokens=cell.batch * cell.query_len,
-        query_start_loc=starts,
-        seq_lens=torch.full((cell.batch,), cell.seq_len, dtype=torch.int32, device=device),
-        block_table=table.to(torch.int32),
-        slot_mapping=slots.flatten(),
-        max_query_len=cell.query_len,
-        max_seq_len=cell.seq_len,
-        query_lens=(cell.query_len,) * cell.batch,
-        seq_lens_host=(cell.seq_len,) * cell.batch,
-    )
-    return metadata, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +104,13 @@ class Measured:
 
     ours: float
     theirs: dict[str, float]
-    refusals: dict[str, str]  # of libraries that have no kernel here: why
+    refusals: dict[str, str]  # library without a kernel -> reason
 
 
 def measure_cell(cell: Cell, device: str) -> Measured:
     """Time ours, and every library that can."""
-    metadata, table = metadata_of(cell, device)
+    metadata = attention_step(cell.batch, cell.query_len, cell.seq_len, cell.block_size, device)
+    table = metadata.block_table.long()
     shape = (2, cell.num_kv_heads, cell.block_size, cell.head_dim)
     # Block-major, all layers inside a block.
     cache = torch.randn(table.numel(), cell.num_layers, *shape, device=device, dtype=cell.dtype)
@@ -163,7 +143,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
     if FLASHINFER in peers()[0]:
         for name, use_tensor_cores in ((FLASHINFER, False), (f"{FLASHINFER} tensor cores", True)):
             if use_tensor_cores and cell.query_len > 1:
-                continue  # prompts are always computed with them
+                continue  # prompts always use tensor cores
             run = _flashinfer(cell, metadata, table, device, use_tensor_cores)
             measure_library(name, [partial(run, query, kv) for kv in cache.unbind(1)])
     side_by_side = [_gathered(kv_cache, table, cell) for kv_cache in cache.unbind(1)]
@@ -184,7 +164,7 @@ def _gathered(kv_cache: Tensor, table: Tensor, cell: Cell) -> tuple[Tensor, Tens
 
 
 def libraries(cell: Cell) -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
-    """Functions of query ``[num_tokens, num_heads, head_dim]``, key and value."""
+    """Return functions of query ``[num_tokens, num_heads, head_dim]``, key and value."""
     if torch.cuda.is_available():
         for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             yield f"sdpa {kernel.name.partition('_')[0].lower()}", _sdpa(cell, kernel)
@@ -247,7 +227,7 @@ def _flash_attn(cell: Cell, module_name: str) -> Callable[[Tensor, Tensor, Tenso
 def _flashinfer(
     cell: Cell, metadata: AttentionMetadata, table: Tensor, device: str, use_tensor_cores: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of query and pages, planned by its first call as its engine does once per step.
+    """Return a function of query and pages; its first call plans, as an engine does per step.
 
     Its layout "HND" is ours: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, and blocks
     may lie apart.
@@ -304,7 +284,7 @@ def decode_cells(device: str) -> Iterator[Cell]:
 
 
 def prefill_cells(device: str) -> Iterator[Cell]:
-    """New tokens behind a prefix; on a CPU two tiny ones."""
+    """Return the prefill cells; on a CPU two tiny ones."""
     if torch.device(device).type == "cpu":
         yield Cell(2, 1, 1, 5, 0, 16, 4, torch.float32)
         yield Cell(2, 1, 1, 3, 6, 16, 4, torch.float32)

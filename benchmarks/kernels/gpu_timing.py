@@ -1,4 +1,4 @@
-"""Times of calls on a device: inside a CUDA graph on a GPU, once by the clock on a CPU.
+"""Measures times of calls: inside a CUDA graph on a GPU, once by the clock on a CPU.
 
 A graph, because that is how a decode step runs and because launches from Python would hide what
 small kernels cost. On a CPU a time means nothing: there the benchmarks only prove that they run.
@@ -38,10 +38,10 @@ def device_of(run: Run, *, is_dry: bool) -> str:
 
 
 def median_us(calls: Sequence[Call], device: str, repeat: int = 20) -> float:
-    """Median microseconds of one call, when all of them run one after another.
+    """Return the median microseconds of one call, when all calls run one after another.
 
     Args:
-        calls: give different memory to each where it should not be found in the cache.
+        calls: each should use other memory if memory must not be found in the cache.
     """
     for call in calls:
         call()  # compiles

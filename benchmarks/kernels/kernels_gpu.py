@@ -131,7 +131,7 @@ def kernels_of(step: Step, sizes: Sizes) -> dict[str, tuple[Callable[[], object]
 
 
 def torch_chains_of(step: Step, sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """Return each op as torch calls in a row, without a look back at the host."""
+    """Return each op as a chain of torch calls without a synchronization."""
     block_size = sizes.block_size
 
     def chain() -> Tensor:
@@ -163,7 +163,7 @@ def torch_chains_of(step: Step, sizes: Sizes) -> dict[str, Callable[[], object]]
 
 
 def stream(sizes: Sizes) -> Iterator[Row]:
-    """Bytes per second of inputs that no cache holds, against a copy of as many in this run."""
+    """Measure bytes per second of uncached inputs, against a copy of as many bytes."""
     copied = copy_gb_per_s(sizes.device, 2 * sizes.stream_bytes)
     yield {"part": "stream", "what": "copy", "GB/s": copied, "of copy": 1.0}
     width = max(sizes.hidden_size, sizes.intermediate_size // 3)
@@ -175,7 +175,7 @@ def stream(sizes: Sizes) -> Iterator[Row]:
 
 
 def launch(sizes: Sizes) -> Iterator[Row]:
-    """Microseconds of one step's op in a graph, by torch ops and by one kernel."""
+    """Measure microseconds of one step's op in a graph, by torch ops and by one kernel."""
     for num_tokens in sizes.step_tokens:
         step = Step.of(sizes, num_tokens)
         chains = torch_chains_of(step, sizes)
@@ -203,7 +203,7 @@ def _tensors(value: object) -> tuple[Tensor, ...]:
 
 
 def sampling(sizes: Sizes) -> Iterator[Row]:
-    """Microseconds of one token per row, and how many reads of the logits that is."""
+    """Measure microseconds of one token per row, also as a number of reads of the logits."""
     copied = copy_gb_per_s(sizes.device, 2 * sizes.stream_bytes)
     for num_rows in sizes.sampling_rows:
         # Peaked, as a model's: some hundred tokens have nearly all the weight.
@@ -240,7 +240,7 @@ def _sampler(values: Tensor, temperature: float, top_k: int, top_p: float) -> Ca
 
 
 def _in_torch(values: Tensor, temperature: float, top_k: int, top_p: float) -> Callable[[], Tensor]:
-    """The common way in torch: sort, cut, softmax, and a race of exponentials; no needless sort."""
+    """Sample as is common in torch: sort (if needed), cut, softmax, a race of exponentials."""
     if temperature == 0:
         return lambda: values.argmax(dim=-1)
     if not top_k and top_p >= 1:
@@ -283,7 +283,7 @@ def measure(device: str, parts: tuple[str, ...] = tuple(PARTS)) -> Iterator[Row]
 
 def run(
     run: Run,
-    groups: Sequence[Literal["small", "attention", "products", "tiles"]] = (
+    groups: Sequence[Literal["small", "attention", "products"]] = (
         "small",
         "attention",
         "products",
@@ -294,7 +294,6 @@ def run(
     """Measure groups of kernels; each has a file of results.
 
     Args:
-        groups: tiles: products with other tiles, the fastest first; no results.
         parts: parts of the group of small kernels.
         dry_run: tiny shapes on the CPU.
     """
@@ -307,11 +306,9 @@ def run(
             rows = list(attention_gpu.measure(device))
             more["peers"] = dict(zip(("here", "missing"), attention_gpu.peers(), strict=True))
             run.show("decode, library / ours, geometric mean", attention_gpu.geometric_mean(rows))
-        elif group == "products":
-            rows = list(quantized_gpu.measure(device))
         else:
-            rows = list(quantized_gpu.sweep(device))
+            rows = list(quantized_gpu.measure(device))
         run.show(group, rows)
         run.problems += [str(row) for row in rows if "failed" in row]
-        if device != "cpu" and group != "tiles":
+        if device != "cpu":
             run.save({**more, "rows": rows}, FILES[group])

@@ -1,8 +1,7 @@
 """Compare products with weights of 4 and 8 bits on a GPU with the vendor's in bfloat16.
 
 The linear layers of Qwen3-8B, for one token, a batch, and a prompt. Each is compared with its
-definition first. Weights are copied until they do not fit a cache. `sweep` tries other
-tiles and parts.
+definition first. Weights are copied until they do not fit a cache.
 """
 
 from __future__ import annotations
@@ -35,20 +34,14 @@ from triton import TritonError  # noqa: E402
 
 from baton_kernels import GroupedIntegers, Groups, reference  # noqa: E402
 from baton_kernels.packed import FLOAT8  # noqa: E402
-from baton_kernels.quantized import (  # noqa: E402
-    ROUNDED_BLOCK,
-    GroupedWeight,
-    QuantizedWeight,
-    RoundedWeight,
-    four_bits,
-)
+from baton_kernels.quantized import GroupedWeight, QuantizedWeight, RoundedWeight, four_bits  # noqa: E402
 from baton_kernels.triton import quantized_linear as kernels  # noqa: E402
 from baton_kernels.triton.fp8 import has_fp8  # noqa: E402
 
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 TINY_LAYERS = {"o": (48, 256)}
 TOKENS = (1, 8, 32, 64, 128, 256, 2048)
-CACHE_BYTES = 200e6  # weights of one measurement are no fewer
+CACHE_BYTES = 200e6  # fewest bytes of weights in one measurement
 ATOL, RTOL = 3e-2, 2e-2
 FORMATS = (
     *("int4", "int4, zero points", "int4, groups of 32", "int8-weight-only"),
@@ -102,7 +95,7 @@ class Case:
     Attributes:
         row: fields of the row that name the case.
         calls: calls of one product, each with weights in memory of its own.
-        weight: None: it is in bfloat16.
+        weight: the quantized weight; None: bfloat16.
         weight_bytes: bytes of the weight that one call reads.
         flops: operations of one call.
         expected: the right result; None: the result is not checked.
@@ -159,7 +152,7 @@ def _copies(one: Any, copy: Callable[[Any], Any], size: int, device: str) -> lis
 
 def measure(device: str) -> Iterator[Row]:
     """Yield each case's row as soon as it is measured."""
-    compile_ahead(device, cases)
+    compile_ahead(device)
     read = copy_gb_per_s(device, 2**30 if device != "cpu" else 2**16)
     plain_us: dict[tuple[object, object], float] = {}
     for case in cases(device):
@@ -186,72 +179,17 @@ def measure(device: str) -> Iterator[Row]:
         yield row
 
 
-# Stages, and the factor of the usual number of parts.
-FEW_TILES = ((3, 1.0), (4, 1.0), (6, 1.0), (8, 1.0), (6, 0.5), (6, 2.0))
-SWEPT = (("qkv", 1), ("down", 1), ("gate_up", 1), ("down", 64), ("gate_up", 64))
-
-
-def other_tiles(device: str) -> Iterator[Case]:
-    """Yield cases of few tokens with other tiles and parts than the chosen ones."""
-    for layer, num_tokens in SWEPT if device != "cpu" else (("o", 3),):
-        out_features, size = LAYERS[layer] if device != "cpu" else TINY_LAYERS[layer]
-        torch.manual_seed(0)
-        numbers = torch.randn(out_features, size, device=device) / size**0.5
-        x = torch.randn(num_tokens, size, device=device)
-        x = x.to(torch.bfloat16 if device != "cpu" else torch.float32)
-        for name in FORMATS:
-            if name.startswith("fp8") and device == "cpu":
-                continue
-            weight = weight_of(name, numbers)
-            copies = _copies(weight, copy_of, num_bytes(*weight.tensors), device)
-            for stages, times in FEW_TILES:
-                linear, tile, parts = _chosen(weight, x)
-                tile = replace(tile, num_stages=stages)
-                parts = max(1, int(parts * times))
-                row: Row = {"what": f"{layer}, {num_tokens} tokens, {name}"}
-                row |= {"stages": stages, "parts": parts}
-                calls = [partial(linear, x, one, None, tile, parts) for one in copies]
-                yield Case(row, calls, num_bytes(*weight.tensors), 0.0)
-
-
-def _chosen(
-    weight: QuantizedWeight, x: Tensor
-) -> tuple[Callable[..., Tensor], kernels.ProductTile, int]:
-    size, out_features = len(x), weight.out_features
-    if isinstance(weight, GroupedWeight):
-        tile = kernels.grouped_tile(size, weight.bits, x.itemsize)
-        wanted = kernels.WANTED_PROGRAMS[weight.bits]
-        parts = kernels.num_parts(out_features, len(weight.codes), tile, wanted, size)
-        return kernels.grouped_linear, tile, parts
-    tile = kernels.rounded_tile(size)
-    num_chunks = -(-weight.in_features // ROUNDED_BLOCK)
-    parts = kernels.num_parts(out_features, num_chunks, tile, kernels.WANTED_ROUNDED, size)
-    return kernels.rounded_linear, tile, parts
-
-
-def sweep(device: str) -> Iterator[Row]:
-    """Yield each case's microseconds, the fastest tile first."""
-    compile_ahead(device, other_tiles)
-    for case in other_tiles(device):
-        row = dict(case.row)
-        try:
-            row["us"] = round(median_us(case.calls, device, 8), 2)
-        except (RuntimeError, TritonError) as problem:
-            row["failed"] = str(problem).strip().splitlines()[0][:60]
-        yield row
-
-
-def compile_ahead(device: str, of: Callable[[str], Iterator[Case]]) -> None:
+def compile_ahead(device: str) -> None:
     """Compile in several processes the kernels that one process times."""
     if device == "cpu":
         return
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
-        list(pool.map(partial(_call_some, device, of), range(PROCESSES)))
+        list(pool.map(partial(_call_some, device), range(PROCESSES)))
 
 
-def _call_some(device: str, of: Callable[[str], Iterator[Case]], share: int) -> None:
+def _call_some(device: str, share: int) -> None:
     """Call every n-th case once, so that other processes find the compiled kernels."""
-    for number, case in enumerate(of(device)):
+    for number, case in enumerate(cases(device)):
         if number % PROCESSES == share:
             with contextlib.suppress(RuntimeError, TritonError):
                 case.calls[0]()

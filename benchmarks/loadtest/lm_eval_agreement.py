@@ -17,15 +17,13 @@ from typing import Any
 
 from baton.checkpoint.gguf.folder import folder_of_gguf
 from baton.checkpoint.packaged_model import SMOLLM2
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from benchmarks.runner.deployments import deployed
 from benchmarks.runner.environment import ROOT
 from benchmarks.runner.run import Document, Run
 from examples.demo import fetch_model
 from tests.clients.environments import interpreter
 
 SIDE = Path(__file__).with_name("lm_eval_side.py")
-READY_TIMEOUT_S = 120.0
 MOST_LOGPROB_DIFFERENCE = 1e-4
 
 
@@ -52,16 +50,13 @@ def run_side(python: Path, subject: str, gguf: str) -> dict[str, Any]:
 
 def through_baton(python: Path, gguf: str) -> dict[str, Any]:
     """Evaluate a router, a prefill node and a decode node that computes no prompts."""
-    config = LocalDeploymentConfig(
-        model=gguf,
-        listen=free_address(),
-        http_listen=free_address(),
+    with deployed(
+        gguf,
+        with_http=True,
         router_args=["--no-local-prefill", "--served-model-name", SMOLLM2.name],
         node_args=["--dtype", "float32", "--kv-cache-memory", "512M"],
-    )
-    with LocalDeployment(config) as deployment:
-        deployment.wait_ready(READY_TIMEOUT_S)
-        return run_side(python, f"http://{config.http_listen}/v1", gguf)
+    ) as deployment:
+        return run_side(python, f"http://{deployment.config.http_listen}/v1", gguf)
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:

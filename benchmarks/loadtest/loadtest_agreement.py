@@ -24,18 +24,12 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from benchmarks.loadtest.loadtest_fleet import (
-    NAME,
-    baton_environment,
-    fleet,
-    fresh_texts,
-    write_model,
-)
-from benchmarks.runner.environment import RESULTS
+from benchmarks.loadtest.loadtest_fleet import NAME, fleet, fresh_texts, write_model
+from benchmarks.runner.own_process import own_environment
 from benchmarks.runner.run import Document, Run
 from tests.clients.environments import installed_version, interpreter
 
-NUM_NODES = 4  # of each kind: requests that come at once wait for nobody
+NUM_NODES = 4  # of each kind, enough that no request waits for another
 TIME_SCALE = 4.0
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 32
 WITHIN = 0.05
@@ -52,11 +46,14 @@ class Load:
     rate: float | None = None
     concurrency: int | None = None
 
+    def options(self, rate: str, arrivals: str) -> list[str]:
+        """Return the load's options, given how a program calls those of an open loop."""
+        if self.rate is None:
+            return ["--concurrency", str(self.concurrency)]
+        return [rate, f"{self.rate:g}", arrivals, "constant"]
 
-LOADS = {
-    "4 requests/s": Load(32, rate=4.0),
-    "4 at a time": Load(32, concurrency=4),
-}
+
+LOADS = {"4 requests/s": Load(32, rate=4.0), "4 at a time": Load(32, concurrency=4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class Job:
     Attributes:
         url: URL of the HTTP API, without /v1.
         model: the folder with the tokenizer.
-        folder: an empty one; ``prompts`` is in it.
+        folder: a new folder, with the file ``prompts``.
     """
 
     load: Load
@@ -83,15 +80,10 @@ class Job:
 
 
 def baton_command(job: Job) -> list[str]:
-    load = job.load
-    kind = (
-        ["--rate", f"{load.rate:g}", "--arrivals", "constant"]
-        if load.rate is not None
-        else ["--concurrency", str(load.concurrency)]
-    )
     return [
         *(sys.executable, "-m", "baton", "loadtest", "run", "--target", f"{job.url}/v1"),
-        *(*kind, "--num-requests", str(load.num_requests), "--dataset", str(job.prompts)),
+        *job.load.options("--rate", "--arrivals"),
+        *("--num-requests", str(job.load.num_requests), "--dataset", str(job.prompts)),
         *("--json", str(job.folder / "result.json")),
     ]
 
@@ -112,18 +104,13 @@ def baton_numbers(folder: Path) -> Numbers:
 
 
 def aiperf_command(job: Job) -> list[str]:
-    load = job.load
-    kind = (
-        ["--request-rate", f"{load.rate:g}", "--arrival-pattern", "constant"]
-        if load.rate is not None
-        else ["--concurrency", str(load.concurrency)]
-    )
     return [
         *(str(interpreter("aiperf").with_name("aiperf")), "profile"),
         *("--model", NAME, "--url", job.url, "--endpoint-type", "completions", "--streaming"),
         *("--tokenizer", str(job.model), "--use-server-token-count", "--use-legacy-max-tokens"),
         *("--input-file", str(job.prompts), "--custom-dataset-type", "single_turn"),
-        *(*kind, "--request-count", str(load.num_requests)),
+        *job.load.options("--request-rate", "--arrival-pattern"),
+        *("--request-count", str(job.load.num_requests)),
         *("--artifact-dir", str(job.folder), "--ui", "none"),
         *("--no-gpu-telemetry", "--no-server-metrics"),
     ]
@@ -199,7 +186,7 @@ class Generator:
 
     Attributes:
         entry: a prompt as a line of the data set that it reads.
-        own_words: it puts so many before each prompt.
+        own_words: number of words that it puts before each prompt.
         environment: variables of its process.
     """
 
@@ -219,7 +206,7 @@ def single_turn(text: str, num_outputs: int) -> dict[str, object]:
 
 
 GENERATORS = {
-    "baton": Generator(plain, baton_command, baton_numbers, 1, baton_environment),
+    "baton": Generator(plain, baton_command, baton_numbers, 1, own_environment),
     "aiperf": Generator(single_turn, aiperf_command, aiperf_numbers),
     "guidellm": Generator(plain, guidellm_command, guidellm_numbers),
 }
@@ -249,7 +236,7 @@ def play_fresh(
 
 
 def play(generator: Generator, job: Job) -> str:
-    """Run the program on its core; returns the end of what it said."""
+    """Run the program on its core; return the end of its output."""
     core = max(os.sched_getaffinity(0))
     log = job.folder / "log.txt"
     with (
@@ -326,8 +313,7 @@ def run(
         "rounds": rounds,
         **{name: installed_version(python, name) for name, python in clients.items()},
     }
-    written = RESULTS / "loadtest_agreement.json"
-    loads = read(written)["loads"] if len(load) < len(LOADS) and written.exists() else {}
+    loads = run.saved().get("loads", {}) if len(load) < len(LOADS) else {}
     for name in load:
         load_average = os.getloadavg()[0]
         runs = measure(LOADS[name], rounds, run.console)

@@ -7,25 +7,18 @@ them, the server or a client with its own tokenizer, and no token is without tex
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
 from baton.processes.free_address import free_address
-from benchmarks.runner.environment import ROOT
+from benchmarks.runner.checkpoints import ids_of, tokenizer_document
+from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.programs import SimFleet
 
-MODEL = ROOT / "examples" / "demo_model"
 NAME = "words"  # under which it is served
-_READY_TIMEOUT_S = 60.0
 _SYLLABLES = [
     a + b for a, b in product("bdfgklmnprstvz", ("a", "e", "i", "o", "u"))
 ]  # 70: of two there are more than words
@@ -33,21 +26,12 @@ _SYLLABLES = [
 
 def write_model(folder: Path) -> list[str]:
     """Write the files that a router and simulated nodes read; return the vocabulary's words."""
-    config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
     words = ["".join(pair) for pair in product(_SYLLABLES, repeat=2)][: config["vocab_size"] - 1]
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-    vocabulary = {"<unk>": 0} | {f"▁{word}": number for number, word in enumerate(words, start=1)}
-    tokenizer: dict[str, object] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": space,
-        "post_processor": None,
-        "decoder": space,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-    }
+    vocabulary = ids_of(["<unk>", *(f"▁{word}" for word in words)])
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
+    tokenizer = tokenizer_document(model, pre_tokenizer=space, decoder=space)
     folder.mkdir()
     contents = {
         "config.json": config | {"eos_token_id": None, "pad_token_id": None},
@@ -66,69 +50,16 @@ def fresh_texts(words: list[str], num_texts: int, num_words: int) -> Iterator[st
         yield " ".join(chance.choices(words, k=num_words))
 
 
-def baton_environment() -> dict[str, str]:
-    """Return an environment in which `python -m baton` is the one beside this file.
-
-    Compiled modules are written, as an installation does. Otherwise each start compiles them all.
-    """
-    path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
-    environment = {**os.environ, "PYTHONPATH": path}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    return environment
-
-
-def baton(core: int, *words: str, log: Path) -> subprocess.Popen[bytes]:
-    """Start `baton` with these words, on one core."""
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "baton", *words],
-            cwd=ROOT,
-            env=baton_environment(),
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
 @contextmanager
 def fleet(model: Path, core: int, num_nodes: int, time_scale: float) -> Iterator[str]:
     """Run a router and ``num_nodes`` pairs of simulated nodes on one core; yield its HTTP URL.
 
     Raises:
-        SystemExit: the router does not answer.
+        TimeoutError: the nodes do not join.
     """
-    listen, http = free_address(), free_address()
-    router = ("router", "--model", str(model), "--listen", listen, "--http-listen", http)
-    name = ("--served-model-name", NAME)
-    sim = ("sim-node", "--model", str(model), "--router", listen)
-    nodes = ("--prefill", str(num_nodes), "--decode", str(num_nodes))
-    children = [
-        baton(core, *router, *name, log=model / "router.log"),
-        baton(core, *sim, *nodes, "--time-scale", f"{time_scale:g}", log=model / "nodes.log"),
-    ]
-    try:
-        url = f"http://{http}"
-        deadline = time.monotonic() + _READY_TIMEOUT_S
-        while not _answers(url):
-            if time.monotonic() > deadline or any(child.poll() is not None for child in children):
-                logs = "".join((model / f"{name}.log").read_text() for name in ("router", "nodes"))
-                raise SystemExit(f"the simulated fleet does not answer:\n{logs[-2000:]}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        for child in reversed(children):
-            child.send_signal(signal.SIGTERM)
-        for child in children:
-            child.wait(30)
-
-
-def _answers(url: str) -> bool:
-    """Return whether the server completes a prompt."""
-    body = json.dumps({"model": NAME, "prompt": [1, 2], "max_tokens": 2}).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+    http = free_address()
+    words = ("--http-listen", http, "--served-model-name", NAME)
+    scale = ("--time-scale", time_scale)
+    with SimFleet(num_nodes, num_nodes, *scale, model=model, router_words=words, core=core) as sim:
+        sim.wait_ready()
+        yield f"http://{http}"

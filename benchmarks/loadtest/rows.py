@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-from benchmarks.page.rows import (
-    Found,
-    Json,
-    Measurement,
-    Row,
-    Source,
-    Subject,
-    at,
-    number,
-)
+from benchmarks.page.measures import at, number, told
+from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 
-def _shown(metric: str, name: str, unit: str, *, has_target: bool = False) -> Row:
+def _shown(metric: str, name: str, unit: str, target: str = "") -> Row:
     """Judge a metric by the interval of the differences, which must not have 0 in it."""
     scale = 1e3 if unit == "ms" else 1.0
 
     def measure(document: Json) -> Found:
         verdict = at(document, "verdict")
-        split, colocated = at(verdict, "split"), at(verdict, "colocated")
-        means = {
-            at(one, "name"): number(one, "metrics", metric, "mean") * scale
-            for one in at(document, "deployments")
-        }
+        split, colocated = (
+            number(document, "deployments", f"name={at(verdict, one)}", "metrics", metric, "mean")
+            for one in ("split", "colocated")
+        )
         found = number(verdict, "ratios", metric)
-        difference = at(verdict, "differences", metric)
-        low, high = (number(difference, end) * scale for end in ("low", "high"))
-        text = f"{found:.2f} ({means[split]:,.2f} / {means[colocated]:,.2f} {unit};"
+        low, high = (number(verdict, "differences", metric, end) * scale for end in ("low", "high"))
+        text = f"{found:.2f} ({split * scale:,.2f} / {colocated * scale:,.2f} {unit};"
         text += f" difference {low:+,.2f} to {high:+,.2f})"
         if metric == "goodput_per_s" and "format" not in document:
             text += ", **by the old definition**: what ended in the window, whenever it was sent"
-        return Found(text, high < 0 if has_target else None)
+        return Found(text, high < 0)
 
     return Row(
         f"{name}: best split / best colocated",
         measure,
-        "< 1, and all of the interval below 0" if has_target else "",
+        target,
         "not shown. Router, load generator and nodes share two cores: part of the tail"
         " is how long a process waits for one, whether its node computes prompts or not.",
     )
-
-
-def _verdict(document: Json) -> Found:
-    verdict = at(document, "verdict")
-    words = (at(verdict, name) for name in ("answer", "split", "colocated"))
-    return Found("{}: {} against {}".format(*words))
 
 
 def _kept_up(document: Json) -> Found:
@@ -54,41 +38,29 @@ def _kept_up(document: Json) -> Found:
     return Found("yes" if code == 0 else f"no (exit code {code:g})", code == 0)
 
 
-COMPARE = Source(
-    "compare",
-    (
-        _shown("itl_p99_s", "ITL p99", "ms", has_target=True),
-        _shown("ttft_p50_s", "TTFT p50", "ms"),
-        _shown("ttft_p99_s", "TTFT p99", "ms"),
-        _shown("goodput_per_s", "goodput", "requests/s"),
-        Row("verdict by goodput", _verdict),
-        Row(
-            "the load generator kept up",
-            _kept_up,
-            "yes",
-            "it shares the cores with all else; its lag is in these latencies.",
-        ),
-    ),
-    "Long prompts on the demo model, the same requests and cores for each shape; differences"
-    " are 95 % intervals.",
-)
+COMPARE = Source("compare", (
+    _shown("itl_p99_s", "ITL p99", "ms", "< 1, and all of the interval below 0"),
+    _shown("ttft_p50_s", "TTFT p50", "ms"),
+    _shown("ttft_p99_s", "TTFT p99", "ms"),
+    _shown("goodput_per_s", "goodput", "requests/s"),
+    Row("verdict by goodput", told("verdict", "{answer}: {split} against {colocated}")),
+    Row("the load generator kept up", _kept_up, "yes",
+        "it shares the cores with all else; its lag is in these latencies."),
+), "Long prompts on the demo model, the same requests and cores for each shape; differences"
+   " are 95 % intervals.")  # fmt: skip
 
 
-def _generator(streams: int, *, has_target: bool = False) -> Row:
-    def measure(document: Json) -> Found:
-        [run] = [one for one in at(document, "runs") if at(one, "streams") == streams]
-        lag = number(run, "loop_lag_ms", "p99")
-        text = (
-            f"{lag:.1f} ms (median {number(run, 'loop_lag_ms', 'p50'):.1f} ms) at"
-            f" {number(run, 'output_tokens_per_s'):,.0f} tokens/s, {number(run, 'core_share'):.0%}"
-            f" of a core; {number(run, 'num_miscounted'):.0f} requests miscounted"
-        )
-        return Found(text, lag < 5 if has_target else None)
-
+def _generator(streams: int, target: str = "") -> Row:
     return Row(
         f"lag p99 of the generator's loop, {streams:,} streams",
-        measure,
-        "< 5 ms" if has_target else "",
+        told(
+            f"runs > streams={streams}",
+            "{loop_lag_ms[p99]:.1f} ms (median {loop_lag_ms[p50]:.1f} ms) at"
+            " {output_tokens_per_s:,.0f} tokens/s, {core_share:.0%} of a core;"
+            " {num_miscounted:.0f} requests miscounted",
+            "loop_lag_ms > p99",
+        ),
+        target,
         "its core makes the frames of all streams that a decode step answers at once;"
         " the router and the simulated nodes have the other one.",
     )
@@ -96,35 +68,27 @@ def _generator(streams: int, *, has_target: bool = False) -> Row:
 
 LOAD_GENERATOR = Source(
     "load_generator",
-    (_generator(500), _generator(1000), _generator(2000, has_target=True)),
+    (_generator(500), _generator(1000), _generator(2000, "< 5 ms")),
     "A router and simulated nodes on one core, the generator on the other.",
 )
 
 
-WITHIN = 0.05  # of each other
-MOST_LOGPROB_DIFFERENCE = 1e-4
+def _agreement(load: str, key: str, what: str) -> Row:
+    unit = " ms" if key.endswith("_ms") else ""
+    form = "{apart:.1%} ({baton:.4g} / {aiperf:.4g} / {guidellm:.4g}" + unit + ")"
+
+    def measure(document: Json) -> Found:
+        row = at(document, "loads", load, "medians", key)
+        return Found(form.format(**row), 100 * number(row, "apart") <= 5)
+
+    return Row(f"{load}: {what}", measure, "within 5%")
 
 
 _UNITS = {"ttft": "TTFT", "itl": "time per token after the first", "e2e": "E2E"}
-
-
 _RATES = {
     "requests_per_s": "requests per second",
     "output_tokens_per_s": "output tokens per second",
 }
-
-
-def _agreement(load: str, key: str, what: str) -> Row:
-    def measure(document: Json) -> Found:
-        row = at(document, "loads", load, "medians", key)
-        apart = number(row, "apart")
-        values = " / ".join(f"{number(row, who):.4g}" for who in ("baton", "aiperf", "guidellm"))
-        unit = " ms" if key.endswith("_ms") else ""
-        return Found(f"{apart:.1%} ({values}{unit})", apart <= WITHIN)
-
-    return Row(f"{load}: {what}", measure, f"within {WITHIN:.0%}")
-
-
 AGREEMENT = Source(
     "loadtest_agreement",
     tuple(
@@ -144,13 +108,6 @@ AGREEMENT = Source(
 )
 
 
-_TASKS = {
-    "baton_choice": "choice of four answers, /v1/completions with echo",
-    "baton_generation": "text, /v1/completions",
-    "baton_chat": "text, /v1/chat/completions",
-}
-
-
 def _accuracy(task: str, what: str) -> Row:
     def measure(document: Json) -> Found:
         row = at(document, "tasks", task)
@@ -164,36 +121,29 @@ def _accuracy(task: str, what: str) -> Row:
 
 
 def _logprobs(document: Json) -> Found:
-    row = at(document, "tasks", "baton_choice")
+    row = at(document, "tasks > baton_choice")
     found = number(row, "largest_logprob_difference")
-    text = f"{found:.1e} ({number(row, 'num_logprobs'):.0f} answers)"
-    return Found(text, found <= MOST_LOGPROB_DIFFERENCE)
+    return Found(f"{found:.1e} ({number(row, 'num_logprobs'):.0f} answers)", found <= 1e-4)
 
 
 LM_EVAL = Source(
     "lm_eval_agreement",
     (
-        *(_accuracy(task, what) for task, what in _TASKS.items()),
-        Row(
-            "log-likelihood of an answer, largest difference",
-            _logprobs,
-            f"<= {MOST_LOGPROB_DIFFERENCE:g}",
-        ),
+        _accuracy("baton_choice", "choice of four answers, /v1/completions with echo"),
+        _accuracy("baton_generation", "text, /v1/completions"),
+        _accuracy("baton_chat", "text, /v1/chat/completions"),
+        Row("log-likelihood of an answer, largest difference", _logprobs, "<= 0.0001"),
     ),
     "lm-eval on SmolLM2-135M-Instruct from one GGUF file, in float32: through a router, a"
     " prefill node and a decode node, and through `transformers`.",
 )
-
-
 SUBJECT = Subject(
     "Load tests and other programs",
     (
-        Measurement(
-            "benchmarks.loadtest.split_or_not", "loadtest engine/core router/policies", (COMPARE,)
-        ),
-        Measurement("benchmarks.loadtest.load_generator", "loadtest", (LOAD_GENERATOR,)),
-        Measurement("benchmarks.loadtest.loadtest_agreement", "loadtest", (AGREEMENT,)),
-        Measurement("benchmarks.loadtest.lm_eval_agreement", "models router/intake", (LM_EVAL,)),
+        Measurement("loadtest.split_or_not", "loadtest engine/core router/policies", (COMPARE,)),
+        Measurement("loadtest.load_generator", "loadtest", (LOAD_GENERATOR,)),
+        Measurement("loadtest.loadtest_agreement", "loadtest", (AGREEMENT,)),
+        Measurement("loadtest.lm_eval_agreement", "models router/intake", (LM_EVAL,)),
     ),
     log=(
         "2026-11-21: colocated against split on two cores that others used too",

@@ -1,8 +1,8 @@
 """Compare split with colocated nodes: `baton loadtest compare`, the demo model, long prompts.
 
 Colocated nodes compute a prompt beside the outputs that they decode; split, no output waits for a
-prompt. Both get the same requests and cores. This keeps what is compared; for the whole report run
-`baton loadtest compare` itself.
+prompt. Both get the same requests and cores. This keeps the compared numbers; for
+the whole report run `baton loadtest compare` itself.
 """
 
 from __future__ import annotations

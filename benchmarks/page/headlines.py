@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.page.rows import Json, at, number
+from benchmarks.page.measures import at, number
+from benchmarks.page.rows import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.page.headlines import Headline
-from benchmarks.page.rows import (
-    NOT_THERE,
-    Found,
-    Json,
-    Measurement,
-    Row,
-    Source,
-    Subject,
-    at,
-    number,
-)
+from benchmarks.page.measures import at, number
+from benchmarks.page.rows import NOT_THERE, Found, Json, Measurement, Row, Source, Subject
 
 RESULTS = "benchmarks/results"  # in the repository
 INTRO = """\
@@ -55,10 +46,10 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """Text of the row's last cell."""
+        """Text of the row's last cell: whether the target holds."""
         if self.found is None:
             return "not measured"
-        return {True: "yes", False: "**missed**", None: ""}[self.found.holds]
+        return {True: "yes", False: "**missed**", None: ""}[self.row.is_kept(self.found)]
 
 
 def read(path: Path) -> Json:
@@ -202,7 +193,7 @@ def _missed(rows: Sequence[Outcome]) -> Iterator[str]:
     """Say what holds the missed rows back; rows with one reason share a line."""
     reasons: dict[str, list[str]] = {}
     for outcome in rows:
-        if outcome.found is not None and outcome.found.holds is False:
+        if outcome.verdict == "**missed**":
             reasons.setdefault(outcome.row.holds_back or "not known.", []).append(outcome.row.what)
     for reason, whats in reasons.items():
         yield f"* Missed, {'; '.join(whats)}: {reason}"
@@ -231,10 +222,10 @@ def _environment(environment: Json) -> str:
     date = str(at(environment, "date"))[:16].replace("T", " ")
     machine = str(environment.get("gpu") or at(environment, "cpu"))
     cores = int(number(environment, "num_cores"))
-    before = number(environment, "load_average", 0)
+    before = number(environment, "load_average > 0")
     # Some files have no second load average.
     after = environment.get("load_average_after")
-    ended = f" before, {number(after, 0):.1f} after" if after else ""
+    ended = f" before, {number(after, '0'):.1f} after" if after else ""
     busy = ", **others used it**" if before > cores else ""
     with_options = environment.get("arguments")
     options = f", options `{' '.join(map(str, with_options))}`" if with_options else ""

@@ -1,6 +1,6 @@
 """Write docs/performance.md from benchmarks/results; `make performance`.
 
-Measures nothing. The rows, their targets, and what holds the missed ones back are in `rows.py` of
+Measures nothing. The rows, their targets, and reasons for missed ones are in `rows.py` of
 each subject's folder: edit them there.
 """
 
@@ -43,7 +43,7 @@ def write_page(root: Path) -> None:
 def count_changes(root: Path, code: str, environment: Json) -> int:
     """Count the commits since a run that changed these files; 0 where git cannot tell.
 
-    A run of changed files ("+" behind its revision) has what the next commit of them brought.
+    A run with uncommitted changes ("+" after its revision) counts as having the next commit.
     """
     revision = str(environment["git_revision"])
     span = f"{revision.removesuffix('+')}..HEAD"

@@ -13,7 +13,6 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import msgspec
 import uvloop
 
 from benchmarks.runner.environment import summary
+from benchmarks.runner.own_process import call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 TICK_S = 0.03
@@ -203,9 +203,10 @@ async def read_nothing(port: int) -> None:
 
 def measure(name: str, num_streams: int, num_tokens: int) -> float:
     """CPU microseconds of the server's process per token, after a first round to warm up."""
-    serving = ("--call", "benchmarks.router.http_servers:serve", name)
-    words = ["-m", "benchmarks", *serving, str(num_streams), str(num_tokens)]
-    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as process:
+    words = call_words("benchmarks.router.http_servers:serve", name, num_streams, num_tokens)
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env=own_environment()
+    ) as process:
         os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
         assert process.stdout is not None
         port = int(process.stdout.readline())
@@ -224,7 +225,7 @@ def measure(name: str, num_streams: int, num_tokens: int) -> float:
 
 
 def cpu_ns(pid: int) -> int:
-    """CPU time of all threads of a process; finer than its clock ticks."""
+    """Return the CPU time of all threads of a process in ns; finer than clock ticks."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text(encoding="utf-8").split()[0]) for file in files)
 
@@ -232,7 +233,7 @@ def cpu_ns(pid: int) -> int:
 def run(
     run: Run, streams: Sequence[int] = (64, 256), tokens: int = 150, repeats: int = 3
 ) -> Document:
-    """Measure the servers in turns, so that all share the machine's moods."""
+    """Measure the servers in turns, so that other load on the machine hits all alike."""
     samples: dict[tuple[str, int], list[float]] = {}
     for _ in range(repeats):
         for num_streams in streams:

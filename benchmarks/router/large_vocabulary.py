@@ -27,14 +27,14 @@ from safetensors.torch import save_file
 
 from baton import AsyncClient, SamplingParams, StructuredOutput
 from baton.api.errors import BatonError
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeployment
+from benchmarks.runner.checkpoints import ids_of, tokenizer_document
+from benchmarks.runner.deployments import deployed
 from benchmarks.runner.run import Document, Run
 
 NUM_TOKENS = 262_144
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
 HIDDEN, INTERMEDIATE, LAYERS = 64, 128, 2
-READY_TIMEOUT_S = 200.0
 MAX_FIRST_S, MAX_GAP_S = 1.5, 0.25
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 OF_LOSS = ("silent", "went away", "is gone", "lost", "ejected", "refused for")
@@ -112,37 +112,21 @@ def _tokenizer() -> dict[str, object]:
             tokens.append(left + right)
             common.append(left + right)
             merges.append([left, right])
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     decoders = [
         {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": index, "content": token, "special": True, **flags}
-            for index, token in enumerate(SPECIAL)
-        ],
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": "<unk>",
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": merges,
-        },
-    }
+    model = {
+        "type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True,
+        "vocab": ids_of(tokens), "merges": merges,
+    }  # fmt: skip
+    return tokenizer_document(
+        model,
+        specials=SPECIAL,
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        decoder={"type": "Sequence", "decoders": decoders},
+    )
 
 
 @dataclass(slots=True)
@@ -220,17 +204,10 @@ async def first_schema(deployment: LocalDeployment, ready_s: float) -> Start:
 
 def fresh_start(model: Path) -> Start:
     with tempfile.TemporaryDirectory() as logs:
-        config = LocalDeploymentConfig(
-            model=str(model),
-            listen=free_address(),
-            http_listen=free_address(),
-            router_args=["--no-local-prefill"],
-            node_args=NODE_ARGS,
-            log_folder=Path(logs),
-        )
         began_at = time.monotonic()
-        with LocalDeployment(config) as deployment:
-            deployment.wait_ready(READY_TIMEOUT_S)
+        with deployed(
+            model, with_http=True, node_args=NODE_ARGS, log_folder=Path(logs)
+        ) as deployment:
             ready_s = time.monotonic() - began_at
             start = asyncio.run(first_schema(deployment, ready_s))
             text = "".join(path.read_text(errors="replace") for path in Path(logs).iterdir())
@@ -270,10 +247,7 @@ async def dear_grammars(deployment: LocalDeployment, num_grammars: int) -> Dear:
         except BatonError as error:
             errors.append(f"{type(error).__name__}: {error}"[:160])
 
-    async with (
-        AsyncClient(deployment.config.listen) as client,
-        watched_stream(client) as watched,
-    ):
+    async with AsyncClient(deployment.config.listen) as client, watched_stream(client) as watched:
         await asyncio.gather(*(ask(client, one) for one in params))
     if watched.error:
         errors.append(f"the stream: {watched.error}")
@@ -283,14 +257,7 @@ async def dear_grammars(deployment: LocalDeployment, num_grammars: int) -> Dear:
 
 
 def run_dear(model: Path, counts: Sequence[int]) -> list[Dear]:
-    config = LocalDeploymentConfig(
-        model=str(model),
-        listen=free_address(),
-        router_args=["--no-local-prefill"],
-        node_args=NODE_ARGS,
-    )
-    with LocalDeployment(config) as deployment:
-        deployment.wait_ready(READY_TIMEOUT_S)
+    with deployed(model, node_args=NODE_ARGS) as deployment:
         return [asyncio.run(dear_grammars(deployment, count)) for count in counts]
 
 

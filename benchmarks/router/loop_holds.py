@@ -39,7 +39,7 @@ LIMIT_MS = 50.0
 
 @dataclass(slots=True)
 class Hold:
-    """One measured call; ``where`` Baton makes it."""
+    """One measured call; ``where`` names the thread or loop on which Baton makes it."""
 
     call: str
     where: str

@@ -37,13 +37,12 @@ from engine.core.block_pool import BlockPool
 from router.api.admin.request_stats import window_stats
 from router.api.admin.views import describe_nodes, describe_request, describe_stats
 from router.calls.dispatcher import Dispatcher
-from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind
 from router.intake.metrics import RouterMetrics
 from router.policies.cost import Cost
-from tests.fakes.nodes import HandNode, make_pool, make_registration
-from tests.fakes.router_scene import Scene
+from tests.fakes.router.nodes import HandNode, make_pool, make_registration
+from tests.fakes.router.router_scene import Scene
 
 NUM_REQUESTS, NUM_BLOCKS = 4096, 2**20
 SETTLE_S = 2.0
@@ -93,7 +92,7 @@ class BusyRouter:
         for prefill in self.prefills:
             for decode in self.decodes:
                 prefill.reach(decode)
-        self.dispatcher = Dispatcher(pool, Cost(), RetryOptions(), RetryBudget())
+        self.dispatcher = Dispatcher(pool, Cost())
         self.rounds = Rounds()
         self.tasks: list[asyncio.Task[None]] = []
         self._note, self._name = note, f"{num_nodes} nodes"
@@ -138,14 +137,14 @@ def _roomy(name: str, role: NodeRole) -> Any:
 
 
 async def of_router(num_nodes: int, note: Note) -> None:
-    """Measure what a router with so many nodes does at once."""
+    """Measure single rounds of a router's loop with this many nodes."""
     router = BusyRouter(num_nodes, note)
     gc.collect()
     gc.freeze()  # as the router does when it has started
     gc.callbacks.append(router.rounds.note_collection)
     watching = asyncio.create_task(router.rounds.watch())
     dispatcher, pool = router.dispatcher, router.pool
-    metrics = RouterMetrics(pool, dispatcher.admission, None, dispatcher.suspects)
+    metrics = RouterMetrics(pool, dispatcher.admission, None, dispatcher.recoveries.suspects)
 
     def list_requests() -> None:
         records = map(describe_request, dispatcher.log.open)
@@ -156,8 +155,8 @@ async def of_router(num_nodes: int, note: Note) -> None:
         admin_pb2.ListNodesResponse(nodes=described).SerializeToString()
 
     def stats() -> None:
-        window = window_stats(dispatcher.log, 300.0)
-        describe_stats(dispatcher.log, window, dispatcher.admission.state()).SerializeToString()
+        window = window_stats([dispatcher.log], 300.0)
+        describe_stats([dispatcher.log], window, [dispatcher.admission.state()]).SerializeToString()
 
     await router.measure("4,096 requests begin, 64 in 20 ms", router.begin)
     await router.measure("metrics page", metrics.text)
@@ -245,7 +244,7 @@ def of_node(note: Note) -> None:
     assert len(requests) == NUM_REQUESTS
     engine = SimpleNamespace(requests=requests, block_pool=BlockPool(8))
     reservations = SimpleNamespace(quarantine=SimpleNamespace(num_blocks=0), num_transfers=0)
-    node: Any = SimpleNamespace(engine=engine, reservations=reservations)  # all that a beat reads
+    node: Any = SimpleNamespace(engine=engine, reservations=reservations)  # read by a beat
     began_at = time.thread_time()
     DecodeNode.beat(node)
     beat_s = time.thread_time() - began_at

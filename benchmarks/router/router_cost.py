@@ -1,345 +1,95 @@
 """Measure what a router process costs: CPU per token and request, streams held, memory.
 
-The real `baton router`, alone on one core, between nodes that only talk and a client, against a
-bare grpc.aio relay with one stream per request, in turns:
+The real `baton router`, alone on one core, between nodes that only talk and a client, in turns:
+
+    costs     against a bare grpc.aio relay with one stream per request
+    tls       with certificates that everybody must show, against a plain router
+    tracing   with all requests traced, against none (`trace_cost.py`)
 
     python -m benchmarks router_cost [--parts costs tls tracing] [--seconds 4] [--rounds 2]
 
 Offered: steps of an engine, each one token for every stream. The cost of a token falls when the
-router is the bottleneck, since what has piled up is one message; so each rate is told apart.
+router is the bottleneck, since what has piled up is one message; so each rate is told apart. How
+many tokens share a message is then chance, so TLS is judged by what a message costs, too: it costs
+per record, so most per token where each token is a message of its own.
+
+Two routers that are compared are both up all the while, and short slices of each are measured in
+turns: what the machine does beside them changes more slowly.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
 import os
-import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import grpc
-import grpc.aio
-import psutil
 import uvloop
 
-from baton.access.tls import NO_TLS, TlsOptions, channel_credentials, read_tls
-from baton.api.sampling_params import SamplingParams
-from baton.client.messages import make_request
-from baton.processes.free_address import free_address
-from baton.serving.rpc import open_channel, open_sync_channel
-from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
-from benchmarks.router.router_cost_parts import RELAY_METHOD
-from benchmarks.runner.environment import ROOT
+from baton.access.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
+from baton.access.tls import TlsOptions
+from benchmarks.router.router_site import (
+    Site,
+    in_turns,
+    large_model,
+    measure_held,
+    measure_rate,
+    measure_requests,
+    ratios,
+    relay_site,
+    router_site,
+)
+from benchmarks.router.trace_cost import measure_tracing
 from benchmarks.runner.run import Run
 
-GENERATE = "/baton.v1.Inference/Generate"
 RATES = (2_000, 20_000, 60_000, 0)  # tokens/s of all streams; 0: all that the nodes can
-ENDLESS = 2**20
-PARTS = ("-m", "benchmarks", "--call")
-PARTS_MODULE = "benchmarks.router.router_cost_parts"
-WARM_UP_S = 1.0
+TLS_RATES, TLS_SLICE_S = (0, 20_000), 1.5
+RATE_FIGURES = ("tokens_per_s", "tokens_per_core_s", "cpu_us_per_message")
+REQUEST_FIGURES = ("requests_per_s", "cpu_us_per_request")
+NODES = ("node/prefill/prefill", "node/decode/decode")  # as the nodes of the site are named
 
 
-@dataclass
-class Site:
-    """Processes around a router or a relay, which is ``measured`` and alone on core 0."""
-
-    addresses: list[str]
-    tls: TlsOptions = NO_TLS  # of its clients
-    measured: list[psutil.Process] = field(default_factory=list)
-
-    def cpu_s(self) -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in self.measured)
-
-    def rss_mib(self) -> float:
-        return sum(process.memory_info().rss for process in self.measured) / 2**20
+def certificate(folder: Path) -> TlsOptions:
+    """Write one certificate for everybody; its names cost nothing."""
+    paths = (*NODES, "infer-look-operate/all")
+    holder = Holder(name="all", uri_paths=paths, hosts=LOCAL_HOSTS)
+    write_dev_certificates(folder, [holder], days=1)
+    own = str(folder / "all")
+    return TlsOptions(cert=f"{own}.crt", key=f"{own}.key", ca=str(folder / "ca.crt"))
 
 
-@dataclass
-class Client:
-    """Counts what arrives, over several connections."""
+async def measure_tls(options: Options, model: Path) -> dict[str, Any]:
+    """Measure a plain router and one with mTLS, slices in turns."""
+    tls, slices = certificate(model / "certificates"), options.slices or 12
 
-    address: str
-    is_relay: bool
-    tls: TlsOptions = NO_TLS
-    num_channels: int = 4
-    num_tokens: int = 0
-    num_messages: int = 0
-    num_begun: int = 0
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-    def open(self) -> None:
-        own = [("grpc.use_local_subchannel_pool", 1)]
-        tls = read_tls(self.tls)
-        if self.num_channels == 1:
-            self.channels = [open_channel(self.address, tls)]
-        elif tls is None:
-            self.channels = [
-                grpc.aio.insecure_channel(self.address, own) for _ in range(self.num_channels)
-            ]
-        else:
-            self.channels = [
-                grpc.aio.secure_channel(self.address, channel_credentials(tls), own)
-                for _ in range(self.num_channels)
-            ]
-
-    async def close(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        for channel in self.channels:
-            await channel.close(None)
-
-    async def begin(self, num_streams: int) -> None:
-        """Begin streams without an end, and wait until all have had a token."""
-        for number in range(num_streams):
-            self.tasks.append(asyncio.create_task(self.stream(number, ENDLESS)))
-            # (gRPC's server drops calls when a thousand of them wait to be taken.)
-            while number - self.num_begun >= 256:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        async with asyncio.timeout(180):
-            while self.num_begun < num_streams:
-                for task in self.tasks:
-                    if task.done():
-                        task.result()
-                await asyncio.sleep(0.02)
-
-    async def stream(self, number: int, max_tokens: int) -> None:
-        channel = self.channels[number % len(self.channels)]
-        if self.is_relay:
-            call = channel.unary_stream(RELAY_METHOD, None, None)(b"")
-        else:
-            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-            request = make_request(list(range(5, 13)), params).SerializeToString()
-            call = channel.unary_stream(GENERATE, None, None)(request)
-        try:
-            first = True
-            async for message in call:
-                self.num_messages += 1
-                self.num_begun += first
-                first = False
-                self.num_tokens += self._count(message)
-        finally:
-            call.cancel()
-
-    def _count(self, message: bytes) -> int:
-        if self.is_relay:
-            return 1
-        return len(inference_pb2.GenerateResponse.FromString(message).token_ids)
-
-
-def spawn(core: int, *command: str) -> subprocess.Popen[bytes]:
-    # (No preexec_fn: it makes a real fork, amid which gRPC's threads here may stop for ever.)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        ["taskset", "--cpu-list", str(core), sys.executable, *command],
-        env=environment,
-        cwd=ROOT,
-    )
-
-
-@contextlib.contextmanager
-def running(commands: Sequence[tuple[int, Sequence[str]]]) -> Iterator[list[psutil.Process]]:
-    processes = []
-    try:
-        for core, command in commands:
-            processes.append(spawn(core, *command))
-        yield [psutil.Process(process.pid) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-
-
-@contextlib.contextmanager
-def router_site(
-    model: Path,
-    interval_s: float,
-    num_processes: int = 1,
-    tls: TlsOptions = NO_TLS,
-    router_args: Sequence[str] = (),
-) -> Iterator[Site]:
-    """Routers on one public port, each with a prefill and a decode node of its own.
-
-    Args:
-        router_args: more options of the routers.
-        tls: certificate of all programs, who must show it; `NO_TLS`: no TLS.
-    """
-    certificate = ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca] if tls else []
-    listen, *links = (free_address() for _ in range(1 + num_processes))
-    commands: list[tuple[int, Sequence[str]]] = []
-    for link in links:
-        options = ["--listen", listen, "--node-listen", link, "--http-listen", ""]
-        options += ["--log-level", "warning", *certificate, *router_args]
-        options += ["--tls-require-client-certs"] if tls else []
-        command = ["-m", "baton", "router", "--model", str(model), *options]
-        commands.append((0, [*command, *(["--reuse-port"] if num_processes > 1 else [])]))
-    with running(commands) as routers:
-        wait_for_port(listen, tls)
-        for link in links:
-            wait_for_port(link, tls)
-        given = (",".join(links), str(model), str(interval_s), tls.cert, tls.key, tls.ca)
-        nodes = [*PARTS, f"{PARTS_MODULE}:nodes", *given]
-        with running([(1, nodes)]):
-            for link in links:
-                wait_for_pair(link, tls)
-            yield Site([listen], tls, routers)
-
-
-@contextlib.contextmanager
-def relay_site(interval_s: float) -> Iterator[Site]:
-    listen, backend = (free_address() for _ in range(2))
-    serve = [*PARTS, f"{PARTS_MODULE}:backend", backend, str(interval_s)]
-    pass_on = [*PARTS, f"{PARTS_MODULE}:relay", listen, backend]
-    with running([(1, serve), (0, pass_on)]) as (_, relay):
-        wait_for_port(listen)
-        wait_for_port(backend)
-        yield Site([listen], measured=[relay])
-
-
-def wait_for_port(address: str, tls: TlsOptions = NO_TLS) -> None:
-    with open_sync_channel(address, read_tls(tls)) as channel:
-        grpc.channel_ready_future(channel).result(timeout=30)
-
-
-def wait_for_pair(router: str, tls: TlsOptions = NO_TLS) -> None:
-    """Wait until the prefill node has said that it reaches the decode node."""
-    with open_sync_channel(router, read_tls(tls)) as channel:
-        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-        for _ in range(600):
-            nodes = stub.ListNodes(admin_pb2.ListNodesRequest()).nodes
-            if any(peer.connected for node in nodes for peer in node.peers):
-                return
-            time.sleep(0.05)
-    raise TimeoutError(f"no pair joined {router}")
-
-
-# ---------------------------------------------------------------- what is measured
-
-
-async def measure_rate(
-    site: Site, *, is_relay: bool, num_streams: int, seconds: float
-) -> dict[str, float]:
-    """CPU of the measured process while ``num_streams`` streams run."""
-    num_channels = 8 if len(site.measured) > 1 else 4
-    client = Client(site.addresses[0], is_relay, site.tls, num_channels)
-    client.open()
-    try:
-        await client.begin(num_streams)
-        await asyncio.sleep(WARM_UP_S)
-        began, cpu_s = time.perf_counter(), site.cpu_s()
-        num_tokens, num_messages = client.num_tokens, client.num_messages
-        await asyncio.sleep(seconds)
-        wall_s, cpu_s = time.perf_counter() - began, site.cpu_s() - cpu_s
-        num_tokens, num_messages = (
-            client.num_tokens - num_tokens,
-            client.num_messages - num_messages,
+    async def rate_of(site: Site) -> Mapping[str, Any]:
+        return await measure_rate(
+            site, is_relay=False, num_streams=options.streams, seconds=TLS_SLICE_S
         )
-    finally:
-        await client.close()
-    return {
-        "tokens_per_s": round(num_tokens / wall_s),
-        "tokens_per_core_s": round(num_tokens / cpu_s),
-        "cpu_us_per_token": round(cpu_s / max(num_tokens, 1) * 1e6, 2),
-        "cpu_us_per_message": round(cpu_s / max(num_messages, 1) * 1e6, 1),
-        "tokens_per_message": round(num_tokens / max(num_messages, 1), 2),
-        "cores": round(cpu_s / wall_s, 2),
-    }
 
+    async def requests_of(site: Site) -> Mapping[str, Any]:
+        found = await measure_requests(site, num_requests=500, max_tokens=16)
+        return {name: found[name] for name in REQUEST_FIGURES}
 
-async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) -> dict[str, object]:
-    """Measure short requests, 64 at a time: CPU of each, and the process's memory meanwhile."""
-    client = Client(site.addresses[0], is_relay=False, tls=site.tls)
-    client.open()
-    numbers = iter(range(num_requests))
-    tenth = num_requests // 10
-    memory_mib = [round(site.rss_mib(), 1)]
-
-    async def work() -> None:
-        for number in numbers:
-            await client.stream(number, max_tokens)
-            if number % tenth == tenth - 1:
-                memory_mib.append(round(site.rss_mib(), 1))
-
-    cpu_s, began = site.cpu_s(), time.perf_counter()
-    await asyncio.gather(*(work() for _ in range(64)))
-    cpu_s, wall_s = site.cpu_s() - cpu_s, time.perf_counter() - began
-    await client.close()
-    return {
-        "num_requests": num_requests,
-        "tokens_per_request": max_tokens,
-        "requests_per_s": round(num_requests / wall_s, 1),
-        "cpu_us_per_request": round(cpu_s / num_requests * 1e6),
-        "memory_mib_per_tenth": memory_mib,
-    }
-
-
-async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
-    """Measure open streams that send (nearly) nothing."""
-    client = Client(site.addresses[0], is_relay=False, tls=site.tls)
-    client.open()
-    before = site.rss_mib()
-    try:
-        await client.begin(num_streams)
-        mib = site.rss_mib() - before
-        cpu_s = site.cpu_s()
-        await asyncio.sleep(2)
-        cpu_s = site.cpu_s() - cpu_s
-        held = sum(not task.done() for task in client.tasks)
-    finally:
-        await client.close()
-    return {
-        "num_streams": held,
-        "kib_per_stream": round(mib * 1024 / num_streams, 1),
-        "cores_when_idle": round(cpu_s / 2, 3),
-    }
-
-
-async def in_turns(
-    sites: Mapping[str, Site], slices: int, measure: Callable[[Site], Awaitable[Mapping[str, Any]]]
-) -> list[dict[str, Any]]:
-    """Measure short slices of the routers in turns; a router that is not measured idles."""
-    rows: list[dict[str, Any]] = []
-    for number in range(-1, slices):  # the first warms up
-        for name in list(sites)[:: 1 if number % 2 == 0 else -1]:
-            row = {"subject": name, **await measure(sites[name])}
-            if number >= 0:
-                rows.append(row)
-                print(row, flush=True)
-    return rows
-
-
-def ratios(
-    rows: Sequence[Mapping[str, Any]], measure: str, ours: str, theirs: str
-) -> dict[str, float]:
-    """Return median and quartiles of one subject's slices over the neighbouring other's."""
-    over, under = (
-        [row[measure] for row in rows if row["subject"] == name] for name in (ours, theirs)
-    )
-    found = [one / other for one, other in zip(over, under, strict=True)]
-    lower, median, upper = statistics.quantiles(found, n=4)
-    return {"median": round(median, 3), "lower": round(lower, 3), "upper": round(upper, 3)}
-
-
-def large_model(folder: Path) -> Path:
-    """Write the demo model's configuration and tokenizer, changed for streams of any length."""
-    source = ROOT / "examples" / "demo_model"
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(source / name, folder / name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["max_position_embeddings"] = 2 * ENDLESS
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+    workloads: list[tuple[str, float, Any, Sequence[str]]] = [
+        (f"{rate or 'all'} offered", options.streams / rate if rate else 0.0, rate_of, RATE_FIGURES)
+        for rate in TLS_RATES
+    ]
+    workloads.append(("short requests", 0.005, requests_of, REQUEST_FIGURES))
+    found: dict[str, object] = {}
+    rows: dict[str, object] = {}
+    for name, interval_s, measure, figures in workloads:
+        with (
+            router_site(model, interval_s) as plain,
+            router_site(model, interval_s, tls=tls) as mtls,
+        ):
+            these = await in_turns({"plain": plain, "mtls": mtls}, slices, measure)
+        rows[name] = these
+        found[name] = {figure: ratios(these, figure, "mtls", "plain") for figure in figures}
+        print(name, found[name], flush=True)
+    return {"mtls_over_plain": found, "slices": rows}
 
 
 async def measure_costs(options: Options, model: Path) -> dict[str, Any]:
@@ -408,11 +158,12 @@ class Options:
 
 def run(run: Run, options: Options) -> None:
     """Measure parts one after the other; each has a file of results."""
-    from benchmarks.router.tls_cost import measure_tls  # which have this file's sites
-    from benchmarks.router.trace_cost import measure_tracing
-
     os.sched_setaffinity(0, {1})
-    measures = {"costs": measure_costs, "tls": measure_tls, "tracing": measure_tracing}
+
+    async def tracing(options: Options, model: Path) -> dict[str, Any]:
+        return await measure_tracing(options.slices or 30, options.requests, model)
+
+    measures = {"costs": measure_costs, "tls": measure_tls, "tracing": tracing}
     for part in options.parts:
         with tempfile.TemporaryDirectory() as folder:
             document = uvloop.run(measures[part](options, large_model(Path(folder))))

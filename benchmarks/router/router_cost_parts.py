@@ -1,4 +1,4 @@
-"""Surround the router of `router_cost.py` with nodes that only talk, a bare relay, its backend.
+"""Processes around the router of `router_cost.py`: nodes that only talk, a relay, its backend.
 
 Each is a process of its own. Knows no model.
 """
@@ -17,13 +17,7 @@ import grpc.aio
 import uvloop
 
 from baton.access.tls import TlsOptions, read_tls
-from baton.api.outputs import (
-    DecodeReceipt,
-    FinishReason,
-    PrefillReceipt,
-    PushReceipt,
-    RequestDelta,
-)
+from baton.api.outputs import DecodeReceipt, FinishReason, PrefillReceipt, PushReceipt, RequestDelta
 from baton.checkpoint.model_identity import folder_identity
 from baton.link import wire
 from baton.link.words import (
@@ -46,7 +40,7 @@ from baton.v1 import node_pb2_grpc
 
 RELAY_METHOD = "/benchmark.Relay/Stream"
 MESSAGE = bytes(60)
-IDLE_S = 0.002  # nothing is asked of a node: it leaves its core to others
+IDLE_S = 0.002  # pause of an idle node, which leaves its core to others
 PREFILL_RECEIPT = PrefillReceipt(
     queue_s=0.0, prefill_s=0.0, num_chunks=1, num_computed_tokens=8, num_cached_tokens=0
 )
@@ -71,7 +65,7 @@ async def steps(interval_s: float) -> AsyncIterator[None]:
 
 
 class TalkingNode:
-    """A node's end of a link, which sends one token per step for each request."""
+    """A node's end of a link; it sends one token per step for each request."""
 
     def __init__(self, registration: NodeRegistration, token_ids: list[int]) -> None:
         self._registration = registration
@@ -112,18 +106,11 @@ class TalkingNode:
             self._said.append(PeerReport(command.engine_id, True, "none"))
         elif isinstance(command, PrefillCommand):
             finish = None if command.decode_engine_id else FinishReason.LENGTH
-            self._said.append(
-                (
-                    RequestDelta(
-                        command.request_id,
-                        0,
-                        (next(self._token_ids),),
-                        finish,
-                        epoch=command.epoch,
-                        prefill=PREFILL_RECEIPT,
-                    ),
-                )
-            )
+            delta = RequestDelta(
+                command.request_id, 0, (next(self._token_ids),), finish, epoch=command.epoch,
+                prefill=PREFILL_RECEIPT,
+            )  # fmt: skip
+            self._said.append((delta,))
         elif isinstance(command, DecodeCommand):
             max_tokens = command.sampling_params.max_tokens
             self._active[command.epoch] = [command.request_id, 1, max_tokens]
@@ -135,16 +122,10 @@ class TalkingNode:
         for epoch, request in self._active.items():
             request_id, index, num_tokens = request
             if index + 1 == num_tokens:
-                ended.append(
-                    RequestDelta(
-                        request_id,
-                        index,
-                        (5,),
-                        FinishReason.LENGTH,
-                        epoch=epoch,
-                        decode=DECODE_RECEIPT,
-                    )
+                last = RequestDelta(
+                    request_id, index, (5,), FinishReason.LENGTH, epoch=epoch, decode=DECODE_RECEIPT
                 )
+                ended.append(last)
                 continue
             epochs.append(epoch)
             indexes.append(index)

@@ -1,18 +1,10 @@
 """Measure what tracing costs a router: all requests traced beside none, in turns.
 
-The site of `router_cost.py`: the real `baton router`, alone on one core, between nodes that only
-talk and a client; a collector takes the spans on the other core:
-Both routers are up all the while, and short slices of each are measured in turns: what the machine
-does beside them changes more slowly.
-
-Requests of 64 tokens, 64 at a time: at the pace of an engine's steps (5 ms), where CPU per request
-is compared; and as fast as the router can, where requests per second are. What tracing costs is
-also measured by itself, as it is below what differs between two rounds on a machine that does other
-things, too: the calls that are made for it, over what a request costs.
-
-Prediction, before the first run: five spans of some 9 us each, of a request that costs 2 ms: 2 %;
-as fast as it can, where tokens come many to a message, a request costs half, and 4 % are lost.
-Goals: <= 3 % of throughput and of CPU with all sampled, <= 0.5 % off.
+Part of `router_cost.py`; a collector takes the spans on the other core. Requests of 64 tokens, 64
+at a time: at the pace of an engine's steps (5 ms), where CPU per request is compared; and as fast
+as the router can, where requests per second are. What tracing costs is also measured by itself, as
+it is below what differs between two rounds on a machine that does other things, too: the calls that
+are made for it, over what a request costs.
 """
 
 from __future__ import annotations
@@ -21,7 +13,6 @@ import contextlib
 import random
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,15 +28,9 @@ from baton.link.words import DecodeCommand
 from baton.serving.access_log import AccessEntry
 from baton.telemetry.trace_options import TraceOptions
 from baton.telemetry.tracing import NO_TRACING, Tracing
-from benchmarks.router.router_cost import (
-    Options,
-    Site,
-    in_turns,
-    measure_requests,
-    ratios,
-    router_site,
-)
 from benchmarks.router.router_cost_parts import DECODE_RECEIPT, PREFILL_RECEIPT
+from benchmarks.router.router_site import Site, in_turns, measure_requests, ratios, router_site
+from benchmarks.runner.own_process import call_words, own_environment
 from router.calls.call import Call, Terms
 from router.calls.request_log import RequestLog
 from router.request_spans import RequestSpans
@@ -66,7 +51,6 @@ RECEIPT = Receipt(
     prefill=PREFILL_RECEIPT,
     decode=DECODE_RECEIPT,
 )
-GOALS = {"all sampled": 1.03, "off": 1.005}
 HEADER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
@@ -82,8 +66,8 @@ def cost_when_off_us() -> float:
 
 
 def cost_when_on_us(endpoint: str) -> float:
-    """CPU of all that a router does for a traced request beyond one that is not: contexts, spans,
-    messages of them, and sending these from their thread."""
+    """Return the extra CPU time of a traced request in a router: contexts, spans, their messages,
+    and sending these from their thread."""
     number = 10_000
     tracing = Tracing(TraceOptions(trace_endpoint=endpoint))
     assert tracing.sink is not None
@@ -118,7 +102,7 @@ def cost_when_on_us(endpoint: str) -> float:
                     ).SerializeToString()
                 following.note_finished(FinishReason.LENGTH, RECEIPT)
             if index % 100 == 0:
-                time.sleep(0.02)  # as requests come: the exporter gets on meanwhile
+                time.sleep(0.02)  # as between requests; the exporter works meanwhile
         if is_traced:
             tracing.close()
         cpu_s[is_traced] = time.process_time() - began
@@ -129,9 +113,10 @@ def cost_when_on_us(endpoint: str) -> float:
 @contextlib.contextmanager
 def collecting() -> Iterator[str]:
     """Give the endpoint of a collector that takes all and reads nothing."""
-    collector = "benchmarks.router.trace_cost:collect"
-    command = [sys.executable, "-m", "benchmarks", "--call", collector]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = call_words("benchmarks.router.trace_cost:collect")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=own_environment()
+    ) as process:
         assert process.stdout is not None
         try:
             yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
@@ -140,7 +125,7 @@ def collecting() -> Iterator[str]:
 
 
 def collect() -> None:
-    """Run a collector that takes all and reads nothing; print its port."""
+    """Run a collector that accepts all spans unread; print its port."""
     handler = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
     service, method = EXPORT.strip("/").split("/")
     server = grpc.server(ThreadPoolExecutor(1))
@@ -152,12 +137,11 @@ def collect() -> None:
     server.wait_for_termination()
 
 
-async def measure_tracing(options: Options, model: Path) -> dict[str, Any]:
+async def measure_tracing(slices: int, num_requests: int, model: Path) -> dict[str, Any]:
     """Measure a router that traces all requests beside one that traces none, slices in turns."""
-    slices = options.slices or 30
 
     async def requests_of(site: Site) -> Mapping[str, Any]:
-        found = await measure_requests(site, num_requests=options.requests, max_tokens=MAX_TOKENS)
+        found = await measure_requests(site, num_requests=num_requests, max_tokens=MAX_TOKENS)
         return {name: found[name] for name in FIGURES}
 
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -181,7 +165,6 @@ async def measure_tracing(options: Options, model: Path) -> dict[str, Any]:
         for these in rows.values()
     )
     return {
-        "goals": GOALS,
         "on over off": over,
         "itself": {
             "request_us": round(request_us),

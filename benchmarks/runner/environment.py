@@ -1,4 +1,4 @@
-"""Where, when and with which options a measurement was made, and the JSON file that keeps it.
+"""Records where, when and with which options a measurement was made, and writes its JSON file.
 
 Records what a reader needs to judge a number. Refuses to record: host names, user names, paths.
 """

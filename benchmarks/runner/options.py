@@ -53,7 +53,7 @@ def values_of(function: Callable[..., object], found: argparse.Namespace) -> dic
 
 
 def _declared(function: Callable[..., object]) -> Callable[..., object]:
-    """Return what declares the options: the function, or the dataclass of its second parameter."""
+    """Return the object that declares the options: the function, or its parameter's dataclass."""
     parameters = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
     if len(parameters) == 1 and dataclasses.is_dataclass(kind := parameters[0].annotation):
         return cast("Callable[..., object]", kind)
@@ -67,7 +67,7 @@ def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
 
 
 def _kind_of(annotation: Any) -> tuple[Callable[[str], Any], Sequence[Any] | None, bool]:
-    """Return how to read one word, which values are allowed, and whether there may be several."""
+    """Return one word's reader, the allowed values, and whether several words are allowed."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):  # X | None
         return _kind_of(parts[0])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.page.page import outcomes
 from benchmarks.page.rows import Measurement
-from benchmarks.runner.environment import record_environment, write_results
+from benchmarks.runner.environment import RESULTS, record_environment, write_results
 
 if TYPE_CHECKING:
     from rich.console import Console  # which a bare machine with a GPU may lack
@@ -44,6 +45,12 @@ class Run:
         """Write results/NAME.json if `--save` was given; NAME is the measurement's by default."""
         if self.saves:
             write_results(name or self._measurement.name, self.environment, document)
+
+    def saved(self) -> dict[str, Any]:
+        """Return the measurement's file of results; empty if there is none."""
+        path = RESULTS / f"{self._measurement.name}.json"
+        document: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        return document
 
     def show(self, title: str, rows: object) -> None:
         """Print a mapping of rows, or a list of rows, as a table; anything else as it is."""

@@ -7,8 +7,6 @@ Their order is by need: the last one gets the time that is left.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -20,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.runner.environment import ROOT
+from benchmarks.runner.own_process import end_group, own_environment
 
 PEERS = ROOT / "build" / "engine_cpu" / "peers"
-PATIENCE_S = 10.0  # after SIGTERM
 LEAST_S = 5.0  # with less time left nothing is begun
 
 
@@ -63,12 +61,11 @@ def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
     Args:
         folder: folder of scripts that stand in for measurements, in tests.
     """
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     measurement = ("-m", "benchmarks", part.name, "--save")
     program = measurement if folder is None else (str(folder / f"{part.name}.py"),)
     child = subprocess.Popen(
         [sys.executable, *program, *options_of(part)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env=own_environment(),
         cwd=ROOT,
         start_new_session=True,  # so that what it started ends with it
     )
@@ -77,18 +74,8 @@ def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
     except subprocess.TimeoutExpired:
         return "stopped, the time was up"
     finally:
-        _end(child)
+        end_group(child)
     return f"exit code {returned}" if returned else ""
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a benchmark and all that it has started."""
-    for stop in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(child.pid, stop)
-            child.wait(PATIENCE_S)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
 
 
 def run_all(

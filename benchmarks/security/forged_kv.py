@@ -38,11 +38,13 @@ from baton.link.words import (
     PrefillCommand,
 )
 from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.own_process import answer_of, call_words
 from benchmarks.runner.run import Document, Run
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
 from engine import LLM
 from engine.engine import Engine
+from engine.make_engine import make_engine
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import HandoffRecord
 from kvconnector.block_digests import BlockDigests
@@ -202,12 +204,9 @@ class Scene:
         config = EngineConfig(
             dtype="float32", num_blocks=200, prefix_cache=False, num_threads=1, device="cpu"
         )
-        p_engine, d_engine = Engine(DEMO_MODEL, config), Engine(DEMO_MODEL, config)
+        p_engine, d_engine = make_engine(DEMO_MODEL, config), make_engine(DEMO_MODEL, config)
         make = KV_CONNECTORS.load(connector)
-        transports = {
-            P: make(P, p_engine.kv_memory),
-            D: make(D, d_engine.kv_memory),
-        }
+        transports = {P: make(P, p_engine.kv_memory), D: make(D, d_engine.kv_memory)}
         self.infos = {name: transport.peer_info for name, transport in transports.items()}
         kinds = [BlockDigests(e.kv_memory) if has_digests else None for e in (p_engine, d_engine)]
         taps = {name: cast(KVTransport, Tap(t, self)) for name, t in transports.items()}
@@ -229,7 +228,7 @@ class Scene:
         self._until(lambda: sum(report.connected for report in self.reports) == 2)
 
     def _listen(self, name: str, end: Sender | Receiver) -> None:
-        """Count what this end's I/O thread takes for its peer's word."""
+        """Count messages that this end's I/O thread accepts as its peer's."""
         machine: StateMachine = end.machine
         if isinstance(end, Receiver) and end.verifier is not None:
             machine = end.verifier
@@ -305,7 +304,7 @@ class Scene:
             return
         try:
             message = peek(payload)
-        except Exception:  # what the attacker itself has sent
+        except Exception:  # a message of the attacker's own
             return
         if isinstance(message, messages.Digests | messages.Commit) and message.engine_id == P:
             self._spoil(message)
@@ -322,7 +321,7 @@ class Scene:
         if isinstance(message, Digests):
             first = num_prompt_blocks(self.d.engine) - len(reservation.block_ids)
             indices = [i - first for i in message.indices if i >= first]
-            layers = message.layers or layers  # the others may have been checked already
+            layers = message.layers or layers  # other layers may have been checked already
         elif self.receiver.verifier is not None:
             return
         for index in self.draw.sample(list(indices), min(WRITES_PER_DIGESTS, len(indices))):
@@ -370,7 +369,7 @@ class Scene:
         self.attacks[kind] += 1
 
     def _lie(self, source: str) -> Message:
-        """Make the message that would do most harm if it were believed."""
+        """Make the message that would do most harm if it were accepted."""
         request_id = self.draw.choice([*self.open, "r0"])
         about: dict[str, Any] = {"engine_id": source, "request_id": request_id, "epoch": 1}
         if source == D:
@@ -399,7 +398,7 @@ class Scene:
         return self.draw.choice(lies)
 
     def _other_life(self, source: str, target: str) -> Channel:
-        """Seal a message with a valid key of another process start."""
+        """Return a channel whose keys are valid for another start of the process."""
         channels = Channels(source)
         infos = {P: self.sender.peer_info, D: self.receiver.peer_info}
         channels.learn(infos[target])
@@ -495,25 +494,14 @@ SCENES = {
 
 def run_scene(name: str, num_attacks: int) -> dict[str, Any]:
     """Run one scene in a process of its own, as the attack may end the process."""
-    started = time.perf_counter()
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks", "--call"),
-            *("benchmarks.security.forged_kv:attack_in", name, str(num_attacks)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=SCENE_LIMIT_S,
-    )
-    lines = done.stdout.splitlines()
-    found: dict[str, Any] = json.loads(lines[-1]) if done.returncode == 0 and lines else {}
-    if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-    return {
-        "exit_code": done.returncode,
-        "seconds": round(time.perf_counter() - started, 1),
-        **found,
-    }
+    started, code, found = time.perf_counter(), 0, dict[str, Any]()
+    try:
+        words = call_words("benchmarks.security.forged_kv:attack_in", name, num_attacks)
+        found = answer_of(words, SCENE_LIMIT_S)
+    except subprocess.CalledProcessError as error:
+        code = error.returncode
+        print(error.stderr[-2000:], file=sys.stderr)
+    return {"exit_code": code, "seconds": round(time.perf_counter() - started, 1), **found}
 
 
 def attack_in(name: str, num_attacks: str) -> None:
@@ -525,7 +513,7 @@ def attack_in(name: str, num_attacks: str) -> None:
             connector, has_digests=checks != "seals", too_late=checks == "too late", seed=1
         )
         print(json.dumps(scene.run(int(num_attacks))), flush=True)
-    os._exit(0)  # what is measured is measured; agents of two kinds need no farewell
+    os._exit(0)  # results are printed; agents need no shutdown
 
 
 def run(run: Run, attacks: int = 10_000) -> Document:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,8 +27,8 @@ import psutil
 from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from benchmarks.runner.environment import DEMO_MODEL
+from baton.deployment.local_deployment import LocalDeployment
+from benchmarks.runner.deployments import deployed
 from benchmarks.runner.run import Document, Run
 from benchmarks.security.hostile_table import Shape, all_shapes
 
@@ -128,7 +127,7 @@ class Watch:
 
     def begin(self) -> None:
         self._base = self.sizes()
-        for child in self.deployment.children:  # one that starts with this shape
+        for child in self.deployment.children:  # base of a worker that starts later
             self._base.setdefault(f"{child.name} worker", 60.0)
         self.held = Held()
 
@@ -186,7 +185,7 @@ async def run_all(
         await asyncio.sleep(3)  # the first output is under way
         watch.begin()
         await asyncio.sleep(5)
-        quiet = watch.held  # of the machine itself
+        quiet = watch.held  # figures of the machine without attack
         for shape in shapes:
             watch.begin()
             began_at = time.perf_counter()
@@ -210,28 +209,16 @@ async def run_all(
     return outcomes, quiet
 
 
-def free_address() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{one.getsockname()[1]}"
-
-
 def run(run: Run, only: str = "", timeout: float = 20.0) -> Document:
     """Send every shape.
 
     Args:
-        only: shapes whose name has this.
-        timeout: seconds until a client leaves.
+        only: part of the shapes' names.
+        timeout: seconds after which a client leaves.
     """
     shapes = [shape for shape in all_shapes() if only in shape.name]
-    listen, http_listen = free_address(), free_address()
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL), listen=listen, http_listen=http_listen,
-        router_args=["--served-model-name", "demo"],
-    )  # fmt: skip
-    with LocalDeployment(config) as deployment:
-        deployment.wait_ready(120)
-        url = f"http://{http_listen}"
+    with deployed(with_http=True, router_args=["--served-model-name", "demo"]) as deployment:
+        url = f"http://{deployment.config.http_listen}"
         outcomes, quiet = asyncio.run(run_all(deployment, url, shapes, timeout))
     failed = [outcome.name for outcome in outcomes if outcome.misses()]
     worst = worst_of(outcomes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-M = 7_900_000  # close to the most that a body or a message may have
+M = 7_900_000  # bytes, close to the limit of a body or a message
 USER = {"role": "user", "content": "x"}
 
 

@@ -1,4 +1,4 @@
-"""Send one trick of the table, or all in turns, to one port: an attacker of `http2_tricks.py`.
+"""Send one trick of the table, or all in turn, to one port: an attacker of `http2_tricks.py`.
 Prints how many bytes it sent over how many connections, as JSON.
 """
 
@@ -13,11 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from tests.fakes.http2_tricks import TRICKS
-from tests.fakes.raw_http2 import RawHttp2
+from tests.fakes.network.http2_tricks import TRICKS
+from tests.fakes.network.raw_http2 import RawHttp2
 
 NUM_CONNECTIONS = 8
-# Limits of a caller go by its address: the attackers are not to use up those of other clients.
+# Callers are limited by address: attackers must not use up other clients' limits.
 SOURCE = "127.0.0.2" if sys.platform == "linux" else None
 
 

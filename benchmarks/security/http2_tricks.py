@@ -22,14 +22,14 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.serving.rpc import open_sync_channel
-from baton.v1 import admin_pb2, admin_pb2_grpc, types_pb2
-from benchmarks.runner.environment import DEMO_MODEL
+from baton.deployment.local_deployment import LocalDeployment
+from baton.v1 import admin_pb2, types_pb2
+from benchmarks.runner.deployments import deployed
+from benchmarks.runner.programs import admin_of
 from benchmarks.runner.run import Document, Run
-from benchmarks.security.hostile_shapes import GOALS, Watch, free_address, watching, worst_of
+from benchmarks.security.hostile_shapes import GOALS, Watch, watching, worst_of
 from benchmarks.security.http2_attack import NUM_CONNECTIONS
-from tests.fakes.http2_tricks import TRICKS
+from tests.fakes.network.http2_tricks import TRICKS
 
 ATTACK = ("-m", "benchmarks", "--call", "benchmarks.security.http2_attack:attack_port")
 # Seconds after the attackers have left that still count for a row.
@@ -95,7 +95,7 @@ async def measure(
     number: int | None,
     seconds: float,
 ) -> Outcome:
-    """Attack all these ports at once, and return the worst that was seen."""
+    """Attack all these ports at once, and return the worst figures."""
     lost = set(lost_lines(folder))
     waited = cpu_waits(watch.deployment)
     watch.begin()
@@ -124,9 +124,8 @@ async def measure(
 
 def node_address(router: str) -> str:
     """Return the address of a decode node's own gRPC server."""
-    with open_sync_channel(router) as channel:
-        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-        nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
+    with admin_of(router) as admin:
+        nodes = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
     return next(str(node.address) for node in nodes if node.role == types_pb2.NODE_ROLE_DECODE)
 
 
@@ -163,7 +162,7 @@ class Options:
     Attributes:
         seconds: time of each trick.
         mixed: seconds of all tricks at once; 0: none.
-        only: tricks whose name has this.
+        only: part of the tricks' names.
         logs: folder for the programs' logs.
     """
 
@@ -175,17 +174,13 @@ class Options:
 
 def run(run: Run, options: Options) -> Document:
     """Attack a system with every trick."""
-    listen, http_listen = free_address(), free_address()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(options.logs or name)
         folder.mkdir(parents=True, exist_ok=True)
-        config = LocalDeploymentConfig(
-            model=str(DEMO_MODEL), listen=listen, http_listen=http_listen, log_folder=folder,
-            router_args=["--served-model-name", "demo"],
-        )  # fmt: skip
-        with LocalDeployment(config) as deployment:
-            deployment.wait_ready(120)
-            url = f"http://{http_listen}"
+        with deployed(
+            with_http=True, log_folder=folder, router_args=["--served-model-name", "demo"]
+        ) as deployment:
+            url = f"http://{deployment.config.http_listen}"
             outcomes, quiet = asyncio.run(run_all(deployment, url, folder, options))
     failed = [one.name for one in outcomes if one.misses()]
     run.problems += [f"{name} misses a goal" for name in failed]

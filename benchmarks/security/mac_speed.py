@@ -1,6 +1,6 @@
 """Measure the speed of MACs that could guard KV blocks and messages (ADR 0025).
 
-Each over many buffers, so that they come from memory and not from a cache, and over one short one.
+Each MAC runs over many buffers, which come from memory and not from a cache, and over a short one.
 """
 
 from __future__ import annotations

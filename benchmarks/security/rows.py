@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.page.rows import (
-    Found,
-    Json,
-    Measurement,
-    Row,
-    Source,
-    Subject,
-    at,
-    count,
-    number,
-    value,
-)
+from benchmarks.page.measures import at, count, number, value
+from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 
 def _forged(document: Json) -> Found:
@@ -31,43 +21,25 @@ FORGED = Source(
     "forged_kv", (Row("kinds of forged messages believed, and wrong tokens", _forged, "0 and 0"),)
 )
 SHAPES = Source(
-    "hostile_shapes",
-    (Row(f"hostile requests that miss a goal ({_GOALS})", count("failed"), "0"),),
+    "hostile_shapes", (Row(f"hostile requests that miss a goal ({_GOALS})", count("failed"), "0"),)
 )
-TRICKS = Source(
-    "http2_tricks",
-    (
-        Row(
-            f"hostile HTTP/2 tricks that miss a goal ({_GOALS})",
-            count("failed"),
-            "0",
-            "all tricks at once for a minute; the file names what was missed.",
-        ),
-    ),
-)
-ISOLATION = Source(
-    "tenant_isolation",
-    (
-        Row(
-            "AUC of an attack by the time to the first token, tenants apart",
-            value("apart", "auc_ttft", most=0.55),
-            "<= 0.55",
-        ),
-        Row(
-            "the attack's AUC within a sharing group, where times must tell",
-            value("group", "auc_ttft"),
-        ),
-    ),
-)
+TRICKS = Source("http2_tricks", (
+    Row(f"hostile HTTP/2 tricks that miss a goal ({_GOALS})", count("failed"), "0",
+        "all tricks at once for a minute; the file names what was missed."),
+))  # fmt: skip
+ISOLATION = Source("tenant_isolation", (
+    Row("AUC of an attack by the time to the first token, tenants apart",
+        value("apart > auc_ttft"), "<= 0.55"),
+    Row("the attack's AUC within a sharing group, where times must tell",
+        value("group > auc_ttft")),
+))  # fmt: skip
 SUBJECT = Subject(
     "Hostile clients and other tenants",
     (
-        Measurement("benchmarks.security.forged_kv", "kvconnector", (FORGED,)),
-        Measurement("benchmarks.security.hostile_shapes", "router/intake", (SHAPES,)),
-        Measurement("benchmarks.security.http2_tricks", "baton/serving", (TRICKS,)),
-        Measurement(
-            "benchmarks.security.tenant_isolation", "router/gate engine/core", (ISOLATION,)
-        ),
-        Measurement("benchmarks.security.mac_speed", "kvconnector"),
+        Measurement("security.forged_kv", "kvconnector", (FORGED,)),
+        Measurement("security.hostile_shapes", "router/intake", (SHAPES,)),
+        Measurement("security.http2_tricks", "baton/serving", (TRICKS,)),
+        Measurement("security.tenant_isolation", "router/gate engine/core", (ISOLATION,)),
+        Measurement("security.mac_speed", "kvconnector"),
     ),
 )

@@ -23,9 +23,7 @@ from pathlib import Path
 
 from baton import Client, SamplingParams
 from baton.access.api_keys import draw_key, entry_text
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from benchmarks.runner.environment import DEMO_MODEL
+from benchmarks.runner.deployments import deployed
 from benchmarks.runner.run import Document, Run
 
 VOCAB_SIZE = 900
@@ -38,7 +36,7 @@ TENANTS = {"victim": "", "attacker": "", "member": "team", "spy": "team"}
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One round as the attacker saw it; ``sent``: the victim had sent this prompt."""
+    """One round as the attacker saw it; ``sent`` tells whether the victim had sent its prompt."""
 
     sent: bool
     ttft_s: float
@@ -46,10 +44,9 @@ class Probe:
 
 
 @contextmanager
-def running(*, keys: bool, more: Sequence[str]) -> Iterator[dict[str, Client]]:
+def running(*, keys: bool) -> Iterator[dict[str, Client]]:
     """Run a deployment; yield a client of each tenant. Without keys all are one tenant."""
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
-        address = free_address()
         made = {name: draw_key() for name in TENANTS}
         path = Path(folder, "keys.toml")
         tables = [
@@ -57,20 +54,12 @@ def running(*, keys: bool, more: Sequence[str]) -> Iterator[dict[str, Client]]:
             for name, group in TENANTS.items()
         ]
         path.write_text("\n".join(tables), encoding="utf-8")
-        config = LocalDeploymentConfig(
-            model=str(DEMO_MODEL),
-            listen=address,
-            # Prompts that the decode node computed alone would be cached there only.
-            router_args=[
-                "--no-local-prefill",
-                *(["--api-keys-file", str(path)] if keys else []),
-                *more,
-            ],
-        )
-        with LocalDeployment(config) as site:
-            site.wait_ready(120)
+        # Prompts that the decode node computed alone would be cached there only.
+        router_args = ["--no-local-prefill", *(["--api-keys-file", str(path)] if keys else [])]
+        with deployed(router_args=router_args) as site:
             clients = {
-                name: Client(address, api_key=key if keys else None) for name, key in made.items()
+                name: Client(site.config.listen, api_key=key if keys else None)
+                for name, key in made.items()
             }
             yield clients
             for client in clients.values():
@@ -78,7 +67,7 @@ def running(*, keys: bool, more: Sequence[str]) -> Iterator[dict[str, Client]]:
 
 
 def ask(client: Client, prompt: list[int]) -> tuple[float, int]:
-    """Time to the first token, which is the only one, and how many were cached."""
+    """Return the time to the first and only token, and the number of cached tokens."""
     began = time.perf_counter()
     completion = client.generate(prompt, PARAMS, timeout_s=60)
     took_s = time.perf_counter() - began
@@ -148,7 +137,7 @@ def run(
     """Attack apart and in a sharing group, and measure the hit rate within a tenant."""
     rates = {}
     for keys in (False, True):
-        with running(keys=keys, more=[]) as clients:
+        with running(keys=keys) as clients:
             ask(clients["member"], draw_prompt(random.Random(0)))  # warm
             name = "with_keys" if keys else "without_keys"
             rates[name] = own_hit_rate(clients["victim"], sessions, seed)

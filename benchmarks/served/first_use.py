@@ -25,12 +25,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from baton.checkpoint.packaged_model import SMOLLM2
 from baton.processes.free_address import free_address
-from benchmarks.loadtest.loadtest_fleet import baton_environment
+from benchmarks.runner.own_process import own_environment
 from benchmarks.runner.run import Document, Run
 from examples.demo import TOY, fetch_model
 
@@ -148,13 +151,9 @@ def chat(chance: random.Random, num_words: int = NUM_WORDS, **more: Any) -> Requ
     return Request("/v1/chat/completions", body)
 
 
-def plain_chat(chance: random.Random) -> Request:
-    return chat(chance, stream=False)
-
-
-def completion(chance: random.Random) -> Request:
-    body = {"prompt": words(chance), "max_tokens": OUTPUT_TOKENS, "stream": True}
-    return Request("/v1/completions", body)
+def text_request(chance: random.Random, path: str, field: str, **more: Any) -> Request:
+    """Return a streamed request of another API than chat, whose text is in a field."""
+    return Request(path, {field: words(chance), "stream": True, **more})
 
 
 def json_schema(chance: random.Random) -> Request:
@@ -168,34 +167,13 @@ def json_schema(chance: random.Random) -> Request:
     return chat(chance, response_format=wanted)
 
 
-def json_object(chance: random.Random) -> Request:
-    return chat(chance, response_format={"type": "json_object"})
-
-
 def regex(chance: random.Random) -> Request:
     return chat(chance, guided_regex=f"({'|'.join(chance.sample(WORDS, 3))})( [a-z]{{2,9}}){{20}}")
-
-
-def short_prompt(chance: random.Random) -> Request:
-    return chat(chance, FEW_WORDS)
-
-
-def long_prompt(chance: random.Random) -> Request:
-    return chat(chance, MANY_WORDS)
 
 
 def lark(chance: random.Random) -> Request:
     first, second = chance.sample(WORDS, 2)
     return chat(chance, guided_grammar=f'start: ("{first}" | "{second}" /[a-z]{{1,9}}/ " "){{20}}')
-
-
-def sampled(chance: random.Random) -> Request:
-    filters: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
-    return chat(chance, **filters, frequency_penalty=0.2, repetition_penalty=1.1)
-
-
-def two_answers(chance: random.Random) -> Request:
-    return chat(chance, n=2, temperature=0.8)
 
 
 def tools(chance: random.Random, choice: str) -> Request:
@@ -211,27 +189,6 @@ def tools(chance: random.Random, choice: str) -> Request:
     return chat(chance, tools=[tool], tool_choice=named if choice == "named" else choice)
 
 
-def tools_auto(chance: random.Random) -> Request:
-    return tools(chance, "auto")
-
-
-def tools_required(chance: random.Random) -> Request:
-    return tools(chance, "required")
-
-
-def tools_named(chance: random.Random) -> Request:
-    return tools(chance, "named")
-
-
-def logprobs(chance: random.Random) -> Request:
-    return chat(chance, logprobs=True, top_logprobs=5)
-
-
-def responses(chance: random.Random) -> Request:
-    body = {"input": words(chance), "max_output_tokens": 16, "stream": True}
-    return Request("/v1/responses", body)
-
-
 def custom_tool(chance: random.Random) -> Request:
     first, second = chance.sample(WORDS, 2)
     definition = f'start: "{first}" | "{second}" /[a-z]{{1,9}}/ " " start'
@@ -241,40 +198,40 @@ def custom_tool(chance: random.Random) -> Request:
         "description": "Write words.",
         "format": {"type": "grammar", "syntax": "lark", "definition": definition},
     }
-    body = {"input": words(chance), "max_output_tokens": 16, "stream": True}
-    return Request("/v1/responses", {**body, "tools": [tool], "tool_choice": "required"})
+    return text_request(chance, *RESPONSES, **FEW, tools=[tool], tool_choice="required")
 
 
 def messages(chance: random.Random) -> Request:
     said = [{"role": "user", "content": words(chance)}]
-    body = {"messages": said, "max_tokens": OUTPUT_TOKENS, "stream": True}
-    return Request("/v1/messages", body)
+    return Request("/v1/messages", {"messages": said, "max_tokens": OUTPUT_TOKENS, "stream": True})
 
 
-def tokenize(chance: random.Random) -> Request:
-    return Request("/tokenize", {"prompt": words(chance)})
-
-
+RESPONSES = ("/v1/responses", "input")
+FEW: Body = {"max_output_tokens": 16}
+FILTERS: Body = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+PENALTIES: Body = {"frequency_penalty": 0.2, "repetition_penalty": 1.1}
 KINDS: dict[str, Callable[[random.Random], Request]] = {
-    "chat": plain_chat,
+    "chat": partial(chat, stream=False),
     "streaming": chat,
-    "completion": completion,
-    "short_prompt": short_prompt,
-    "long_prompt": long_prompt,
-    "sampled": sampled,
-    "two_answers": two_answers,
+    "completion": partial(
+        text_request, path="/v1/completions", field="prompt", max_tokens=OUTPUT_TOKENS
+    ),
+    "short_prompt": partial(chat, num_words=FEW_WORDS),
+    "long_prompt": partial(chat, num_words=MANY_WORDS),
+    "sampled": partial(chat, **FILTERS, **PENALTIES),
+    "two_answers": partial(chat, n=2, temperature=0.8),
     "json_schema": json_schema,
-    "json_object": json_object,
+    "json_object": partial(chat, response_format={"type": "json_object"}),
     "regex": regex,
     "lark": lark,
-    "tools_auto": tools_auto,
-    "tools_required": tools_required,
-    "tools_named": tools_named,
-    "logprobs": logprobs,
-    "responses": responses,
+    **{
+        f"tools_{choice}": partial(tools, choice=choice) for choice in ("auto", "required", "named")
+    },
+    "logprobs": partial(chat, logprobs=True, top_logprobs=5),
+    "responses": lambda chance: text_request(chance, *RESPONSES, **FEW),
     "custom_tool": custom_tool,
     "messages": messages,
-    "tokenize": tokenize,
+    "tokenize": lambda chance: Request("/tokenize", {"prompt": words(chance)}),
 }
 
 
@@ -297,7 +254,7 @@ def fresh_system(model: str, shape: str, log: Path) -> Iterator[tuple[int, str, 
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=baton_environment(),
+            env=own_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -341,13 +298,13 @@ def ask(address: str, request: Request, pids: Sequence[int]) -> Timing:
 
 
 def measure(model: str, shape: str, kind: str, log: Path) -> Start:
-    """Start a system and send it requests of one kind, one behind another."""
+    """Start a system and send it requests of one kind, one after another."""
     chance = random.Random(f"{kind} {time.time()}")
     requests = [KINDS[kind](chance) for _ in range(NUM_REQUESTS)]
     with fresh_system(model, shape, log) as (pid, address, ready_s):
         pids = list(family(pid))
         first = ask(address, requests[0], pids)
-        processes = list(read_processes(pid))
+        processes = list(read_processes(family(pid)))
         timings = [first, *(ask(address, request, pids) for request in requests[1:])]
     cpu_s = sum(process.cpu_s for process in processes)
     return Start(ready_s, cpu_s, timings, processes)
@@ -356,26 +313,35 @@ def measure(model: str, shape: str, kind: str, log: Path) -> Start:
 # ---------------------------------------------------------------- its processes
 
 
-def read_processes(root: int) -> Iterator[Process]:
-    """Yield a process and all that descend from it."""
-    for pid, name in family(root).items():
-        try:
-            yield _process(pid, name)
-        except (OSError, ValueError):  # it has ended meanwhile
-            continue
+def read_processes(names: Mapping[int, str]) -> Iterator[Process]:
+    """Yield the cost of each process that has not ended."""
+    for pid, name in names.items():
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            memory = psutil.Process(pid).memory_full_info()
+            private = sum(one.private_dirty for one in psutil.Process(pid).memory_maps())
+            sizes = (memory.rss, memory.pss, private)
+            mib = [round(size / 2**20, 1) for size in sizes]
+            yield Process(name, times.user + times.system, *mib)
 
 
 def family(root: int) -> dict[int, str]:
     """Return the ids and names of a process and all that descend from it."""
-    parents = dict(_parents())
     names: dict[int, str] = {}
-    for pid in sorted(parents):
-        parent = names.get(parents[pid], "")
-        if pid != root and not parent:
-            continue
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            names[pid] = _name(pid, parent)
+    process = psutil.Process(root)
+    for one in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            names[one.pid] = _name(one, names.get(one.ppid(), ""))
     return names
+
+
+def _name(process: psutil.Process, parent: str) -> str:
+    """Return the program's name, or for what a program started or forked, whose it is."""
+    if parent.endswith(" template"):
+        return f"{parent.removesuffix(' template')} worker"
+    command = process.cmdline()
+    name = command[command.index("baton") + 1] if "baton" in command else parent
+    return f"{parent} template" if name == parent else name
 
 
 def _cpu_seconds(pids: Iterable[int]) -> float:
@@ -386,36 +352,6 @@ def _cpu_seconds(pids: Iterable[int]) -> float:
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 nanoseconds += int(path.read_text().split()[0])
     return nanoseconds / 1e9
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        yield int(path.parent.name), int(fields[1])
-
-
-def _name(pid: int, parent: str) -> str:
-    """Return the program's name, or for what a program started or forked, whose it is."""
-    if parent.endswith(" template"):
-        return f"{parent.removesuffix(' template')} worker"
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    name = command[command.index("baton") + 1] if "baton" in command else parent
-    return f"{parent} template" if name == parent else name
-
-
-def _process(pid: int, name: str) -> Process:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ticks = int(fields[11]) + int(fields[12])
-    sizes = {"Rss": 0, "Pss": 0, "Private_Dirty": 0}
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-        key, _, value = line.partition(":")
-        if key in sizes:
-            sizes[key] = int(value.split()[0])
-    mib = [round(size / 1024, 1) for size in sizes.values()]
-    return Process(name, ticks / os.sysconf("SC_CLK_TCK"), *mib)
 
 
 # ---------------------------------------------------------------- what is shown
@@ -452,7 +388,7 @@ def _start_as_json(start: Start) -> dict[str, object]:
 
 
 def read_starts(kind: Mapping[str, Any]) -> list[Start]:
-    """Return what `as_json` wrote; processes with the first start alone."""
+    """Read the output of `as_json`; only the first start has processes."""
     return [
         Start(
             start["ready_s"],
@@ -464,20 +400,10 @@ def read_starts(kind: Mapping[str, Any]) -> list[Start]:
     ]
 
 
-def saved() -> dict[str, dict[str, list[Start]]]:
-    """Return what `results/first_use.json` holds."""
-    path = Path(__file__).resolve().parents[1] / "results" / "first_use.json"
-    shapes = json.loads(path.read_text(encoding="utf-8"))["shapes"] if path.exists() else {}
-    return {
-        shape: {name: read_starts(kind) for name, kind in kinds.items()}
-        for shape, kinds in shapes.items()
-    }
-
-
 def joined(
     before: Mapping[str, Mapping[str, list[Start]]], after: Mapping[str, Mapping[str, list[Start]]]
 ) -> dict[str, dict[str, list[Start]]]:
-    """Return the starts of both, by shape and kind."""
+    """Join the starts of two documents, by shape and kind."""
     return {
         shape: {
             kind: [*before.get(shape, {}).get(kind, []), *after.get(shape, {}).get(kind, [])]
@@ -500,7 +426,7 @@ def run(
     Args:
         kinds: kinds of requests.
         starts: fresh systems for each kind.
-        toy: the model in examples/demo_model.
+        toy: use the model in examples/demo_model.
         add: keep the starts that the file of results has.
     """
     if unknown := set(kinds) - set(KINDS):
@@ -523,7 +449,11 @@ def run(
                     times = " ".join(f"{1e3 * one.first_s:.0f}" for one in start.timings)
                     console.print(f"{shape} {kind}: ready after {start.ready_s:.1f} s; ms {times}")
     if add:
-        found = joined(saved(), found)
+        before = {
+            shape: {name: read_starts(kind) for name, kind in kinds.items()}
+            for shape, kinds in run.saved().get("shapes", {}).items()
+        }
+        found = joined(before, found)
     rows = {
         shape: {kind: as_json(some) for kind, some in of_shape.items()}
         for shape, of_shape in found.items()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner.environment import RESULTS, ROOT
+from benchmarks.runner.environment import ROOT
 from benchmarks.runner.run import Run
 from benchmarks.served.installs.installation import Installation
 from benchmarks.served.installs.systems import CPU_BUILD, DEBIAN, SYSTEMS, System
@@ -74,11 +74,13 @@ def run(run: Run, options: Options) -> None:
                 row = {"failed": str(output).strip().splitlines()[-1][-300:]}
         rows[system.name] = row
         print(f"{system.name}: {json.dumps(row)}", flush=True)
-        run.save({"wheels": sizes(options.wheels), "systems": {**saved(), **rows}})
+        systems = run.saved().get("systems", {}) | rows
+        known = {one.name: systems[one.name] for one in SYSTEMS if one.name in systems}
+        run.save({"wheels": sizes(options.wheels), "systems": known})
     if run.saves:
         text = PAGE.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)
-        tables = f"{wheels_table(sizes(options.wheels))}\n{table(saved())}"
+        tables = f"{wheels_table(run.saved()['wheels'])}\n{table(run.saved()['systems'])}"
         PAGE.write_text(f"{before}{BEGIN}\n{tables}{END}{rest.partition(END)[2]}", "utf-8")
 
 
@@ -135,10 +137,3 @@ def table(systems: Mapping[str, Any]) -> str:
         cells = [*shown, row["torch"], *(f"{row[name]:,}" for name in columns), kernels]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def saved() -> dict[str, Any]:
-    """Return the rows of earlier runs of systems that are still measured."""
-    path = RESULTS / "fresh_installs.json"
-    rows: dict[str, Any] = json.loads(path.read_text())["systems"] if path.exists() else {}
-    return {one.name: rows[one.name] for one in SYSTEMS if one.name in rows}

@@ -52,14 +52,14 @@ def closure(texts: Iterable[str]) -> Iterator[tuple[str, Distribution]]:
         seen.add(key)
         try:
             found = distribution(name)
-        except PackageNotFoundError:  # of another platform
+        except PackageNotFoundError:  # a requirement of another platform
             continue
         yield name, found
         open_ends += asked_for(found.requires or (), extra)
 
 
 def asked_for(texts: Iterable[str], extra: str) -> Iterator[tuple[str, str]]:
-    """Names, each with an extra or none, that requirements ask for on this machine."""
+    """Yield names that requirements ask for on this machine, each with an extra or none."""
     for requirement in map(Requirement, texts):
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             name = canonicalize_name(requirement.name)

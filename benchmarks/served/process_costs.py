@@ -1,4 +1,4 @@
-"""Tell what a process and its descendants have cost up to now: CPU seconds and memory."""
+"""Measures CPU seconds and memory of a process and its descendants."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ from rich.console import Console
 
 from baton.processes.free_address import free_address
 from benchmarks.engine_cpu.engine_cpu import WORKS, python_of
-from benchmarks.runner.environment import RESULTS
 from benchmarks.runner.run import Run
 from benchmarks.served.served_servers import (
     NAME,
@@ -85,11 +84,7 @@ def read_result(document: Mapping[str, Any]) -> Numbers:
 def median_of(runs: Sequence[Numbers]) -> Numbers:
     """Return the median of each number, and the sum of failures, as one failure counts."""
     medians = {key: round(statistics.median(run[key] for run in runs), 2) for key in SHOWN}
-    return {
-        **medians,
-        "num_failed": sum(run["num_failed"] for run in runs),
-        "rounds": len(runs),
-    }
+    return {**medians, "num_failed": sum(run["num_failed"] for run in runs), "rounds": len(runs)}
 
 
 def seed_of(round_number: int, rate: float) -> int:
@@ -184,14 +179,6 @@ def summarize(runs: Runs) -> dict[str, dict[str, Numbers]]:
     return dict(sorted(found.items(), key=lambda pair: float(pair[0])))
 
 
-def read_earlier(path: Path) -> dict[str, Any]:
-    """Return an earlier run's results by shape; empty if there is no file."""
-    if not path.exists():
-        return {}
-    shapes: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["shapes"]
-    return shapes
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options: servers, and their load.
@@ -219,8 +206,7 @@ class Options:
 
 def run(run: Run, options: Options) -> None:
     """Measure the servers in turns; save after each."""
-    written = RESULTS / "served.json"
-    shapes = read_earlier(written)
+    shapes = run.saved().get("shapes", {})
     runs: Runs = shapes.get(options.shape, {}).get("runs", {}) if options.append else {}
     missing: dict[str, str] = {}
     work = WORKS[options.shape]

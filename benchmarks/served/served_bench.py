@@ -38,7 +38,7 @@ from examples.demo import fetch_model
 ROOT = Path(__file__).resolve().parents[2]
 # Ten requests, one after the other, before each load.
 WARM_UP = Load(prompt_tokens=128, output_tokens=8, num_streams=1, num_requests=10)
-SPARE_TOKENS = 64  # of a slot: what a chat template adds to a message, and rounding
+SPARE_TOKENS = 64  # per slot, for a chat template's tokens and rounding
 
 
 def tokens_of(load: Load) -> int:
@@ -53,7 +53,7 @@ class Model:
 
     Attributes:
         folder: in Hugging Face layout: configuration, tokenizer, perhaps weights.
-        dtype: the option of servers that have one.
+        dtype: value of the servers' --dtype option, if they have it.
         has_chat: the file has a chat template.
     """
 
@@ -65,7 +65,7 @@ class Model:
     has_chat: bool
 
     def lacks(self, load: Load) -> str:
-        """Say what the model lacks for a load; "": nothing."""
+        """Return what the model lacks for a load; "": nothing."""
         if load.turns and not self.has_chat:
             return "the model has no chat template"
         fits = tokens_of(load) <= self.max_model_len

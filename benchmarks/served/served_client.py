@@ -80,7 +80,7 @@ class Played:
 
     Attributes:
         began_at: time of the first request.
-        ended_at: the end of the time in which the load was whole.
+        ended_at: time until which all users were active.
     """
 
     began_at: float
@@ -192,7 +192,7 @@ class Player:
         return played
 
     async def _use(self, session: aiohttp.ClientSession, played: Played) -> None:
-        """Send one request or chat after the other; the load is whole until the first user ends."""
+        """Send one request or chat after the other; the measured time ends with the first user."""
         at_least = ALONE_AT_LEAST if self._load.num_streams == 1 else 1
         for number in itertools.count():
             now = time.perf_counter()
@@ -216,7 +216,7 @@ class Player:
         played.ended_at = time.perf_counter()
 
     def draw_arrivals(self) -> list[float]:
-        """Draw when requests come, in seconds after the beginning; the first comes at once."""
+        """Draw the arrival times of requests, in seconds; the first arrives at once."""
         drawn = random.Random(round(1000 * self._load.rate))
         times = [0.0]
         while True:
@@ -252,7 +252,7 @@ class Player:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies, between neighbours by distance."""
+    """Return the value below which a share of the values lies, interpolated linearly."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = math.floor(place)
@@ -291,7 +291,7 @@ def summarize(played: Played, load: Load, reported_turn: int) -> Numbers:
 
 
 def _tokens_until_end(played: Played, answers: Sequence[Answer]) -> float:
-    """Count the tokens that came while the load was whole; pieces have equal shares of tokens."""
+    """Count tokens that came while all users were active; pieces have equal shares of tokens."""
     return sum(
         one.num_tokens * sum(at <= played.ended_at for at in one.times) / len(one.times)
         for one in answers

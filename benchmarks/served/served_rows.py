@@ -181,14 +181,14 @@ def show(console: Console, name: str, found: Found) -> None:
 
 
 def form(value: float | None) -> str:
-    """Format with three digits, or with all digits before the point."""
+    """Format with three digits, or with all digits of the integer part."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def document_of(found: Found) -> Mapping[str, object]:
-    """Return what is kept of one file."""
+    """Return one file's results for the JSON document."""
     return {
         "medians": found.medians(),
         "ratios": ratios(found.medians()),

@@ -31,9 +31,10 @@ from benchmarks.engine_cpu.engine_cpu import (
     make_checkpoint,
     python_of,
 )
-from benchmarks.loadtest.loadtest_fleet import baton_environment
+from benchmarks.runner.checkpoints import ids_of, tokenizer_document
+from benchmarks.runner.own_process import own_environment
 
-NAME = "served"  # under which each serves the model
+NAME = "served"  # name of the model on each server
 SPECIALS = ("<pad>", "<s>", "</s>")  # ids 0, 1 and 2, as the checkpoints' configs say
 MAX_MODEL_LEN = 2048
 KV_GIB = 2
@@ -53,7 +54,7 @@ class Job:
         cores: every core that the server may use.
         gguf: the GGUF file to serve; None: the checkpoint in ``folder``.
         max_model_len: tokens of a prompt and its output.
-        num_slots: requests at a time, where a server has to know.
+        num_slots: most requests at a time, for servers that have to know.
         slot_tokens: tokens of a prompt and its output, where each slot has memory of its own.
     """
 
@@ -73,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server: its command, raises FileNotFoundError if it is not there; and its variables."""
+    """A server: its command, which raises FileNotFoundError if missing, and its variables."""
 
     command: Callable[[Job], list[str]]
     environment: Callable[[Job], dict[str, str]]
@@ -105,7 +106,7 @@ def words() -> Iterator[str]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a BPE tokenizer that has so many tokens: bytes, and words behind a space.
+    """Write a BPE tokenizer of ``vocab_size`` tokens: bytes, and words after a space.
 
     Each merge adds one letter to a shorter word, so a text of such words is read in one way, which
     is one token for each. Generators that draw tokens and send their text count as the server does.
@@ -116,25 +117,12 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     new = list(islice(words(), vocab_size - len(tokens)))
     tokens += [f"Ġ{word}" for word in new]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": number, "content": text, "special": True, **added}
-            for number, text in enumerate(SPECIALS)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": byte_level | {"use_regex": True},
-        "post_processor": None,
-        "decoder": byte_level | {"use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: number for number, token in enumerate(tokens)},
-            "merges": [[f"Ġ{word[:-1]}", word[-1]] for word in new],
-        },
-    }
+    byte_level["use_regex"] = True
+    merges = [[f"Ġ{word[:-1]}", word[-1]] for word in new]
+    document = tokenizer_document(
+        {"type": "BPE", "vocab": ids_of(tokens), "merges": merges},
+        specials=SPECIALS, pre_tokenizer=byte_level, decoder=byte_level,
+    )  # fmt: skip
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
@@ -232,10 +220,6 @@ def baton(*options: str) -> Callable[[Job], list[str]]:
     return command
 
 
-def own_environment(job: Job) -> dict[str, str]:
-    return baton_environment()
-
-
 def vllm(job: Job) -> list[str]:
     return [
         *(str(python_of("vllm").with_name("vllm")), "serve", str(as_safetensors(job))),
@@ -263,12 +247,8 @@ def others_environment() -> dict[str, str]:
     known = folder / "vllm-0+cpu.dist-info"
     known.mkdir(parents=True, exist_ok=True)
     (known / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
-    return {
-        **os.environ,
-        "PYTHONPATH": str(folder),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return {**os.environ, "PYTHONPATH": str(folder), **offline}
 
 
 def llama_server() -> Path:
@@ -333,8 +313,8 @@ def llamacpp(job: Job) -> list[str]:
 
 
 SERVERS = {
-    "baton colocated": Server(baton("--prefill", "0"), own_environment),
-    "baton split": Server(baton(), own_environment),
+    "baton colocated": Server(baton("--prefill", "0"), lambda job: own_environment()),
+    "baton split": Server(baton(), lambda job: own_environment()),
     "vllm": Server(vllm, vllm_environment),
     "llamacpp": Server(llamacpp, lambda job: dict(os.environ)),
 }
@@ -376,7 +356,7 @@ def running(server: Server, job: Job, log: Path) -> Iterator[Live]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End it and what it started."""
+    """End a process and its children."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)

@@ -29,8 +29,7 @@ from typing import Literal
 
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from benchmarks.runner.deployments import deployed
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Document, Run
 
@@ -38,7 +37,6 @@ SHAPES = {"colocated": (0, 1), "split": (1, 1)}  # prefill and decode nodes
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 NUM_USERS, NUM_REQUESTS = 4, 24
 BUSY_PROMPT_TOKENS, BUSY_OUTPUT_TOKENS = 512, 64
-READY_TIMEOUT_S = 120.0
 MOST = 1.25  # a gap of a stream alone, over a step of an engine alone
 
 ENGINE_ALONE = """
@@ -62,7 +60,7 @@ print(1000 * statistics.median(times))
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Milliseconds, as between two tokens: half of them, and 99 of 100, are at most so long."""
+    """Median and 99th percentile of the gaps between tokens, in milliseconds."""
 
     p50: float
     p99: float
@@ -83,7 +81,7 @@ def step_alone(model: str, threads: int) -> float:
 
 
 async def stream_times(client: AsyncClient, prompt: list[int], num_tokens: int) -> list[float]:
-    """Return when one stream was asked for and when each token came, in milliseconds."""
+    """Return the times of a stream's request and of each token, in milliseconds."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     times = [1000 * time.perf_counter()]
     async for delta in client.stream(prompt, params):
@@ -134,15 +132,12 @@ def percentiles(gaps: list[float]) -> Gaps:
 def serve(options: Options, shape: str, threads: int, seed: int) -> dict[str, Gaps]:
     """Start a deployment, and measure its streams."""
     num_prefill, num_decode = SHAPES[shape]
-    config = LocalDeploymentConfig(
-        model=options.model, listen=free_address(), num_prefill=num_prefill, num_decode=num_decode,
+    with deployed(
+        options.model, num_prefill=num_prefill, num_decode=num_decode,
         node_args=["--num-threads", str(threads), *options.node_args.split()],
         decode_args=options.decode_args.split(), router_args=options.router_args.split(),
-        lend_cores=False,
-    )  # fmt: skip
-    with LocalDeployment(config) as deployment:
-        deployment.wait_ready(READY_TIMEOUT_S)
-        return asyncio.run(measure(config.listen, seed))
+    ) as deployment:  # fmt: skip
+        return asyncio.run(measure(deployment.config.listen, seed))
 
 
 def median_of(rounds: list[dict[str, Gaps]], load: str) -> Gaps:

@@ -34,7 +34,7 @@ class Verdict:
     """A goal, and the measured figure.
 
     Attributes:
-        holds: None: not measured.
+        holds: whether the goal is met; None: not measured.
     """
 
     goal: str

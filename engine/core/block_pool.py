@@ -12,6 +12,12 @@ cache that is mostly empty costs nothing, and new memory has to be cleared first
 A free block keeps its content and its hash until it is allocated again, so that a later request
 with the same prefix can take it back (`touch`).
 
+For a hand-off, blocks are taken in extents: runs that follow each other in memory, so that a
+transfer copies few, long ranges.
+
+    first free blocks    40 41 7 90 8 9 42 ...      wanted: 5
+    runs among them      [7 8 9] [40 41 42] [90]    given:  7 8 9, 40 41
+
 Cached blocks have a class, a number whose meaning only callers know: a look-up of class c finds
 blocks of classes 0 to c. Refuses to know: requests, tensors.
 """
@@ -19,19 +25,21 @@ blocks of classes 0 to c. Refuses to know: requests, tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from baton.kv.block_hash import BlockHash
-from engine.core.extents import (
-    FEW_EXTENTS,
-    SHORT_EXTENT,
-    choose_extents,
-    count_extents,
-    window_size,
-)
+
+# The number of free blocks to choose among, as a multiple of the wanted number. More candidates
+# give longer extents, but stray further from the free list's order.
+WINDOW_FACTOR = 8
+MAX_EXTRA = 2048  # enough for long runs when many blocks are wanted
+# More than `FEW_EXTENTS` extents, shorter than `SHORT_EXTENT` blocks, slow a transfer more than
+# using new memory does.
+FEW_EXTENTS, SHORT_EXTENT = 2, 8
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
@@ -371,3 +379,37 @@ class BlockPool:
         del self._cached[block_hash]
         if self._events is not None and not silent:
             self._events.append(BlocksRemoved((block_hash,)))
+
+
+def window_size(num_blocks: int) -> int:
+    """Return how many of the first free blocks to choose among."""
+    return min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
+
+
+def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
+    """Choose ``num_blocks`` of the candidates, in the fewest possible runs of consecutive ids.
+
+    Takes the longest runs, then the shortest run that has room for the rest.
+
+    Args:
+        candidates: different block ids, at least ``num_blocks`` and at least one.
+    """
+    ordered = np.sort(np.array(candidates, dtype=np.int64))
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(ordered) != 1) + 1))
+    lengths = np.diff(starts, append=len(ordered))
+    longest_first = np.argsort(-lengths, kind="stable")  # ties: lower ids first
+    lengths = lengths[longest_first]
+    totals = np.cumsum(lengths)
+    num_whole = int(np.searchsorted(totals, num_blocks))
+    missing = num_blocks - (int(totals[num_whole - 1]) if num_whole else 0)
+    shortest = int(np.searchsorted(-lengths, -missing, side="right")) - 1
+    chosen: list[int] = []
+    for run, length in [*((i, lengths[i]) for i in range(num_whole)), (shortest, missing)]:
+        start = starts[longest_first[run]]
+        chosen += ordered[start : start + length].tolist()
+    return chosen
+
+
+def count_extents(block_ids: Sequence[int]) -> int:
+    """Return the number of runs of consecutive ids, at least one."""
+    return 1 + int(np.count_nonzero(np.diff(block_ids) != 1))

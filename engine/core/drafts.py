@@ -50,7 +50,7 @@ class DraftPolicy(Protocol):
         """
 
     def num_to_read(self) -> int:
-        """Return for how many of the requests that start now the drafter must read all tokens."""
+        """Return the number of requests that start now and must be read by the drafter."""
 
 
 class Drafts:
@@ -80,8 +80,8 @@ class Drafts:
         self._policy = policy
         self.has_policy = policy is not None
         self._drafter_reads = policy is not None and policy.drafter_reads
-        self._num_to_draft = 0  # behind each sampled token of the step that is being chosen
-        self._num_to_read = ALL  # requests that may still start in that step to be read
+        self._num_to_draft = 0  # drafts behind each sampled token of the step being scheduled
+        self._num_to_read = ALL  # requests to be read that may still start in that step
         self._masks_left_s = _MAX_MASKS_S
 
     # ------------------------------------------------------------------ a step is chosen
@@ -116,7 +116,7 @@ class Drafts:
         request.cache_class = READ if is_read else UNREAD
 
     def add_to(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Add drafts to scheduled requests within the rest of the budget; return what is left.
+        """Add drafts to scheduled requests within the rest of the budget; return the new rest.
 
         Call this last: all requests that can run have got their tokens by then.
         """

@@ -257,6 +257,9 @@ class MaskMaker(Protocol):
     Only the engine's thread calls these methods.
     """
 
+    def start(self) -> None:
+        """Make ready for the first mask; raises RuntimeError if the system allows no threads."""
+
     def begin_mask(self, grammar: GrammarState) -> None:
         """Begin a grammar's mask; no other code may use the grammar until `has_mask`."""
 
@@ -269,6 +272,9 @@ class MaskMaker(Protocol):
 
 class MasksAtOnce:
     """Compute each mask in the caller, where no other request would have to wait."""
+
+    def start(self) -> None:
+        """Return at once: no thread is needed."""
 
     def begin_mask(self, grammar: GrammarState) -> None:
         """Compute the mask now."""

@@ -102,7 +102,7 @@ def _cut(
     attention = [kind for kind in kinds if not isinstance(kind[0], StateKV)]
     states = kinds[len(attention) :]
     if not attention:
-        raise ConfigError("a model of which no layer attends is not supported")
+        raise ConfigError("a model without attention layers is not supported")
     block_bytes = _attention_block_bytes(attention, block_size, layer_bytes)
     if block_bytes is None:
         attention = [_joined(attention)]

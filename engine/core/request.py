@@ -15,7 +15,7 @@ from enum import Enum
 
 from baton.api.outputs import FinishReason, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
-from baton.kv.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash, extra_keys_of
 from engine.core.grammar import GrammarState
 
 
@@ -72,7 +72,8 @@ class Request:
         num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
             drafts may sample more, but nothing is scheduled behind such a step before it ends.
 
-        extra_keys: values besides the tokens that the KV depends on.
+        adapter: digest of the adapter that computes the request; empty: the base model.
+        extra_keys: values besides the tokens that the KV depends on; the adapter is one.
         block_hashes: hashes of the leading full blocks of ``token_ids``, as far as needed so far.
         num_cached_blocks: leading blocks that are entered in the prefix cache.
         cache_class: highest class of cached blocks that the request may use (`block_pool.py`); set
@@ -115,7 +116,8 @@ class Request:
     num_planned_blocks: int = 0
     num_tokens_in_flight: int = 0
     num_tokens_pending: int = 0
-    # The prefix cache.
+    # The adapter, and the prefix cache.
+    adapter: str = ""
     extra_keys: tuple[bytes, ...] = ()
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_cached_blocks: int = 0
@@ -150,6 +152,7 @@ class Request:
         max_tokens: int | None = None,
         output_token_ids: Sequence[int] = (),
         extra_keys: tuple[bytes, ...] = (),
+        adapter: str = "",
         epoch: int = 0,
         grammar: GrammarState | None = None,
     ) -> Request:
@@ -159,6 +162,8 @@ class Request:
             max_tokens: most new tokens, if fewer than ``sampling_params`` allows; a prefill node
                 gives 1.
             output_token_ids: output tokens of earlier attempts; the output continues behind them.
+            extra_keys: values besides tokens and adapter that the KV depends on.
+            adapter: digest of a loaded adapter; empty: the base model.
             grammar: the compiled grammar of its structured output, if compiled already.
         """
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
@@ -181,7 +186,8 @@ class Request:
             stop_token_ids=stop_token_ids,
             changes_logits=sampling_params.changes_logits,
             grammar=grammar,
-            extra_keys=extra_keys,
+            adapter=adapter,
+            extra_keys=(*extra_keys, *extra_keys_of(b"", adapter)),
             epoch=epoch,
         )
 

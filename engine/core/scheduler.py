@@ -48,7 +48,7 @@ class Scheduler:
         prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         drafting: decides how many drafts pay; None: there are no drafts.
-        masks: computes the masks of grammars between steps.
+        masks: see below; None: compute each mask at once.
 
     Attributes:
         num_preemptions: preemptions since the start.
@@ -57,6 +57,7 @@ class Scheduler:
             still open, and empties the list.
         handed_back: requests that were preempted and therefore ended; the reader empties the list.
         drafts: drafts for later steps.
+        masks: computes the masks of grammars between steps.
         awaits_masks: whether the latest step is empty because the masks of all running requests
             were missing; other threads compute these masks, without waking the engine.
     """
@@ -97,8 +98,9 @@ class Scheduler:
             long_prefill_token_threshold=long_prefill_token_threshold,
             policy=drafting,
         )
-        self._masks = masks or MasksAtOnce()
+        self.masks = masks or MasksAtOnce()
         self._num_steps_in_flight = 0
+        self._num_adapted = 0  # open requests with an adapter
 
     # ------------------------------------------------------------------ requests come
 
@@ -248,7 +250,7 @@ class Scheduler:
         if self.drafts.has_policy:
             self.drafts.plan_step(self.num_competing, self._running)
         if not self._num_steps_in_flight:
-            self._masks.wait()
+            self.masks.wait()
         is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
         num_allowed = ALL
         if is_mixed:
@@ -265,10 +267,12 @@ class Scheduler:
         if has_drafts:
             budget = self.drafts.add_to(scheduled, budget)
         num_drafts = self.drafts.look_ahead(scheduled)
+        if self._num_adapted:  # a worker computes each adapter for neighbouring tokens
+            scheduled.sort(key=lambda item: item.request.adapter)
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:
             self.awaits_masks = True
-            self._masks.wait_for_any()  # no other request can run: wait here, and run it next
+            self.masks.wait_for_any()  # no other request can run: wait here, and run it next
         num_prompt_tokens = num_allowed - self._num_prefill_tokens_left
         return SchedulerOutput(
             tuple(scheduled), num_tokens, has_drafts, num_drafts, is_mixed, num_prompt_tokens
@@ -281,7 +285,7 @@ class Scheduler:
         that have sampled a token are left out. Chunks of prompts stay, as hooks that push their
         blocks after each layer may already exist.
         """
-        self._masks.wait()
+        self.masks.wait()
         return scheduled.without(self._lacks_mask)
 
     def plan(
@@ -384,7 +388,7 @@ class Scheduler:
         else:
             ended = request.append(sampled[0])
         if ended is None and request.grammar is not None and not request.grammar.has_mask:
-            self._masks.begin_mask(request.grammar)
+            self.masks.begin_mask(request.grammar)
         return ended
 
     def check(self) -> None:
@@ -420,7 +424,7 @@ class Scheduler:
             if not fits and not self._allocate_or_preempt(request, target):
                 if self._num_steps_in_flight:
                     return None
-                break  # the request itself was preempted: it was the last
+                break  # the request was the last one, so it was preempted itself
             budget -= self._add(request, num_tokens, scheduled)
         return budget
 
@@ -489,9 +493,10 @@ class Scheduler:
     def _register(self, request: Request) -> None:
         assert request.request_id not in self.requests, request.request_id
         self.requests[request.request_id] = request
+        self._num_adapted += bool(request.adapter)
         self._room.give_rank(request)
         if request.grammar is not None and not request.grammar.has_mask:
-            self._masks.begin_mask(request.grammar)
+            self.masks.begin_mask(request.grammar)
 
     def _may_run(self, request: Request, num_tokens: int) -> bool:
         """Return whether a request may compute these tokens now; False if it needs a mask first."""
@@ -512,7 +517,7 @@ class Scheduler:
         """Advance a grammar by tokens of the output, and begin the mask of the next token."""
         is_right = all(grammar.accept(token_id) for token_id in token_ids) and not grammar.problem
         if is_right and not grammar.has_mask:
-            self._masks.begin_mask(grammar)
+            self.masks.begin_mask(grammar)
         return is_right
 
     def _fail_by_grammar(self, request: Request) -> None:
@@ -587,6 +592,7 @@ class Scheduler:
         self.counters.finished[status.finish_reason] += 1
         self._leave_batch(request)
         self._free_when_idle(request)
+        self._num_adapted -= bool(request.adapter)
         del self.requests[request.request_id]
 
     def _leave_batch(self, request: Request) -> None:
@@ -594,7 +600,7 @@ class Scheduler:
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
-        if not request.num_tokens_in_flight:  # else `update` frees, when no step writes there
+        if not request.num_tokens_in_flight:  # otherwise `update` frees, once no step writes there
             self.kv_cache_manager.free(request)
 
 

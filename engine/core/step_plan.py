@@ -34,6 +34,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
         token_ids: all known tokens, if sampling looks back at them; else empty. Tokens computed
             later are appended.
         is_drafted_for: see `engine.core.drafts.is_drafted_for`.
+        adapter: digest of the adapter that computes the request; empty: the base model.
     """
 
     row: int
@@ -44,6 +45,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
     stop_token_ids: frozenset[int]
     token_ids: list[int]
     is_drafted_for: bool = False
+    adapter: str = ""
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
@@ -64,7 +66,7 @@ class StepPlan:
             number of computed tokens, and the number of known tokens, including those that the
             step in flight samples. A request whose last known token is computed samples the next
             token. Computed tokens behind the last known one are drafts, and one more token is
-            sampled behind each draft.
+            sampled behind each draft. Requests of one adapter are side by side.
         token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` where the step in flight
             samples a token.
         constrained: ids of requests that sample by a grammar, or whose thought must end
@@ -185,4 +187,5 @@ def _new_row(request: Request) -> NewRow:
         request.stop_token_ids,
         request.token_ids.copy() if looks_back else [],
         is_drafted_for(request),
+        request.adapter,
     )

@@ -125,7 +125,7 @@ class Meeting:
         """Return all ranks, in order, once all have connected; admit no others afterwards.
 
         Args:
-            check: raises if a rank is known not to come; called often.
+            check: raises if a rank has failed and cannot connect any more; called often.
 
         Raises:
             EngineDeadError: some ranks have not connected in time.

@@ -207,7 +207,7 @@ def _end_if_stopped(engine_pid: int) -> None:
         time.sleep(_LOOK_EVERY_S)
         num_looks = num_looks + 1 if process_state(engine_pid) in STOPPED else 0
     if os.getppid() == engine_pid:
-        logger.critical("process %d, which leads this rank, was stopped; all end", engine_pid)
+        logger.critical("the engine's process %d was stopped; all ranks end", engine_pid)
         os.kill(engine_pid, signal.SIGKILL)
 
 

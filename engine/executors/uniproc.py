@@ -15,8 +15,8 @@ from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import Executor, PendingStep
+from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.kv_cache import dtype_name
-from engine.worker.launched_step import LaunchedStep
 from engine.worker.worker import Worker
 from models.parallel.group import ALONE, Ranks
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from baton.adapters.digest import NO_ADAPTER, AdapterDigest, AdapterError
 from baton.api.errors import EngineDeadError, InvalidRequestError
 from baton.api.outputs import Completion, FinishReason, RequestDelta, TextDelta
 from baton.api.prompt import (
@@ -33,7 +35,7 @@ from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
 from engine.crash_dump import dump_crash
-from engine.engine import Engine
+from engine.make_engine import make_engine
 from engine.offline.answer import Answer
 from engine.offline.beam_search import (
     Beam,
@@ -50,20 +52,38 @@ Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class _NamedAdapter:
+    """An adapter that a name stands for."""
+
+    digest: AdapterDigest
+    folder: Path
+    pinned: bool
+
+
 class LLM:
     """Completes prompts offline.
 
     Args:
         model: a folder in Hugging Face format, a GGUF file, or a hub id.
         chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
+        adapters: LoRA adapters to load, folders in PEFT's layout by name; see `load_adapter`.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 
     Raises:
         ModelLoadError: the model cannot be found or loaded.
         ConfigError: an option is wrong.
+        AdapterError: an adapter's files are wrong, or do not fit the model.
     """
 
-    def __init__(self, model: str, *, chat_template: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        chat_template: Any = None,
+        adapters: Any = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
         folder = find_model_folder(str(model))
         template_file = None if chat_template is None else Path(chat_template).expanduser()
         self.tokenizer = (
@@ -72,7 +92,11 @@ class LLM:
         # In a batch nobody waits for a single token, so prompts are not cut for the sake of
         # decodes.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
-        self.engine = Engine(folder, EngineConfig(**options))
+        options["max_adapters"] = max(len(adapters), options.get("max_adapters", 0))
+        self.engine = make_engine(folder, EngineConfig(**options))
+        self._adapters: dict[str, _NamedAdapter] = {}
+        for name, adapter_folder in adapters.items():
+            self.load_adapter(name, adapter_folder)
         self._answers: dict[str, Answer] = {}  # of requests in progress, by request id
         self._num_requests = 0
         self._dead = False
@@ -82,6 +106,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[Completion]:
         """Complete each prompt.
@@ -89,6 +114,7 @@ class LLM:
         Args:
             prompts: texts or lists of token ids; one or many.
             sampling_params: for all prompts, or one per prompt.
+            adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -101,9 +127,11 @@ class LLM:
         """
         prompt_list = _as_list(prompts)
         params_list = _one_per_prompt(sampling_params, len(prompt_list))
+        names = _adapter_per_prompt(adapter, len(prompt_list))
+        self._load_named(set(names))
         choices = [
-            self._make_choices(prompt, params)
-            for prompt, params in zip(prompt_list, params_list, strict=True)
+            self._make_choices(prompt, params, name)
+            for prompt, params, name in zip(prompt_list, params_list, names, strict=True)
         ]
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with _progress_bar(len(answers), shown=progress) as advance:
@@ -116,6 +144,7 @@ class LLM:
         conversations: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[Completion]:
         """Answer each conversation, by the checkpoint's chat template; otherwise like `generate`.
@@ -127,7 +156,7 @@ class LLM:
             raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
         many = [conversations] if _is_conversation(conversations) else conversations
         prompts = [self.tokenizer.encode_chat(list(messages)) for messages in many]  # type: ignore[arg-type]  # checked
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, adapter=adapter, progress=progress)
 
     def beam_search(
         self,
@@ -137,6 +166,7 @@ class LLM:
         max_tokens: int = 128,
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
+        adapter: str = "",
     ) -> list[list[BeamCompletion]]:
         """Return each prompt's ``beam_width`` best outputs, best first; see `BeamSearchParams`.
 
@@ -160,7 +190,8 @@ class LLM:
 
         def next_tokens(prefixes: Sequence[list[int]], num: int) -> list[TopTokens]:
             one = SamplingParams(max_tokens=1, temperature=0, logprobs=num)
-            return [completion.logprobs[0].top for completion in self.generate(prefixes, one)]
+            completions = self.generate(prefixes, one, adapter=adapter)
+            return [completion.logprobs[0].top for completion in completions]
 
         found = search_beams(token_ids, params, self.engine.max_model_len, next_tokens)
         return [[self._beam_completion(beam) for beam in beams] for beams in found]
@@ -175,15 +206,88 @@ class LLM:
             finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
         )
 
+    def load_adapter(self, name: str, folder: str | Path, *, pinned: bool = False) -> AdapterDigest:
+        """Load a LoRA adapter, or replace the one of this name; return its digest.
+
+        Requests in progress end with the adapter that they began with. Where all slots
+        (``max_adapters``) are taken, the adapter that was used longest ago is unloaded.
+
+        Args:
+            name: name for `generate`; not empty.
+            folder: a folder in PEFT's layout.
+            pinned: whether the adapter keeps its slot when others need one.
+
+        Raises:
+            AdapterError: the files are wrong, or do not fit the model.
+            OverloadedError: all adapters in memory are in use or pinned.
+        """
+        if not name:
+            raise InvalidRequestError("adapter", "must have a name of 1 character or more")
+        path = Path(folder).expanduser()
+        adapter = self.engine.adapters.read(path)
+        self.engine.adapters.load(adapter, pinned=pinned)
+        before = self._adapters.get(name)
+        self._adapters[name] = _NamedAdapter(adapter.digest, path, pinned)
+        if before is not None:
+            self._let_adapter_leave(before.digest)
+        return adapter.digest
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; it leaves memory with its last request.
+
+        Raises InvalidRequestError if no adapter has this name.
+        """
+        digest = self._named(name).digest
+        del self._adapters[name]
+        self._let_adapter_leave(digest)
+
+    def _let_adapter_leave(self, digest: AdapterDigest) -> None:
+        """Unload an adapter that no name stands for any more."""
+        is_named = any(one.digest == digest for one in self._adapters.values())
+        if not is_named and digest in self.engine.adapters.digests:  # else others took its slot
+            self.engine.adapters.unload(digest)
+
+    def _named(self, name: str) -> _NamedAdapter:
+        found = self._adapters.get(name)
+        if found is None:
+            known = ", ".join(sorted(self._adapters)) or "none"
+            raise InvalidRequestError("adapter", f"{name!r:.80} is not loaded; loaded: {known}")
+        return found
+
+    def _load_named(self, names: set[str]) -> None:
+        """Load those of these adapters whose slots others took; an empty name needs none.
+
+        Raises:
+            InvalidRequestError: no adapter has one of the names.
+            AdapterError: the files have changed since they were read first.
+            OverloadedError: there are fewer slots than these names and open requests need.
+        """
+        wanted = [self._named(name) for name in sorted(names) if name]
+        digests = {one.digest for one in wanted}
+        for one in wanted:
+            if one.digest in self.engine.adapters.digests:
+                continue
+            if self.engine.adapters.load_again(one.digest, pinned=one.pinned, kept=digests):
+                continue
+            adapter = self.engine.adapters.read(one.folder)
+            if adapter.digest != one.digest:
+                raise AdapterError(f"{one.folder}: has changed since it was loaded; load it again")
+            self.engine.adapters.load(adapter, pinned=one.pinned, kept=digests)
+
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        adapter: str = "",
     ) -> Iterator[TextDelta]:
         """Complete one prompt, piece by piece; leaving the loop aborts the request.
 
         The pieces of several outputs (``SamplingParams.n``) come as they are made.
         Raises InvalidRequestError, when the iteration begins.
         """
-        requests = self._make_choices(prompt, sampling_params or SamplingParams())
+        self._load_named({adapter})
+        requests = self._make_choices(prompt, sampling_params or SamplingParams(), adapter)
         answers = self._begin(requests, streams=True)
         try:
             while not all(answer.ended for answer in answers):
@@ -256,8 +360,15 @@ class LLM:
                 num_ended += 1
         return num_ended
 
-    def _make_choices(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """Make one request per wanted output (``SamplingParams.n``) of a prompt."""
+    def _make_choices(
+        self, prompt: Prompt, params: SamplingParams, adapter: str = ""
+    ) -> list[Request]:
+        """Make one request per wanted output (``SamplingParams.n``) of a prompt.
+
+        Args:
+            adapter: name of an adapter; empty: the base model.
+        """
+        digest = self._named(adapter).digest if adapter else NO_ADAPTER
         token_ids = self._tokenize(prompt)
         engine = self.engine
         self._check_prompt(token_ids)
@@ -275,6 +386,7 @@ class LLM:
                 seed=choice_seed(seed, index),
                 eos_token_ids=engine.eos_token_ids,
                 max_model_len=engine.max_model_len,
+                adapter=digest,
                 grammar=engine.compile_grammar(params),
             )
             for index in range(params.n)
@@ -333,6 +445,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]  # a single list of token ids
     return list(prompts)  # type: ignore[arg-type]  # a list of prompts
+
+
+def _adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[str]:
+    names = [adapter] * num_prompts if isinstance(adapter, str) else list(adapter)
+    if len(names) != num_prompts:
+        problem = f"must be one or {num_prompts} (one per prompt), got {len(names)}"
+        raise InvalidRequestError("adapter", problem)
+    return names
 
 
 def _one_per_prompt(

@@ -129,7 +129,8 @@ def _draw_chunk(
     values = logits[rows, likely].astype(np.float64)
     reached = values + temperatures * gumbel(noise_hashes(keys, likely))
     with np.errstate(invalid="ignore"):
-        rounding = 1e-4 * temperatures + 1e-6 * np.abs(reached)  # ten times that of the bounds
+        # Ten times the bounds' rounding error.
+        rounding = 1e-4 * temperatures + 1e-6 * np.abs(reached)
         least = reached - rounding - offsets
     index = np.flatnonzero(bounds >= least[:, None].astype(bounds.dtype))
     rows, token_ids = np.divmod(index, vocab_size)

@@ -1,6 +1,6 @@
 """Random words that depend only on (seed, output position), so there is no generator state to lose.
 
-Words that are kept between steps were only computed ahead.
+Words kept between steps are only computed in advance.
 """
 
 from __future__ import annotations

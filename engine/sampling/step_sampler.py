@@ -1,8 +1,12 @@
-"""StepSampler: draws a step's tokens from its logits, on the device or on the host."""
+"""StepSampler: reads a step's tokens and logprobs off its logits, on the device or on the host.
+
+LaunchedStep: a step on the device, and the result that it becomes when the device has ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +15,8 @@ from torch import Tensor
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
-from engine.sampling.gumbel import Floats
-from engine.sampling.logprobs import compute_logprobs
+from engine.sampling.gumbel import NO_TOKEN, Floats
+from engine.sampling.logprobs import PromptRows, compute_logprobs, compute_prompt_logprobs
 from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import rows_without_numbers, sample
 from engine.sampling.sampling_input import SamplingInput
@@ -43,6 +47,15 @@ class StepSampler:
     def judges_drafts(self, sampling: SamplingInput) -> bool:
         """Return whether rejection sampling judges drafts of this step."""
         return self.rejects and bool(sampling.draft_token_ids)
+
+    def prompt_logprobs(
+        self,
+        hidden_states: Tensor,
+        compute_logits: Callable[[Tensor], Tensor],
+        prompt_rows: Sequence[PromptRows],
+    ) -> dict[str, PromptLogprobs]:
+        """Return the logprobs of a step's prompt tokens; see `compute_prompt_logprobs`."""
+        return compute_prompt_logprobs(hidden_states, compute_logits, prompt_rows)
 
     def draw_on_device(
         self, logits: Tensor, sampling: SamplingInput, device: torch.device
@@ -81,3 +94,47 @@ class StepSampler:
             without_numbers=frozenset(sampling.request_ids[row] for row in wrong),
         )
         return output, token_ids
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step that was launched on the device.
+
+    Attributes:
+        output: the result, except tokens that are still to come.
+        token_ids: `[num_sampling]` int64 on the host, valid after ``done``; None: see ``output``.
+        done: event when the device has computed the step; None: it has.
+        started_at: when the step was launched, by the monotonic clock.
+        ended_at: when the step ended, likewise; None: unknown before `wait`.
+    """
+
+    sampling: SamplingInput
+    output: ModelRunnerOutput
+    token_ids: Tensor | None
+    done: torch.Event | None
+    started_at: float
+    ended_at: float | None = None
+
+    def wait(self) -> ModelRunnerOutput:
+        """Wait until KV and tokens are here; return the result."""
+        if self.done is not None:
+            self.done.synchronize()
+        output, sampled = self.output, self.output.sampled_token_ids
+        without_numbers = output.without_numbers
+        if self.token_ids is not None:
+            drawn = self.token_ids.tolist()
+            if NO_TOKEN in drawn:
+                wrong = {row for row, token_id in enumerate(drawn) if token_id == NO_TOKEN}
+                without_numbers = frozenset(self.sampling.request_ids[row] for row in wrong)
+                drawn = self.token_ids.clamp(min=0).tolist()  # later code needs a valid token
+            sampled = self.sampling.accept(drawn)
+        return ModelRunnerOutput(
+            sampled,
+            output.logprobs,
+            output.prompt_logprobs,
+            output.draft_token_ids,
+            without_numbers,
+            drafting_s=output.drafting_s,
+            started_at=self.started_at,
+            ended_at=self.ended_at or time.monotonic(),
+        )

@@ -34,7 +34,7 @@ from engine.speculation.draft_lengths import (
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32  # steps with an equal number of requests
 _NONE_FOR_LONG = 64  # steps without paying drafts, after which new requests are not drafted for
 _LOOK_RARELY = 4  # then, times and choices are updated this many times less often
-_ONE_MORE_AFTER = 128  # steps with fewer than all drafts, until one more is tried
+_ONE_MORE_AFTER = 128  # steps with fewer than all drafts until one more is tried
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # ended requests to collect before cleaning up
 
@@ -69,8 +69,8 @@ class Speculation:
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
         self._adaptive, self.in_steps = adaptive, in_steps
         self.drafter_reads = drafter_reads
-        self._num_steps_of_none = 0  # since drafts paid
-        self._num_steps_of_some = 0  # with fewer than all drafts
+        self._num_steps_of_none = 0  # steps since drafts paid
+        self._num_steps_of_some = 0  # steps with fewer than all drafts
         self._tries_one_more = False
         self._trials = Trials()
         self._to_draft = (0, 0, 0)  # number of drafts, for how many requests, for how many steps
@@ -135,7 +135,7 @@ class Speculation:
         return self._num_steps_of_none > _NONE_FOR_LONG
 
     def num_to_read(self) -> int:
-        """Return for how many of the requests that start now the drafter must read all tokens.
+        """Return the number of requests that start now and must be read by the drafter.
 
         All, unless no drafts have paid for long: then one, when a trial is due, else none. A
         request that is not read from its start is never drafted for.

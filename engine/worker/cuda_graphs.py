@@ -24,7 +24,8 @@ from baton.engine_config import EngineConfig
 from baton_kernels.attention.base import AttentionBackend
 from engine.sampling.device_sampling import sample_on_device
 from engine.worker.device_choice import BackendNames
-from engine.worker.graph_inputs import GraphInputs, StagedStep
+from engine.worker.graph_inputs import GraphInputs
+from engine.worker.inputs.prepared_step import StagedStep
 from models.base import CausalLM, ForwardContext, LayerCache
 
 # Runs a step's body once or more; returns a function that computes it again.

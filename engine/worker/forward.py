@@ -9,7 +9,7 @@ from torch import Tensor
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from engine.worker.chunks.chunk_graphs import ChunkGraphs
-from engine.worker.cuda_graphs import GraphContext, Replays
+from engine.worker.cuda_graphs import GraphContext, Replays, StepGraphs
 from engine.worker.inputs.prepared_step import ModelInput
 from models.base import ForwardContext, GroupStep
 
@@ -19,11 +19,21 @@ class Forward:
 
     Args:
         context: the model, its cache, and one attention backend per KV cache group that attends.
-        chunk_graphs: captured graphs of steps with prompts; empty until captured.
+        decode_graphs: captured graphs of decode steps; empty until captured.
+        chunk_graphs: captured graphs of steps with prompts, likewise.
+
+    Attributes:
+        context, decode_graphs, chunk_graphs: as given.
     """
 
-    def __init__(self, context: GraphContext, chunk_graphs: Replays[ChunkGraphs]) -> None:
-        self.context, self.chunk_graphs = context, chunk_graphs
+    def __init__(
+        self,
+        context: GraphContext,
+        decode_graphs: Replays[StepGraphs],
+        chunk_graphs: Replays[ChunkGraphs],
+    ) -> None:
+        self.context = context
+        self.decode_graphs, self.chunk_graphs = decode_graphs, chunk_graphs
 
     def run(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:
         """Return the hidden states, `[num_tokens, hidden_size]`.
@@ -40,6 +50,7 @@ class Forward:
             layer_groups=context.layer_groups,
             layer_caches=context.layer_caches,
             after_layer=after_layer,
+            adapters=inputs.adapters,
         )
         return context.model.forward(inputs.input_ids, forward_context)
 

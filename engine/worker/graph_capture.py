@@ -197,7 +197,7 @@ def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
 
 
 def _measure_kind(replays: AnyReplays, make_capture: Callable[[], object]) -> int:
-    """Return the bytes of all sizes of one kind, estimated from the two largest."""
+    """Return the bytes of all graphs of one kind of step, estimated from the two largest sizes."""
     free, sizes = [_free_bytes()], replays.capturable
     for num_graphs in (1, 2)[: len(sizes)]:
         replays.capture(make_capture(), sizes[-num_graphs:])

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,24 +26,11 @@ from baton_kernels.attention.base import AttentionMetadata
 from engine.sampling.device_sampling import PARAMETER_TYPES
 from engine.sampling.sampling_input import SamplingInput
 from engine.worker.block_table import BlockTable
+from engine.worker.inputs.prepared_step import StagedStep
 
 _ALIGNMENT = 16  # bytes, for vector loads
 _NO_SLOT = -1
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class StagedStep:
-    """A step of one token per request, staged on the host for a replay.
-
-    Its bytes are overwritten when the step after the next one is staged.
-    """
-
-    sampling: SamplingInput
-    staging: int  # index of the staging buffer
-    num_requests: int
-    size: int  # captured size: num_requests and padding
-    num_blocks: int  # used columns of the block tables
 
 
 class _Sections:

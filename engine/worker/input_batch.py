@@ -12,10 +12,10 @@ from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from engine.core.step_plan import SHARE, StepPlan
 from engine.worker.block_table import BlockTable
-from engine.worker.drafting.drafting_step import DraftingStep
-from engine.worker.graph_inputs import GraphInputs, StagedStep
+from engine.worker.drafting.base import DraftingStep
+from engine.worker.graph_inputs import GraphInputs
 from engine.worker.inputs.drafter_columns import drafting_step
-from engine.worker.inputs.prepared_step import ModelInput, PreparedStep
+from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, StagedStep
 from engine.worker.inputs.request_rows import RequestRows
 from engine.worker.inputs.state_segments import cut_segments, state_metadata
 from engine.worker.inputs.step_buffers import KeptDecodes, StepBuffers
@@ -164,6 +164,7 @@ class InputBatch:
                     self._attend_again(kept, index, starts, seq_lens)
                     for index in range(len(self._block_tables))
                 ),
+                model.adapters,
             ),
             self._rows.sample_again(kept.step.sampling, kept.rows, num_known),
             kept.step.prompt_rows,
@@ -225,6 +226,7 @@ class InputBatch:
             positions=self._to_device(buffers.positions.tensor[:num_tokens]),
             last_token_rows=self._to_device(buffers.last_token_rows.tensor[: len(sampling)]),
             groups=self._groups(columns, token_rows, positions),
+            adapters=self._rows.adapter_spans(columns),
         )
         step = PreparedStep(
             model_input,

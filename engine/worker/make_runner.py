@@ -79,7 +79,7 @@ def make_model_runner(
     if samples_on_device is None:
         samples_on_device = device.type == "cuda" and find_spec("triton") is not None
     return ModelRunner(
-        Forward(context, chunk_graphs),
+        Forward(context, decode_graphs, chunk_graphs),
         InputBatch(
             max_num_requests=config.max_num_requests,
             max_num_tokens=config.max_num_batched_tokens,
@@ -91,7 +91,6 @@ def make_model_runner(
             device=device,
             graph_inputs=graph_inputs,
         ),
-        decode_graphs,
         StepSampler(samples_on_device, rejects),
         ranks=ranks,
         tells_tokens=tells_tokens,

@@ -11,17 +11,11 @@ from torch import Tensor
 
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
-from engine.sampling.logprobs import compute_prompt_logprobs
-from engine.sampling.sampling_input import SamplingInput
-from engine.sampling.step_sampler import Proposed, StepSampler
-from engine.worker.cuda_graphs import Replays, StepGraphs
-from engine.worker.drafting.base import Drafting
-from engine.worker.drafting.drafting_step import DraftingStep
+from engine.sampling.step_sampler import LaunchedStep, Proposed, StepSampler
+from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.forward import Forward
-from engine.worker.graph_inputs import StagedStep
 from engine.worker.input_batch import InputBatch
-from engine.worker.inputs.prepared_step import PreparedStep
-from engine.worker.launched_step import LaunchedStep
+from engine.worker.inputs.prepared_step import PreparedStep, StagedStep
 from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()
@@ -39,9 +33,8 @@ class ModelRunner:
     Launching a step waits for the step if the sampler draws its tokens on the host.
 
     Args:
-        forward: runs the model, eagerly or by captured graphs of steps with prompts.
+        forward: runs the model, eagerly or by captured graphs.
         input_batch: persistent input buffers on the model's device.
-        decode_graphs: captured graphs of decode steps, if any.
         sampler: draws tokens.
         ranks: the ranks that share the model; the leader samples for all.
         tells_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
@@ -49,14 +42,13 @@ class ModelRunner:
         drafting: makes drafts behind each step, once its tokens are known; None: no drafts here.
 
     Attributes:
-        decode_graphs, chunk_graphs: as given; empty until captured.
+        decode_graphs, chunk_graphs: see `Forward`.
     """
 
     def __init__(
         self,
         forward: Forward,
         input_batch: InputBatch,
-        decode_graphs: Replays[StepGraphs],
         sampler: StepSampler,
         *,
         ranks: Ranks = ALONE,
@@ -68,7 +60,7 @@ class ModelRunner:
         self._drafting_steps: deque[DraftingStep] = deque()  # prepared, not launched yet
         self._model = forward.context.model
         self._input_batch = input_batch
-        self.decode_graphs, self.chunk_graphs = decode_graphs, forward.chunk_graphs
+        self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
         self._ranks = ranks
         self._tells_tokens = tells_tokens and ranks.everyone.size > 1
         self._untold: Tensor | None = None  # rows whose tokens the leader has yet to send
@@ -107,14 +99,12 @@ class ModelRunner:
             assert hooks.after_layer is None, "the step was prepared for a replay"
             hidden, token_ids = graphs.replay(prepared)
             if not self._sampler.needs_host(prepared.sampling):
-                launched = self._launched(prepared.sampling, token_ids, {}, started_at)
+                launched = self._launched(prepared, token_ids, {}, started_at)
                 return self._drafted(launched, hidden, hooks)
             # Compute all logits again here, which is rare: keeping them would cost memory in every
             # step.
             logits = self._model.compute_logits(hidden)
-            launched, token_ids = self._sampled_on_host(
-                prepared.sampling, logits, {}, hooks, started_at
-            )
+            launched, token_ids = self._sampled_on_host(prepared, logits, {}, hooks, started_at)
             graphs.correct(prepared, token_ids)
             return self._drafted(launched, hidden, hooks)
         return self._launch_eagerly(prepared, hooks, started_at)
@@ -134,24 +124,24 @@ class ModelRunner:
             self._hear_tokens()
             self._untold = prepared.sampling_rows
         if not self._ranks.is_last_stage:
-            return self._launched(sampling, None, {}, started_at)
-        prompt_logprobs = compute_prompt_logprobs(
+            return self._launched(prepared, None, {}, started_at)
+        prompt_logprobs = self._sampler.prompt_logprobs(
             hidden_states, self._model.compute_logits, prepared.prompt_rows
         )
         if not sampling.request_ids:
-            launched = self._launched(sampling, None, prompt_logprobs, started_at)
+            launched = self._launched(prepared, None, prompt_logprobs, started_at)
             return self._drafted(launched, hidden_states, hooks)
         last = hidden_states[inputs.last_token_rows] if prepared.has_prompts else hidden_states
         logits = self._model.compute_logits(last)
         if not self._ranks.leads:
-            return self._launched(sampling, None, prompt_logprobs, started_at)
+            return self._launched(prepared, None, prompt_logprobs, started_at)
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
-            launched = self._launched(sampling, token_ids, prompt_logprobs, started_at)
+            launched = self._launched(prepared, token_ids, prompt_logprobs, started_at)
             token_ids = token_ids.clamp(min=0)  # the next step embeds the tokens
         else:
             launched, token_ids = self._sampled_on_host(
-                sampling, logits, prompt_logprobs, hooks, started_at
+                prepared, logits, prompt_logprobs, hooks, started_at
             )
         if self._tells_tokens:
             for rank in range(self._ranks.everyone.size):
@@ -194,7 +184,7 @@ class ModelRunner:
 
     def _launched(
         self,
-        sampling: SamplingInput,
+        prepared: AnyPreparedStep,
         token_ids: Tensor | None,
         prompt_logprobs: dict[str, PromptLogprobs],
         started_at: float,
@@ -211,17 +201,18 @@ class ModelRunner:
         else:
             ended_at = time.monotonic()
         output = ModelRunnerOutput({}, prompt_logprobs=prompt_logprobs)
-        return LaunchedStep(sampling, output, on_host, done, started_at, ended_at)
+        return LaunchedStep(prepared.sampling, output, on_host, done, started_at, ended_at)
 
     def _sampled_on_host(
         self,
-        sampling: SamplingInput,
+        prepared: AnyPreparedStep,
         logits: Tensor,
         prompt_logprobs: dict[str, PromptLogprobs],
         hooks: StepHooks,
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
         """Sample on the host; return the finished step, and its tokens on the device."""
+        sampling = prepared.sampling
         output, token_ids = self._sampler.draw_on_host(
             logits, sampling, hooks, prompt_logprobs, self._proposed
         )

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import torch
 
+from baton.adapters.digest import AdapterDigest
+from baton.adapters.files import Adapter, AdapterFiles
 from baton.api.errors import ConfigError
 from baton.checkpoint.weights_cache import WeightsCache
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
+from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.device_choice import (
     BackendNames,
     check_batch_invariant,
@@ -51,13 +54,14 @@ from engine.worker.kv_cache import (
     dtype_name,
     kv_cache_spec,
 )
-from engine.worker.launched_step import LaunchedStep
 from engine.worker.memory_profile import measure_kv_cache_bytes
 from engine.worker.model_runner import AnyPreparedStep, ModelRunner
 from engine.worker.warm_up import check_numbers, warm_up
 from models import load_model
+from models.adapters.slots import AdapterSlots
 from models.base import CausalLM
 from models.config import ModelConfig
+from models.decoder import DecoderForCausalLM
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import stage_layers
 
@@ -114,6 +118,7 @@ class Worker:
         if device.type == "cpu":
             keep_freed_memory()
         self.model_config = model.config
+        self._adapters = _make_adapter_slots(config, model, self.dtype, device)
         self.linear_weights = describe_weights(config.weights, packer, model)
         drafter = load_drafter(config, model_folder, model, self.dtype, device)
         config = fit_num_drafts(config, drafter)
@@ -175,6 +180,21 @@ class Worker:
             rejects=rejects,
         )
 
+    def check_adapter(self, files: AdapterFiles) -> None:
+        """Raise AdapterError unless an adapter fits the model; safe from any thread."""
+        assert self._adapters is not None, "max_adapters is 0"
+        self._adapters.check(files)
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        """Load an adapter between steps; return its size in bytes; raises AdapterError."""
+        assert self._adapters is not None, "max_adapters is 0"
+        return self._adapters.load(adapter)
+
+    def unload_adapter(self, digest: AdapterDigest) -> None:
+        """Let go of an adapter between steps."""
+        assert self._adapters is not None, "max_adapters is 0"
+        self._adapters.unload(digest)
+
     def num_blocks(self) -> int:
         """Return the number of KV blocks; called on all workers."""
         return self.kv_memory.num_blocks
@@ -213,6 +233,23 @@ class Worker:
         if self._lent_cores is not None:
             self._lent_cores.close()
             self._lent_cores = None
+
+
+def _make_adapter_slots(
+    config: EngineConfig, model: CausalLM, dtype: torch.dtype, device: torch.device
+) -> AdapterSlots | None:
+    """Make room for adapters beside a loaded model; None if there are to be none.
+
+    Raises ConfigError on a GPU, where adapters are not computed.
+    """
+    if not config.max_adapters:
+        return None
+    if device.type != "cpu":
+        problem = f"adapters are computed on a CPU, and the device is {device}"
+        raise ConfigError(f"max_adapters: {problem}")
+    assert isinstance(model, DecoderForCausalLM)
+    model.adapted = slots = AdapterSlots(model, dtype)
+    return slots
 
 
 def _weights_cache(config: EngineConfig) -> WeightsCache:

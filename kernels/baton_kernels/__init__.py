@@ -33,13 +33,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(sum), sum)`` of ``residual + x * factor``."""
+    """Return ``(rms_norm(sum), sum)``, where ``sum`` is ``residual + x * factor``."""
     return ops_for(x).add_rms_norm(x, residual, weight, eps, factor)
 
 
 def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
     """``residual + x * factor``."""
     return ops_for(x).scaled_add(x, residual, factor)
+
+
+def add_rows(x: Tensor, delta: Tensor) -> None:
+    """Add ``delta`` to ``x`` in place, ``[n, size]`` each."""
+    ops_for(x).add_rows(x, delta)
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
@@ -123,7 +128,7 @@ def causal_conv(
     in_gate: Tensor | None = None,
     out_gate: Tensor | None = None,
 ) -> Tensor:
-    """Convolve each channel with its newest inputs."""
+    """Convolve each channel over its newest inputs."""
     return ops_for(x).causal_conv(
         *(x, weight, bias, states, metadata),
         has_silu=has_silu,
@@ -177,7 +182,7 @@ def norm_rotary_store_latent(
     interleaved: bool,
     out: Tensor,
 ) -> None:
-    """Norm and store latents, and rotate the dims that carry the position; write ``out``."""
+    """Norm and store latents, and rotate the dims that carry the position; write to ``out``."""
     ops_for(query).norm_rotary_store_latent(
         *(query, latent, cos, sin, cache, slot_mapping),
         weight=weight,
@@ -188,7 +193,7 @@ def norm_rotary_store_latent(
 
 
 def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
-    """Multiply each group of inputs with outputs of its own, by a packed weight."""
+    """Multiply each group of inputs by its own block of a packed, block-diagonal weight."""
     ops_for(x).grouped_packed_linear(x, weight, out)
 
 
@@ -228,12 +233,12 @@ def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` with a weight of 4 or 8 bits a number, as GPUs keep it."""
+    """``x @ weight.T + bias`` with a weight of 4 or 8 bits per number, laid out for GPUs."""
     return ops_for(x).quantized_linear(x, weight, bias)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor) -> Tensor:
-    """``x @ weight.T + bias``; a token's result does not depend on the batch, on a GPU either."""
+    """``x @ weight.T + bias``; a token's result does not depend on the batch, even on a GPU."""
     return ops_for(x).invariant_linear(x, weight, bias, arrived)
 
 
@@ -257,7 +262,7 @@ def experts(
 ) -> Tensor:
     """Send each token through its experts, and add up the weighted results.
 
-    With ``invariant``, a token's result does not depend on the batch on a GPU either.
+    With ``invariant``, a token's result does not depend on the batch, even on a GPU.
     """
     return ops_for(x).experts(
         *(x, ids, weights, gate_up, down, base, base_gate),
@@ -298,6 +303,7 @@ __all__ = [
     "StateMetadata",
     "WeightFormat",
     "add_rms_norm",
+    "add_rows",
     "causal_conv",
     "experts",
     "gate_mul",

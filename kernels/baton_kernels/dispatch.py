@@ -1,4 +1,4 @@
-"""Chooses what computes the ops on a tensor: C on CPUs, Triton on GPUs, else the reference.
+"""Choose what computes the ops on a tensor: C on CPUs, Triton on GPUs, else the reference.
 
 No other module chooses. The choice holds for the whole process, like torch's number of threads.
 Refuses to know: what the ops do.
@@ -39,7 +39,7 @@ def native_ops() -> NativeOps | None:
 
 
 def ops_for(tensor: Tensor) -> Ops:
-    """Return the ops, as attributes, for tensors on the device of this one."""
+    """Return the ops for tensors on the device of this one."""
     if tensor.is_cpu and (native := native_ops()) is not None:
         return native
     if tensor.is_cuda:
@@ -74,7 +74,7 @@ _TRITON = {
 
 @functools.cache
 def _triton_ops() -> Ops:
-    """Load the ops in Triton, each from the reference where its module cannot be imported."""
+    """Load the Triton ops; where a module cannot be imported, take the reference's op."""
     ops: Any = SimpleNamespace(
         packed_linear=reference.packed_linear,
         packed_gated_linear=reference.packed_gated_linear,
@@ -83,6 +83,7 @@ def _triton_ops() -> Ops:
         packed_scores=reference.packed_scores,
         route=reference.route,
         scaled_add=reference.scaled_add,
+        add_rows=reference.add_rows,
         join=reference.join,
         largest=reference.largest,
         soft_cap=reference.soft_cap,

@@ -1,4 +1,4 @@
-"""Memory of the host in huge pages, for what is read in long streams or in far jumps.
+"""Host memory in huge pages, for data that is read in long streams or with far jumps.
 
 Refuses to know: what is kept there.
 """
@@ -20,14 +20,14 @@ _LINE = 64  # bytes; tensors begin at multiples of a cache line
 def huge_pages(num_bytes: int) -> Tensor:
     """Allocate `[num_bytes]` zero bytes that begin at a huge page.
 
-    They take no memory until they are written, then in huge pages where the kernel has some and
-    allows them on request.
+    They take no memory until they are written. They are then in huge pages, if the kernel has some
+    and grants them on request.
 
     Raises:
-        OSError, OverflowError: there is no room for so many.
+        OSError, OverflowError: there is not enough memory.
     """
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a kernel without them
+    with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     everything = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -everything.data_ptr() % _HUGE_PAGE
@@ -37,7 +37,8 @@ def huge_pages(num_bytes: int) -> Tensor:
 class WeightMemory:
     """Hands out tensors that lie one after another in huge pages.
 
-    A tensor of its own has them only where it covers whole ones: of some MiB, half of it.
+    Memory that torch allocates for a tensor alone has huge pages only where it covers whole ones:
+    for tensors of a few MiB, that is half of it.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Look up in a text what it ends with: where that came before. On the host, in C where it can be.
+"""Find where the last tokens of a text occurred before; on the host, in C if possible.
 
-Refuses to know: requests, what becomes of the place.
+Refuses to know: requests, how the place is used.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
 
     Args:
         tokens: `[num_tokens]`.
-        least, most: tokens of the run; a place where more than ``most`` are the same is no better.
+        least, most: number of tokens of the run; matches longer than ``most`` are no better.
 
     Returns:
-        The position behind that run, of several places the last one; -1 where there is none.
+        The position after the earlier copy, the last one if there are several; -1 if there is none.
     """
     num = len(tokens)
     if num < 2:

@@ -1,4 +1,4 @@
-"""A linear layer's weight as CPU kernels read it: in panels, in a format of its own.
+"""A linear layer's weight in the panels and number formats that CPU kernels read.
 
 Refuses to know: what computes with it, and layers.
 """
@@ -16,19 +16,19 @@ from torch.nn import functional
 
 INT8_LIMIT = 127
 FLOAT8 = torch.float8_e4m3fn
-FLOAT8_CAPABILITY = (8, 9)  # of GPUs that have it (Ada, Hopper)
+FLOAT8_CAPABILITY = (8, 9)  # compute capability of GPUs that have float8 (Ada, Hopper)
 # Most inputs that share a scale in weights of codes.
 INPUT_BLOCK = 64
 # Inputs whose groups share a factor, if scales are stored as multiples of factors.
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
-FLOAT8_GROUP = 128  # inputs with a scale, of float8, or a multiple
-_STEP = 8  # inputs by which codes are filled up
-# What codes of e2m1 (OCP Microscaling Formats, 1.0) stand for, twice: 0.5 is 1. In the order of
-# codes.h.
+FLOAT8_GROUP = 128  # inputs that share a scale of float8; or a multiple of it
+_STEP = 8  # codes are padded to a multiple of this many inputs
+# Twice the values of e2m1 codes (OCP Microscaling Formats, 1.0): a 1 stands for 0.5. The same order
+# as in codes.h.
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_QUAD = 4  # codes of one output that lie together
-_PAIR = 2  # weights of bfloat16 of one output, likewise
+_QUAD = 4  # adjacent codes of one output
+_PAIR = 2  # adjacent bfloat16 weights of one output
 
 
 class WeightFormat(Enum):
@@ -37,15 +37,15 @@ class WeightFormat(Enum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
-    # 8 bits, one scale per output; inputs stay what they are.
+    # 8 bits, one scale per output; inputs are not rounded.
     INT8_WEIGHT_ONLY = "int8-weight-only"
-    # e4m3, a scale per output or per 128 inputs of it; inputs stay what they are.
+    # e4m3, a scale per output or per 128 of its inputs; inputs are not rounded.
     FP8 = "fp8"
-    # Codes of 8 bits; Baton's own have a bfloat16 scale for every 128 inputs. Inputs are rounded to
-    # 8 bits, too.
+    # Codes of 8 bits. Rows that Baton rounds have a bfloat16 scale per 128 inputs. Inputs are
+    # rounded to 8 bits, too.
     INT8 = "int8"
-    # Codes of 4 bits; Baton's own have a scale and a minimum of 8 bits for every 32 inputs. Inputs
-    # are rounded to 8 bits.
+    # Codes of 4 bits. Rows that Baton rounds have a scale and a minimum of 8 bits per 32 inputs.
+    # Inputs are rounded to 8 bits.
     INT4 = "int4"
 
     @property
@@ -65,7 +65,7 @@ class WeightFormat(Enum):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> WeightFormat | None:
-        """Return the format that keeps numbers of ``dtype`` as they are, if there is one."""
+        """Return the format that stores numbers of ``dtype`` unchanged, or None."""
         formats = {torch.float32: cls.FP32, torch.bfloat16: cls.BF16, torch.float16: cls.FP16}
         return formats.get(dtype)
 
@@ -87,14 +87,15 @@ class CodeLayout:
     """Layout of a weight's codes and of the numbers of their groups.
 
     Attributes:
-        format: `INT8` or `INT4`; or `FP8`, whose scales are float32 and all there is.
-        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; of
+        format: `INT8` or `INT4`; or `FP8`, which has float32 scales and no other group numbers.
+        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; for
             `FP8` a multiple of `FLOAT8_GROUP`.
-        scales: their type. int8: multiples of a factor that `SUPER_GROUP` inputs share.
-        minima: their type; None: there are none, and codes are symmetric. int8: multiples of a
-            factor of their own where scales are, else (zero points) of the group's scale.
-        factors: type of the factors; None: no factors.
-        is_e2m1: codes are of `E2M1_TWICE`; of 4 bits, without minima.
+        scales: dtype of the scales. int8: multiples of a factor that `SUPER_GROUP` inputs share.
+        minima: dtype of the minima; None: there are none, and codes are symmetric. int8: multiples
+            of a factor of their own if scales have factors, else zero points, multiples of the
+            scale.
+        factors: dtype of the factors; None: no factors.
+        is_e2m1: whether codes are indexes into `E2M1_TWICE`; needs 4 bits and no minima.
     """
 
     format: WeightFormat
@@ -146,7 +147,7 @@ class Groups:
         return Groups(scales, *others)
 
     def of_smaller(self, times: int) -> Groups:
-        """Return the groups after cutting every group into ``times`` equal parts."""
+        """Return the groups after each is cut into ``times`` equal parts."""
         minima = None if self.minima is None else self.minima.repeat_interleave(times, dim=1)
         return replace(self, scales=self.scales.repeat_interleave(times, dim=1), minima=minima)
 
@@ -169,7 +170,7 @@ class GroupedIntegers:
         numbers: ``[n, in_features]``: int8, from ``-2 ** (bits - 1)``; with minima uint8, from 0.
         groups: scales and minima of the rows.
         group_size: neighbouring inputs with one scale, see `CodeLayout`; or all.
-        is_e2m1: whether all numbers are values of `E2M1_TWICE`.
+        group_size: neighbouring inputs with one scale, see `CodeLayout`; or all inputs of a row.
     """
 
     bits: int
@@ -182,18 +183,18 @@ class GroupedIntegers:
     def of(
         cls, bits: int, numbers: Tensor, groups: Groups | Tensor, group_size: int
     ) -> GroupedIntegers | None:
-        """Make integers in groups; None if kernels do not support the size of groups or numbers.
+        """Make integers in groups; None if kernels do not support the group size or the bits.
 
         Args:
             bits: bits of a number.
             numbers: numbers of any integer type.
-            groups: scales and minima of the rows; or scales alone.
+            groups: scales and minima of the rows, or scales alone.
             group_size: neighbouring inputs that share a scale.
         """
         in_features, fits = numbers.shape[1], bits in (4, 8)
         if isinstance(groups, Tensor):
             groups = Groups(groups)
-        if groups.scales.shape[1] == 1:  # whatever its size is said to be
+        if groups.scales.shape[1] == 1:  # a single group, whatever its nominal size
             group_size = -(-in_features // INPUT_BLOCK) * INPUT_BLOCK
         fits = fits and (group_size in _SMALL_GROUPS or group_size % INPUT_BLOCK == 0)
         for one in (groups.scales, groups.minima):
@@ -286,7 +287,7 @@ class GroupedIntegers:
 
 
 def _cut(part: GroupedIntegers, group_size: int) -> Groups:
-    """Return the groups of a part that is cut into smaller ones."""
+    """Return a part's groups after they are cut into groups of ``group_size``."""
     num_groups = -(-part.numbers.shape[1] // group_size)
     groups = part.groups.of_smaller(part.group_size // group_size)
     minima = None if groups.minima is None else groups.minima[:, :num_groups]
@@ -294,13 +295,13 @@ def _cut(part: GroupedIntegers, group_size: int) -> Groups:
 
 
 def _with_minima(part: GroupedIntegers, *, zero_points: bool) -> GroupedIntegers:
-    """Count from 0: what the numbers are below it becomes minima, integers if they are to be."""
+    """Shift the numbers to start at 0 and compensate by minima, integers with ``zero_points``."""
     groups = part.groups
     if groups.minima is not None:
         return part
     shift = 1 << max(-int(part.numbers.min()) - 1, 0).bit_length()  # a power of 2: exact
     factors, minima = groups.scale_factors, groups.scales * -shift
-    if factors is not None:  # the multiples stay, their factors change
+    if factors is not None:  # the multiples stay, and the factors are shifted
         factors, minima = factors * -shift, groups.scales
     elif zero_points and groups.scales.dtype != torch.float32:
         minima = torch.full_like(groups.scales, -shift, dtype=torch.int8)
@@ -327,8 +328,8 @@ class Float8Rows:
 
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
-        scales: ``[n, groups]`` float32: what a group of a row's neighbours is multiplied with.
-        group_size: neighbours of a group; one group may have the whole row.
+        scales: ``[n, groups]`` float32 factors of the numbers of a row's groups.
+        group_size: neighbouring numbers in a group; a group may be a whole row.
     """
 
     numbers: Tensor
@@ -371,20 +372,20 @@ class PackedWeight:
     inputs of 4 bits: inputs 0 to 3 in the bytes' low halves, 4 to 7 in the high halves. A weight is
     ``(code - 2 ** (bits - 1)) * scale``, or ``code * scale + minimum`` where groups have minima.
     Codes of e2m1 are indexes into `E2M1_TWICE`.
-    Products with codes round their inputs, see ``rounded_inputs``.
+    Products with codes round their inputs, see `rounded_inputs`.
     """
 
     format: WeightFormat
     # [ceil(out_features / width), in_features, width] numbers, or pairs or codes as above.
     panels: Tensor
     scales: Tensor | None  # [out_features] float32; None: all are 1
-    groups: Groups | None  # [panels, groups of the inputs, width]; of codes only
+    groups: Groups | None  # [panels, groups of the inputs, width]; for codes only
     group_size: int  # inputs of a group, see `CodeLayout`
     bias: Tensor | None  # [out_features] float32
     out_features: int
     in_features: int
     is_e2m1: bool = False  # see `CodeLayout`
-    has_fine_inputs: bool = False  # codes only: inputs are rounded to 16 bits
+    has_fine_inputs: bool = False  # for codes only: inputs are rounded to 16 bits
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -431,8 +432,8 @@ class PackedWeight:
         """Allocate a weight whose rows are written later; the last panel's padding is filled in.
 
         Args:
-            empty: allocates what is streamed.
-            layout: layout of codes; None: the one that `pack_rows` makes.
+            empty: allocates the large tensors.
+            layout: layout of codes; None: the layout that `pack_rows` makes.
             has_gaps: whether every panel may have rows that are never written; all rows begin as 0.
         """
         num_panels = -(-out_features // width)
@@ -468,7 +469,7 @@ class PackedWeight:
         width: int,
         empty: Callable[..., Tensor] = torch.empty,
     ) -> PackedWeight:
-        """Pack ``weight``, ``[out_features, in_features]``, see ``empty``; neither is kept."""
+        """Pack a weight, ``[out_features, in_features]``, and its bias; see ``empty``."""
         out_features, in_features = weight.shape
         packed = cls.empty(out_features, in_features, format, width, empty)
         packed.write_rows(0, weight)
@@ -494,7 +495,7 @@ class PackedWeight:
         self._write_numbers(ids, numbers.to(self.panels.dtype))
 
     def write_float8(self, first_row: int, rows: Float8Rows) -> None:
-        """Write rows of float8 as they are; their groups are this weight's."""
+        """Write rows of float8 unchanged; they have this weight's groups."""
         ids = torch.arange(first_row, first_row + len(rows.numbers))
         self._write_numbers(ids, rows.numbers)
         self.write_scales(first_row, rows)
@@ -515,7 +516,7 @@ class PackedWeight:
         _put_rows(_as_bytes(self.panels), ids, numbers)
 
     def write_integers(self, first_row: int, rows: GroupedIntegers) -> None:
-        """Write rows that are integers already; their layout is this weight's."""
+        """Write rows that are integers already, in this weight's layout."""
         assert self.groups is not None
         assert rows.layout == self.layout
         ids = torch.arange(first_row, first_row + len(rows.numbers))
@@ -558,10 +559,10 @@ class PackedWeight:
 
 
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Round ``[..., in_features]`` as a product with a weight of codes rounds its inputs; float32.
+    """Round ``[..., in_features]`` like a product with a weight of codes does; float32.
 
     The inputs of one group of weights, at most ``INPUT_BLOCK`` neighbours, share a scale that makes
-    the largest one 127. If the weight has fine inputs, the remainder is rounded in the same way
+    the largest of them 127. If the weight has fine inputs, the remainder is rounded in the same way
     and added.
     """
     size, each = x.shape[-1], min(weight.group_size, INPUT_BLOCK)
@@ -608,7 +609,7 @@ def _empty_groups(
     empty: Callable[..., Tensor],
     first_filled: int,
 ) -> Groups:
-    """Allocate the numbers of groups; from the panel ``first_filled`` on they are 0."""
+    """Allocate the numbers of groups; from panel ``first_filled`` on they are 0."""
 
     def numbers_of(size: int, dtype: torch.dtype | None) -> Tensor | None:
         if dtype is None:
@@ -660,10 +661,10 @@ def _four_bits(rows: Tensor) -> GroupedIntegers:
 
 
 def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Search each group's scale and minimum, with the least squared error; ``[n, groups]``.
+    """Find each group's scale and minimum of least squared error; ``[n, groups]``.
 
-    Twelve scales are tried. The codes of each give a better scale and minimum by least squares, as
-    in GGML's K-quants. Sums run in order, in float32, so kernels find the same bits.
+    Twelve scales are tried. The codes of each give a scale and minimum by least squares, as in
+    GGML's K-quants. Sums run in order, in float32, so that kernels find the same bits.
     """
     size = groups.shape[2]
     values = groups.unbind(2)
@@ -681,7 +682,7 @@ def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
         scale = (size * products - count * total) / spread
         scale = torch.where((spread > 0) & (scale > 0), scale, 0.0)
         minimum = (total - scale * count) / size
-        error = -(scale * products + minimum * total)  # less the squares of all values
+        error = -(scale * products + minimum * total)  # without squares, a constant
         better = error < best
         best = torch.where(better, error, best)
         best_scale = torch.where(better, scale, best_scale)

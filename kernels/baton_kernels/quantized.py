@@ -1,7 +1,7 @@
-"""A linear layer's weight as GPU kernels read it: codes in rows, and the scales of their groups.
+"""A linear layer's weight in the layouts that GPU kernels read: codes in rows, scales in groups.
 
-    GroupedWeight    inputs stay what they are: 4 or 8 bits a weight beside 16 of an input
-    RoundedWeight    inputs are rounded to the weight's own type, token by token: 8 bits each
+    GroupedWeight    4 or 8 bits per weight; inputs are not rounded
+    RoundedWeight    8 bits per weight; inputs are rounded to the same type, token by token
 
 Refuses to know: what computes with it, and layers.
 """
@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from baton_kernels.packed import FLOAT8_GROUP, GroupedIntegers, Groups
 
-# Words of a row that are read together, and inputs of one of their planes.
+# Words of a row that are read together; also the inputs in a plane.
 SIDE = 16
 _WORD_BITS = 32
 _FOUR_BITS_GROUP = 128
-_NUM_TRIED = 12  # scales of a group
+_NUM_TRIED = 12  # scales that are tried for a group
 # Inputs of one product of bytes; groups of rounded weights are multiples of this number.
 ROUNDED_BLOCK = FLOAT8_GROUP
 
@@ -30,18 +30,18 @@ ROUNDED_BLOCK = FLOAT8_GROUP
 class QuantizedFormat(Enum):
     """Formats that a GPU's weights can be rounded to."""
 
-    # A scale per 128 inputs; inputs stay what they are.
+    # A scale per 128 inputs; inputs are not rounded.
     INT4 = "int4"
-    # One scale per output; inputs stay what they are.
+    # One scale per output; inputs are not rounded.
     INT8_WEIGHT_ONLY = "int8-weight-only"
-    # One scale per output; inputs are rounded likewise, with a scale per token.
+    # One scale per output; inputs are rounded to the same type, with a scale per token.
     INT8 = "int8"
     FP8 = "fp8"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedWeight:
-    """``[out_features, in_features]`` integers in groups, each with a scale, perhaps a minimum.
+    """``[out_features, in_features]`` integers in groups with a scale each, and maybe a minimum.
 
     Inputs that are read together form a chunk of `SIDE` words; the chunks of all rows are adjacent.
     Each word has one code of every plane, the first in its lowest bits::
@@ -50,15 +50,16 @@ class GroupedWeight:
         in word                0 ... 15   0 ... 15   0 ...
 
     So all words of a plane are unpacked in the same way, and its numbers are in the order that
-    products need. A code is ``weight / scale + 2 ** (bits - 1)``, or counts from the minimum.
+    products need. A code is ``weight / scale + 2 ** (bits - 1)``, or
+    ``(weight - minimum) / scale``.
 
     Attributes:
         bits: bits of a code, 4 or 8.
         codes: ``[chunks, out_features, SIDE]`` int32.
-        groups: see `CodeLayout`; ``[groups, out_features]``, factors likewise.
+        groups: see `CodeLayout`; ``[groups, out_features]``; factors alike.
         group_size: neighbouring inputs of a group.
         in_features: inputs of a row; zeros multiply the padding of the last chunk.
-        arrived: ``[...]`` int32, zeros between launches: finished parts of each sum.
+        arrived: ``[...]`` int32, zero between launches: number of finished parts of each sum.
     """
 
     bits: int
@@ -70,12 +71,12 @@ class GroupedWeight:
 
     @property
     def out_features(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.codes.shape[1]
 
     @property
     def chunk_size(self) -> int:
-        """Inputs of a chunk."""
+        """Number of inputs in a chunk."""
         return SIDE * _WORD_BITS // self.bits
 
     @property
@@ -87,7 +88,7 @@ class GroupedWeight:
     def empty(
         cls, out_features: int, like: GroupedIntegers, device: torch.device | str
     ) -> GroupedWeight:
-        """Allocate one whose rows are to be written, of the layout of some of them."""
+        """Allocate a weight for rows to be written, in the layout of ``like``."""
         in_features, bits = like.numbers.shape[1], like.bits
         chunks = -(-in_features // (SIDE * _WORD_BITS // bits))
         codes = torch.empty(chunks, out_features, SIDE, dtype=torch.int32, device=device)
@@ -100,7 +101,7 @@ class GroupedWeight:
         return cls(bits, codes, groups, like.group_size, in_features, arrived)
 
     def write_rows(self, first_row: int, rows: GroupedIntegers) -> None:
-        """Write some rows, of the layout that this has."""
+        """Write some rows, in this weight's layout."""
         here, count = self.codes.device, len(rows.numbers)
         codes = rows.numbers.to(here)
         if rows.groups.minima is None:
@@ -135,7 +136,7 @@ class GroupedWeight:
 
 
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Return whether `GroupedWeight` takes them: groups of 16, 32, 64 or 128 times n, no e2m1."""
+    """Return whether `GroupedWeight` supports these integers: group size and no e2m1."""
     size = integers.group_size
     is_one = integers.groups.scales.shape[1] == 1
     return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1
@@ -143,13 +144,13 @@ def is_kept(integers: GroupedIntegers) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """``[out_features, in_features]`` numbers of 8 bits; inputs are rounded to their type.
+    """``[out_features, in_features]`` numbers of 8 bits; inputs are rounded to the same type.
 
     Attributes:
         numbers: ``[out_features, in_features]`` int8, or float8 (e4m3).
         scales: ``[groups, out_features]`` float32.
-        group_size: neighbouring inputs with a scale, of rows and of inputs: `ROUNDED_BLOCK`
-            or a multiple; where all of a row have one, as many as the row has, or more.
+        group_size: neighbouring inputs with a scale, in rows and in inputs: a multiple of
+            `ROUNDED_BLOCK`; at least ``in_features`` if a whole row has one scale.
         arrived: see `GroupedWeight`.
     """
 
@@ -160,7 +161,7 @@ class RoundedWeight:
 
     @property
     def out_features(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.numbers.shape[0]
 
     @property
@@ -182,11 +183,11 @@ class RoundedWeight:
         group_size: int | None,
         device: torch.device | str,
     ) -> RoundedWeight:
-        """Allocate one whose rows are to be written.
+        """Allocate a weight for rows to be written.
 
         Args:
             dtype: int8 or float8.
-            group_size: None: one group of all.
+            group_size: neighbours with one scale; None: the whole row.
         """
         group_size = in_features if group_size is None else group_size
         return cls(
@@ -271,7 +272,7 @@ def _codes(groups: Tensor, scales: Tensor) -> Tensor:
 
 
 def largest_of(dtype: torch.dtype) -> float:
-    """Return the largest number of int8, as it is used, or of float8."""
+    """Return the largest number of float8, or the largest that is used of int8."""
     return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
 
 

@@ -1,15 +1,15 @@
-"""What the ops of recurrent token mixers mean, in plain torch: convolutions, linear recurrences.
+"""The definition of the ops of recurrent token mixers: convolutions and linear recurrences.
 
 A mixer of this kind keeps a state of fixed size where attention keeps keys and values. Each op
-reads the state that a request has come with, takes the request's tokens one after another, and
-writes the state after every segment, so that others can go on from there (`StateMetadata`)::
+reads a request's earlier state, takes its tokens one after another, and writes the state after
+every segment, so that later steps and requests can go on from there (`StateMetadata`)::
 
     request      A                       B
     segments     0       1       2       3
     tokens       x x x x x x x x x x x   x        a segment ends where a block of the cache does
     slots        r     w       w     w   r w      r: read_slots, w: write_slots
 
-The part of ``reference.py`` that has states. Refuses to know: models, who owns a slot.
+Refuses to know: models, who owns a slot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from baton_kernels.state_metadata import StateMetadata
 
-_LENGTH_EPS = 1e-6  # under the root that normalizes keys and queries of the delta rule
+_LENGTH_EPS = 1e-6  # added under the root that normalizes keys and queries of the delta rule
 
 
 def causal_conv(
@@ -37,18 +37,18 @@ def causal_conv(
     in_gate: Tensor | None = None,
     out_gate: Tensor | None = None,
 ) -> Tensor:
-    """Convolve each channel along its sequence: a token sees itself and the tokens right before.
+    """Convolve each channel along its sequence; a token sees itself and the tokens before it.
 
     Args:
-        x: ``[num_tokens, num_channels]``, its rows any distance apart.
-        weight: ``[num_channels, kernel_size]``, the newest token's last.
+        x: ``[num_tokens, num_channels]``, rows of any stride.
+        weight: ``[num_channels, kernel_size]``; the last column belongs to the newest token.
         bias: ``[num_channels]``, or None.
         states: ``[num_slots, num_channels, kernel_size - 1]`` in the dtype of ``x``, any strides:
-            the inputs before a token, the newest last. Those after each segment are written.
+            the inputs before a token, the newest last. The states after each segment are written.
         metadata: the step.
-        has_silu: whether the sums go through ``silu``.
-        in_gate: ``[num_tokens, num_channels]``, multiplied with ``x`` before; None: no gate.
-        out_gate: like ``in_gate``, multiplied with the result.
+        has_silu: whether to apply ``silu`` to the sums.
+        in_gate: ``[num_tokens, num_channels]``, factors of ``x``; None: no gate.
+        out_gate: like ``in_gate``, factors of the result.
 
     Returns:
         ``[num_tokens, num_channels]`` in the dtype of ``x``, zeros behind the last segment.
@@ -87,15 +87,15 @@ def selective_scan(
 ) -> Tensor:
     """Scan by Mamba 2's state space (Dao and Gu, arXiv:2405.21060), token by token.
 
-    A head's state ``S`` holds a column for each of its dimensions. With ``dt`` after bias and
-    softplus, for each token::
+    A head's state ``S`` has a column for each of its dimensions. For each token, with ``dt`` after
+    bias and softplus::
 
         S = exp(-exp(a_log) * dt) * S + b (x) (dt * x)        result = c @ S + d * x
 
     Args:
-        x: ``[num_tokens, num_heads, head_dim]``; tokens may be any distance apart, here and below.
+        x: ``[num_tokens, num_heads, head_dim]``; tokens of any stride, here and below.
         dt: ``[num_tokens, num_heads]``, before bias and softplus.
-        b: ``[num_tokens, num_groups, state_dim]``; a group serves heads that follow each other.
+        b: ``[num_tokens, num_groups, state_dim]``; a group serves adjacent heads.
         c: like ``b``.
         a_log: ``[num_heads]``.
         dt_bias: ``[num_heads]``.
@@ -140,17 +140,16 @@ def gated_delta_rule(
 ) -> Tensor:
     """Read and correct states by the gated delta rule (Yang et al., arXiv:2412.06464).
 
-    Keys and queries have length 1, queries are divided by ``sqrt(key_dim)``. For each token::
+    Keys and queries are normalized to length 1, and queries divided by ``sqrt(key_dim)``. For each
+    token::
 
         S = exp(-exp(a_log) * softplus(a + dt_bias)) * S
         S = S + key (x) sigmoid(b) * (value - key @ S)        result = query @ S
 
     Args:
-        query: ``[num_tokens, num_key_heads, key_dim]``; tokens may be any distance apart, here and
-            below.
+        query: ``[num_tokens, num_key_heads, key_dim]``; tokens of any stride, here and below.
         key: like ``query``.
-        value: ``[num_tokens, num_heads, value_dim]``; a key head serves value heads that follow
-            each other.
+        value: ``[num_tokens, num_heads, value_dim]``; a key head serves adjacent value heads.
         a: ``[num_tokens, num_heads]``.
         b: like ``a``.
         a_log: ``[num_heads]``.
@@ -194,19 +193,19 @@ def gated_rms_norm(
     group_size: int,
     norm_before_gate: bool,
 ) -> Tensor:
-    """Norm groups of a row, and multiply it with ``silu(gate)`` before or after.
+    """Norm groups of a row, and multiply the row by ``silu(gate)`` before or after.
 
     Args:
-        x: ``[num_tokens, size]``, its rows any distance apart.
+        x: ``[num_tokens, size]``, rows of any stride.
         gate: like ``x``.
         weight: ``[size]``, or ``[group_size]`` for every group.
         eps: added to the mean square.
         group_size: elements that are normalized together; divides ``size``.
-        norm_before_gate: whether the gate comes last.
+        norm_before_gate: whether the gate is applied after the norm.
 
     Returns:
-        ``[num_tokens, size]`` in the dtype of ``x``; the normalized value is rounded to it before
-        the weight is applied, and after.
+        ``[num_tokens, size]`` in the dtype of ``x``; rounded before the weight is applied and again
+        after.
     """
     wide = x.float().contiguous()  # [num_tokens, size]
     gated = functional.silu(gate.float())
@@ -241,7 +240,7 @@ def _requests(metadata: StateMetadata) -> Iterator[list[_Segment]]:
 
 
 def _initial(states: Tensor, slot: int) -> Tensor:
-    """Return a copy of a slot's state; of slot -1, zeros."""
+    """Return a copy of a slot's state; slot -1 means zeros."""
     return torch.zeros_like(states[0]) if slot < 0 else states[slot].clone()
 
 

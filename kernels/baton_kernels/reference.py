@@ -1,4 +1,4 @@
-"""What every op means, in plain torch: the definition that faster kernels are tested against.
+"""The definition of every op in plain torch; faster kernels are tested against it.
 
 Clarity wins over speed here. Arithmetic is in float32 wherever Hugging Face uses float32, so a
 float32 model agrees with ``transformers`` closely and a bfloat16 model rounds at the usual places.
@@ -22,8 +22,8 @@ from baton_kernels.recurrent import gated_rms_norm as gated_rms_norm
 from baton_kernels.recurrent import selective_scan as selective_scan
 from baton_kernels.routing import Routing, Scoring
 
-# What a quantized KV cache stores (Micikevicius et al., arXiv:2209.05433). A float8 number is also
-# one of every wider type, so that reading it rounds nothing.
+# The number type of a quantized KV cache (Micikevicius et al., arXiv:2209.05433). Every wider type
+# contains all float8 numbers, so reading rounds nothing.
 FP8 = FLOAT8
 FP8_MAX = 448.0
 # gpt-oss clamps both halves of a gated unit (OpenAI, arXiv:2508.10925).
@@ -60,9 +60,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
 
     Returns:
-        ``[..., size]`` in the dtype of ``x``; like Hugging Face's Llama, the normalized value is
-        rounded to that dtype before the weight is applied. A wide weight, of float32 where ``x``
-        is not, is applied before, and the product rounded, as Gemma and OLMo have it.
+        ``[..., size]`` in the dtype of ``x``. Like in Hugging Face's Llama, the normalized value is
+        rounded to that dtype before the weight is applied. A float32 weight with ``x`` of another
+        dtype is applied before rounding, as in Gemma and OLMo.
     """
     wide = x.float()  # [..., size]
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
@@ -76,19 +76,24 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
 
     Args:
         x: ``[num_tokens, hidden_size]``, the output of a layer.
-        residual: like ``x``, left as it is.
+        residual: like ``x``, not changed.
         factor: factor of a layer's output (Granite's residual multiplier).
     """
     return residual + (x if factor == 1.0 else x * factor)
 
 
+def add_rows(x: Tensor, delta: Tensor) -> None:
+    """Add ``delta`` to ``x`` in place, ``[n, size]`` each; the sum is rounded once."""
+    x.add_(delta)
+
+
 def join(x: Tensor, y: Tensor) -> Tensor:
-    """Put each row of ``y`` behind that of ``x``: ``[n, a]`` and ``[n, b]`` -> ``[n, a + b]``."""
+    """Append each row of ``y`` to that of ``x``: ``[n, a]`` and ``[n, b]`` -> ``[n, a + b]``."""
     return torch.cat([x, y], dim=-1)
 
 
 def largest(x: Tensor) -> Tensor:
-    """Return the index of each row's largest number, the first of equals: ``[n]`` int64."""
+    """Return the index of each row's largest number, the first one of equals: ``[n]`` int64."""
     return torch.from_numpy(x.float().numpy().argmax(axis=-1)) if x.is_cpu else x.argmax(dim=-1)
 
 
@@ -99,7 +104,7 @@ def add_rms_norm(
 
     Args:
         x: ``[num_tokens, hidden_size]``, the output of a layer.
-        residual: ``[num_tokens, hidden_size]``, left as it is.
+        residual: ``[num_tokens, hidden_size]``, not changed.
         weight: ``[hidden_size]``.
         eps: see :func:`rms_norm`.
         factor: see :func:`scaled_add`.
@@ -145,7 +150,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up``: the unit of SwiGLU (Shazeer, arXiv:2002.05202).
 
     Args:
-        gate_up: ``[..., 2 * size]``, the gate in the first half, what it gates in the second.
+        gate_up: ``[..., 2 * size]``, the gate in the first half, the gated half after it.
 
     Returns:
         ``[..., size]``.
@@ -157,9 +162,9 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` of the two halves (Shazeer, arXiv:2002.05202).
 
     Args:
-        gate_up: ``[..., 2 * size]``, the gate in the first half, what it gates in the second.
-        activation: one of ``ACTIVATIONS``; with ``CLAMPED_SWIGLU`` what is gated is clamped, too,
-            and counted from -1.
+        gate_up: ``[..., 2 * size]``, the gate in the first half, the gated half after it.
+        activation: one of ``ACTIVATIONS``; with ``CLAMPED_SWIGLU`` the gated half is clamped, too,
+            and 1 is added to it.
 
     Returns:
         ``[..., size]``.
@@ -171,7 +176,7 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * x``; of ``relu`` and one tensor, its positive part squared.
+    """``activation(gate) * x``; with ``relu``, pass one tensor twice to square its positive part.
 
     Args:
         gate: ``[num_rows, size]``, rows of any stride.
@@ -213,9 +218,9 @@ def store_kv(
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; -1 marks a
             padding token, which is not written.
-        key_scale: a key in an ``FP8`` cache is the stored number times this scale; readers need it.
-            Other caches have no scales.
-        value_scale: scale of values, likewise.
+        key_scale: a key is the stored number of an ``FP8`` cache times this scale, which readers
+            need. Other caches have no scales.
+        value_scale: scale of values, alike.
     """
     if kv_cache.dtype == FP8:
         key, value = quantize_fp8(key, key_scale), quantize_fp8(value, value_scale)
@@ -250,15 +255,15 @@ def norm_rotary_store(
 
     Args:
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads;
-            what rows have behind these is not read, and is of whole heads.
+            rows may have further whole heads, which are not read.
         num_heads: query heads; ``kv_cache`` tells the rest of the shape.
         cos: see :func:`rotary`.
         sin: see :func:`rotary`.
         kv_cache: see :func:`store_kv`; this step's keys, rotated, and values are written into it.
         slot_mapping: see :func:`store_kv`.
-        query_weight: ``[head_dim]`` of the norm over each query head, or of the norm over all of
-            them together, ``[num_heads * head_dim]``; None: the model has none.
-        key_weight: weight of the norm of keys, likewise.
+        query_weight: weight of the norm over each query head, ``[head_dim]``, or over all of them
+            together, ``[num_heads * head_dim]``; None: no norm.
+        key_weight: weight of the norm of keys, alike.
         eps: see :func:`rms_norm`.
         key_scale: see :func:`store_kv`.
         value_scale: see :func:`store_kv`.
@@ -280,7 +285,7 @@ def norm_rotary_store(
 
 
 def _norm_of_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm each head, or all together: ``[num_tokens, heads, head_dim]``."""
+    """Norm each head, or all heads together: ``[num_tokens, heads, head_dim]``."""
     if len(weight) == heads.shape[-1]:
         return rms_norm(heads, weight, eps)
     return rms_norm(heads.flatten(1), weight, eps).view(heads.shape)
@@ -304,10 +309,10 @@ def norm_rotary_store_latent(
     Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     Args:
-        query: ``[num_tokens, num_heads, rotary_dim]``, the part of each head that is rotated; rows
-            of any strides.
-        latent: ``[num_tokens, rank + rotary_dim]``: what is normalized, and the key that all heads
-            share, which is rotated.
+        query: ``[num_tokens, num_heads, rotary_dim]``, the rotated part of each head; rows of any
+            strides.
+        latent: ``[num_tokens, rank + rotary_dim]``: a part to normalize, and a key to rotate, which
+            all heads share.
         cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         sin: like ``cos``.
         cache: ``[num_blocks, block_size, rank + rotary_dim]``, any strides of blocks and tokens;
@@ -315,9 +320,9 @@ def norm_rotary_store_latent(
         slot_mapping: see :func:`store_kv`.
         weight: ``[rank]``, of the norm.
         eps: epsilon of the norm.
-        interleaved: neighbours turn together, ``x0 y0 x1 y1 ..``, instead of halves; the result
-            has the pairs' halves apart, ``x0 x1 .. y0 y1 ..``, which changes no product.
-        out: like ``query``, which is written into it, rotated.
+        interleaved: whether neighbours are rotated as pairs, ``x0 y0 x1 y1 ..``, instead of halves.
+            The result has the halves apart, ``x0 x1 .. y0 y1 ..``, which changes no product.
+        out: like ``query``; receives the rotated query.
     """
     rank, block_size = len(weight), cache.shape[1]
     key = latent[:, None, rank:]  # [num_tokens, 1, rotary_dim]
@@ -332,13 +337,13 @@ def norm_rotary_store_latent(
 
 
 def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
-    """Multiply each group of inputs with outputs of its own: a block-diagonal weight.
+    """Multiply each group of inputs by its own block of a block-diagonal weight.
 
     Args:
         x: ``[num_tokens, num_groups, in_features]``, any strides.
-        weight: each group has as many outputs as ``out`` has in a group, filled up to whole panels
+        weight: each group has as many outputs as a group of ``out``, padded to whole panels
             (`PackedWeight.in_whole_panels`). The weight holds numbers, not codes, and has no bias.
-        out: ``[num_tokens, num_groups, n]``, any strides; is written to.
+        out: ``[num_tokens, num_groups, n]``, any strides; receives the result.
     """
     groups = weight.unpacked().view(x.shape[1], -1, x.shape[2])[:, : out.shape[2]]
     out.copy_(torch.einsum("tgi,gni->tgn", x.float(), groups))
@@ -356,7 +361,7 @@ def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
 
 
 def pack_float8(weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
-    """Write rows that a checkpoint keeps in float8 into a weight's panels, as they are.
+    """Write rows that a checkpoint keeps in float8 into a weight's panels, unchanged.
 
     Args:
         weight: a weight of format `FP8` with groups of the same size.
@@ -398,22 +403,22 @@ def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = N
 
 
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Apply a linear layer whose weight is stored in panels, perhaps in fewer bits than ``x``.
+    """Apply a linear layer whose weight is stored in panels, maybe in fewer bits than ``x``.
 
     Args:
         x: ``[..., in_features]``.
         weight: weight of ``out_features`` outputs.
 
     Returns:
-        ``[..., out_features]`` in the dtype of ``x``; computed in float32, of inputs that are
-        rounded to 8 bits where the weight is codes.
+        ``[..., out_features]`` in the dtype of ``x``; computed in float32, with inputs rounded to 8
+        bits if the weight is codes.
     """
     inputs = rounded_inputs(x, weight) if weight.format.code_bits else x.float()
     return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Apply a linear layer whose weight has 4 or 8 bits a number, as GPUs keep it.
+    """Apply a linear layer whose weight has 4 or 8 bits per number, laid out for GPUs.
 
     Args:
         x: ``[..., in_features]``.
@@ -436,16 +441,16 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor) -> Tensor:
-    """Apply a linear layer; what a token gets does not depend on how many others there are.
+    """Apply a linear layer; a token's result does not depend on the number of other tokens.
 
     Args:
         x: ``[..., in_features]``.
-        weight: ``[out_features, in_features]``, rows may lie apart.
+        weight: ``[out_features, in_features]``, rows of any stride.
         bias: ``[out_features]``.
-        arrived: ``[out_features]`` int32, zeros between launches: parts of a sum that there are.
+        arrived: ``[out_features]`` int32, zero between launches: number of finished parts of a sum.
 
     Returns:
-        ``[..., out_features]`` in the dtype of ``x``; here it is torch's, which promises nothing.
+        ``[..., out_features]`` in the dtype of ``x``; this definition does not promise invariance.
     """
     return functional.linear(x, weight, bias)
 
@@ -461,10 +466,10 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     Args:
         logits: ``[num_tokens, num_experts]``.
         routing: the rule.
-        bias: ``[num_experts]`` float32, added to scores where experts are chosen, only there.
+        bias: ``[num_experts]`` float32, added to scores for the choice only, not to the weights.
 
     Returns:
-        Experts ``[num_tokens, top_k]`` int64, the best first, and how much each counts, float32.
+        Experts ``[num_tokens, top_k]`` int64, the best first, and their float32 weights.
     """
     scores = logits.float()
     if routing.scoring == Scoring.SOFTMAX:
@@ -505,16 +510,16 @@ def experts(
     Args:
         x: ``[num_tokens, hidden_size]``.
         ids: ``[num_tokens, top_k]`` int64, each token's experts.
-        weights: ``[num_tokens, top_k]`` float32, factors on their results.
+        weights: ``[num_tokens, top_k]`` float32, factors of their results.
         gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups; with ``RELU2``
             ``[num_experts, inner_size, hidden_size]``.
         down: ``[num_experts, hidden_size, inner_size]``.
-        base: ``[num_tokens, hidden_size]``, what is added to; of shared experts.
-        base_gate: ``[num_tokens, 1]`` float32 logits: ``sigmoid(base_gate) * base`` is added to.
-        biases: ``[num_experts, 2 * inner_size]`` and ``[num_experts, hidden_size]``, of both.
-        activation: see ``gated_mul``; or ``RELU2``, of experts without gates.
-        invariant: whether a token's bits are to be the same in any company; here nothing is
-            promised.
+        base: ``[num_tokens, hidden_size]``, results of shared experts to add; None: none.
+        base_gate: ``[num_tokens, 1]`` float32 logits: ``sigmoid(base_gate)`` is a factor of base.
+        biases: biases of ``gate_up``, ``[num_experts, 2 * inner_size]``, and of ``down``,
+            ``[num_experts, hidden_size]``.
+        activation: see ``gated_mul``; or ``RELU2`` for experts without gates.
+        invariant: whether a token's bits must not depend on the batch; this definition ignores it.
 
     Returns:
         ``[num_tokens, hidden_size]``; added in the order of ``ids``, in float32.
@@ -539,10 +544,10 @@ def packed_experts(
     *,
     activation: str = "silu",
 ) -> Tensor:
-    """Run `experts` with packed weights: those of all experts, one after another.
+    """Run `experts` with packed weights, which hold all experts one after another.
 
-    Each expert's gates, ups and outputs are filled up to whole panels (see
-    `PackedWeight.in_whole_panels`). Where weights are codes, the inputs of each product are rounded
+    Each expert's gates, ups and outputs are padded to whole panels (see
+    `PackedWeight.in_whole_panels`). If weights are codes, the inputs of each product are rounded
     (see ``rounded_inputs``). The packed weights hold the biases.
     """
     hidden = x.shape[1]
@@ -594,11 +599,11 @@ def _mix_experts(
 
 
 def packed_gated_linear(x: Tensor, weight: PackedWeight, activation: str = "silu") -> Tensor:
-    """``gated_mul(packed_linear(x, weight), activation)``: half as many outputs as the weight's.
+    """``gated_mul(packed_linear(x, weight), activation)``: half as many outputs as weight rows.
 
     Args:
         x: ``[..., in_features]``.
-        weight: first the gate's rows, then as many of what is gated.
+        weight: rows of the gate, then equally many rows of the gated half.
         activation: see :func:`gated_mul`.
     """
     return gated_mul(packed_linear(x, weight), activation)
@@ -649,19 +654,19 @@ def paged_attention(
         query: ``[num_tokens, num_heads, head_dim]``, requests one after another; rows behind the
             last request are padding and come back as zeros.
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides, this
-            step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``. Of
-            ``FP8``: the numbers as they are stored; the caller has the scale of keys in ``scale``
-            and multiplies the result with that of values.
+            step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``. An
+            ``FP8`` cache holds unscaled numbers: the caller includes the scale of keys in ``scale``
+            and multiplies the result by that of values.
         block_table: ``[num_requests, max_blocks]`` integers.
         query_lens: tokens of each request in this step; 0 marks a padding request.
         seq_lens: tokens of each request in the cache, this step's included.
         scale: factor on the dot products, usually ``head_dim ** -0.5``.
         sliding_window: each query sees at most this many newest keys, its own included.
-        soft_cap: scaled products ``s`` become ``soft_cap * tanh(s / soft_cap)`` before the
-            softmax (Gemma 2, arXiv:2408.00118); None: they stay as they are.
-        value_dim: numbers of a value that count, the first ones; None: all of them.
-        sinks: ``[num_heads]`` float32, of each head a score that takes part in the softmax and
-            has no value (Xiao et al., arXiv:2309.17453; gpt-oss); None: there are none.
+        soft_cap: scaled products ``s`` become ``soft_cap * tanh(s / soft_cap)`` before the softmax
+            (Gemma 2, arXiv:2408.00118); None: no cap.
+        value_dim: number of leading numbers of a value to use; None: all.
+        sinks: ``[num_heads]`` float32: a further score per head in the softmax, without a value
+            (Xiao et al., arXiv:2309.17453; gpt-oss); None: no sinks.
 
     Returns:
         ``[num_tokens, num_heads, value_dim]`` in the dtype of ``query``; computed in float32.
@@ -703,7 +708,7 @@ def _attend(
     if sliding_window is not None:
         hidden = hidden | (key_at <= query_at - sliding_window)
     scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:  # one column more
+    if sinks is not None:  # a sink is one more column of scores
         sink = sinks.view(-1, 1, 1).expand(-1, query_len, 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., :seq_len]  # [num_heads, query_len, seq_len]

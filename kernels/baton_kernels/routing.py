@@ -1,4 +1,4 @@
-"""How tokens choose experts: the numbers of a router's rule.
+"""Routing: the numbers of the rule by which tokens choose experts.
 
 Refuses to know: tensors.
 """
@@ -25,7 +25,7 @@ class Routing:
         top_k: experts of a token.
         scoring: function that turns logits into scores.
         normalize: whether the weights of a token's experts are divided by their sum.
-        scale: factor on them.
+        scale: factor of the weights.
         num_groups: equal groups of experts; with more than one, groups are chosen first
             (DeepSeek-AI, arXiv:2405.04434).
         top_groups: groups that a token may choose its experts from.

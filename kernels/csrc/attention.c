@@ -11,13 +11,14 @@
 #include "attention.h"
 #include "attention_shared.h"
 
-/* Heads that share a key, from which packing it for the micro kernel costs a decode less than what
- * it saves: its products, not reading it, take the time then. Either way gives the same bits. */
+/* Fewest heads per key for which a decode packs its keys for the micro kernel: with so many heads, products take
+ * more time than reading keys. Both ways give the same bits. */
 #define PACKED_GROUP 16
 
 enum { SCRATCH_PIECES = 1, SCRATCH_PARTIALS = 2, SCRATCH_TILES = 3 };
 
-/* Rows of queries that share keys: a request's newest tokens, all heads of a KV head's group. */
+/* Return the number of tokens in a piece of a prompt; its query rows are these tokens times the heads that share
+ * keys. */
 static int64_t tokens_per_piece(const attention_call *c) {
     int64_t group = c->num_heads / c->num_kv_heads;
     return max64(1, PROMPT_ROWS / group);
@@ -27,7 +28,7 @@ INLINE int64_t first_key(const attention_call *c, int64_t position) {
     return c->sliding_window > 0 ? max64(0, position + 1 - c->sliding_window) : 0;
 }
 
-/* All pieces of a step; the number of them is returned, and they are written unless NULL. */
+/* Return the number of a step's pieces; unless `pieces` is NULL, write them there. */
 static int64_t make_pieces(const attention_call *c, piece *pieces) {
     int64_t n = 0, partials = 0, block = tokens_per_piece(c), span = SPAN;
     for (int64_t r = 0; r < c->num_requests; r++) {
@@ -43,7 +44,8 @@ static int64_t make_pieces(const attention_call *c, piece *pieces) {
                                             min64(length, (first + s + 1) * span), spans,
                                             spans > 1 ? partials++ : -1};
         } else {
-            /* From the end: the longest pieces come first, the short ones fill the gaps. */
+            /* Late queries see the most keys: starting with them puts long pieces first, and short ones fill the
+             * gaps. */
             for (int64_t t = count; t > 0; t -= min64(t, block))
                 for (int64_t head = 0; head < c->num_kv_heads; head++, n++)
                     if (pieces) {
@@ -56,7 +58,7 @@ static int64_t make_pieces(const attention_call *c, piece *pieces) {
     return n;
 }
 
-/* Spans of one head of one request, one after another in `pieces`, into the output. */
+/* Join the spans of one head of one request, which are adjacent in `pieces`, and write the output. */
 static void join(const attention_call *c, const piece *p, int64_t h, const float *partials) {
     int64_t group = c->num_heads / c->num_kv_heads, size = partial_size(c);
     float sums[padded_sum(c)];
@@ -101,7 +103,7 @@ int baton_attention(const attention_call *c) {
                 else baton_attend_prompt(c, p, tiles, NULL);
             } else {
                 float *partial = p->partial < 0 ? NULL : partials + p->partial * group * partial_size(c);
-                /* Threads take pieces in turns, more or less. */
+                /* Threads take pieces roughly in turns, so this is probably the thread's next piece. */
                 const piece *next = i + team < num_pieces ? p + team : NULL;
                 if (group < PACKED_GROUP && !decodes) baton_attend_decode(c, p, next, partial);
                 else if (!tiles) failed = 1;

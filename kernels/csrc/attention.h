@@ -7,9 +7,9 @@
  *           key, or pair by pair of keys
  *   SPAN    starts with empty sums; one function joins the spans, one after another
  * A row's keys before its window and after itself weigh 0, and adding 0 changes no bit.
- * CPUs that multiply bfloat16 (see halves.h) do so with queries, keys, values and rounded weights, in
- * pairs or, with AMX, in matrices. Decodes and prompts then use the same instructions; those of many
- * heads that share a key follow attention_shared.h.
+ * CPUs that multiply bfloat16 (see halves.h) do so with queries, keys, values and rounded weights, in pairs or,
+ * with AMX, in matrices. Decodes and prompts then use the same instructions; calls with many heads per key follow
+ * attention_shared.h.
  *
  * Refuses to know: how a piece is computed.
  */

@@ -6,7 +6,7 @@
 #include "attention.h"
 
 #define GROUP 4   /* heads that read a key together */
-#define KEYS 32  /* keys that stay in L1 while all heads read them; as many are fetched ahead */
+#define KEYS 32  /* keys that stay in L1 while all heads read them, and number of keys to prefetch */
 #define KEYS8 64 /* the same for float8; both divide TILE */
 #define BLOCKS (KEYS / LANES < 4 ? KEYS / LANES : 4) /* vectors of keys whose scores are summed in registers */
 #define WIDTH (LANES / 2)                            /* vectors of a value that are summed in registers */
@@ -86,8 +86,9 @@ INLINE void add_column(int paired, int pairs, const decode_state *d, int heads, 
     }
 }
 
-/* Scores of the first `blocks` x LANES keys of `rows`: a score runs over head_dim in order. `fetch`, unless
- * NULL, is what is read after all of them. Columns lie in memory between the two loops: the sums take the registers. */
+/* Compute the scores of the first `blocks` x LANES keys of `rows`, each summed over head_dim in order. `fetch`:
+ * rows that are read afterwards, to prefetch, or NULL. Columns are kept in memory between the two loops, because
+ * the sums fill the registers. */
 INLINE void score_block(int type, int paired, const decode_state *d, int heads, int blocks, const float *query,
                         const void *const *rows, const row_list *fetch, int64_t from, float *scores) {
     vec columns[BLOCKS][2 * LANES], sum[GROUP][BLOCKS] = {{{0}}};
@@ -127,8 +128,8 @@ INLINE void score_keys(int type, int paired, const decode_state *d, int64_t head
         score_block(type, paired, d, heads, 1, query, rows + i, ahead, i, scores + i);
 }
 
-/* sums[h] += sum over keys of weights[h][key] * value, key by key or pair by pair (a last single key is paired
- * with any key of weight 0), for one or two heads and `width` vectors of a value from its number j on. */
+/* sums[h] += sum over keys of weights[h][key] * value, key by key or pair by pair (a last single key is paired with
+ * any key of weight 0), for one or two heads and `width` vectors of a value, starting at its element j. */
 INLINE void add_part(int type, int paired, int width, const decode_state *d, int heads, float *sums,
                      const float *weights, row_list values, const row_list *fetch, int64_t num, int64_t j) {
     const int step = paired ? 2 : 1;
@@ -217,8 +218,8 @@ typedef struct {
     void (*add)(const decode_state *, row_list, const row_list *, int64_t, const float *);
 } loops;
 
-/* One copy of these loops per element type: a call costs little, once in KEYS or KEYS8 keys, and the loops take
- * most of this file's time to compile. */
+/* Compile these loops once per element type, as functions: they take most of this file's compile time, and a call
+ * costs little, as it serves KEYS or KEYS8 keys. */
 #define LOOPS_OF(name, type, paired) \
     static __attribute__((noinline)) void score_##name(const decode_state *d, const void *const *rows, \
                                                        const row_list *fetch, int64_t num, float *scores) { \
@@ -350,7 +351,7 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
     for (int64_t tile = p->begin / TILE * TILE; tile < p->end; tile += TILE) {
         int64_t skip = max64(0, p->begin - tile), num = min64(TILE, p->end - tile);
         find_keys(c, p, tile, 0, TILE + together, keys);
-        /* The rows that are read after this tile. */
+        /* The piece whose rows are read after this tile. */
         const piece *then = tile + TILE < p->end ? p : next;
         int64_t then_tile = then == p ? tile + TILE : then ? then->begin / TILE * TILE : 0;
         if (then) {

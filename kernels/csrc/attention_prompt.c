@@ -14,14 +14,14 @@ typedef struct {
     float *sums;   /* this span's sums; per block of rows: [padded / PANEL][row of its room][PANEL] */
     float *joined; /* sums of all earlier spans, in the same layout */
     softmax_state *states, *joined_states; /* [num_rows] */
-    /* In pairs, query and keys are [step of HALVES][row][HALVES], and per panel of TILE [pair of
-     * elements][PANEL][2]; values are [pair of keys][PANEL][2] per panel; and there are */
+    /* With bfloat16 pairs, query is [step of HALVES][row][HALVES]; keys are [pair of elements][PANEL][2] per panel
+     * of TILE; values are [pair of keys][PANEL][2] per panel; weights are used, too. */
     char *weights; /* one block of rows: [step of HALVES keys][MOST_ROWS][HALVES] */
 } tiles;
 
 #define MOST_ROWS TILED_ROWS /* most rows of a block; without matrices, MAX_ROWS */
 
-/* Rows whose scores are kept at a time; `room`: rows that their sums have memory for. */
+/* A block of rows whose scores are kept at a time; `room`: number of rows that its sums have memory for. */
 typedef struct {
     int64_t start, rows, room;
 } row_block;

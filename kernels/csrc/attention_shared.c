@@ -3,7 +3,7 @@
  *   in tiles   scores [16 keys, 16 rows] are sums of matrix products in steps of HALVES elements;
  *              weights, in bfloat16, are multiplied with pairs of values, in steps of HALVES keys
  *   in lanes   a score is LANES sums along head_dim, added up at the end; values key by key
- * Steps are counted from the text's first token and the head's first element, whoever asks.
+ * Steps are always counted from the text's first token and from the head's first element.
  * Refuses to know: other pieces, how the step was cut.
  */
 #include "attention_shared.h"
@@ -11,28 +11,29 @@
 #define BLOCK (2 * TILE_ROWS) /* rows whose scores and weights are kept at a time */
 #define SCORE_STRIDE (TILE + LANES)
 #define MATRIX_BYTES 1024
-#define VALUE_BYTES (MATRIX_BYTES + 64) /* from matrix to matrix of values: not the size of a page's part */
-#define PRODUCTS 4 /* matrices of sums at a time: the next product of one waits for its last */
-#define FETCHED 8 /* keys that are fetched together, line by line */
-#define AHEAD 8 /* keys that a decode fetches ahead at least */
-#define SCORED_ROWS 4 /* x SCORED_KEYS sums fill a vector when their lanes are added up */
+#define VALUE_BYTES (MATRIX_BYTES + 64) /* bytes between matrices of values, no part of a page */
+#define PRODUCTS 4 /* matrices of sums at a time, so that no product waits for the previous one into its matrix */
+#define FETCHED 8 /* keys that are prefetched together, line by line */
+#define AHEAD 8 /* fewest keys that a decode prefetches ahead */
+#define SCORED_ROWS 4 /* SCORED_ROWS x SCORED_KEYS sums fill a vector once their lanes are added up */
 #define SCORED_KEYS (LANES / SCORED_ROWS)
 
 typedef struct {
     int64_t group, count; /* rows of the piece */
-    int64_t room;         /* of a key: head_dim filled up to whole steps */
-    int64_t stride;       /* from row to row of sums, in floats */
-    char *query; /* in tiles [row / 16][step][pair][16 rows][2]; in lanes floats [row][room], scaled */
-    float *sums; /* of this span: [row][stride] */
-    float *joined; /* of all spans before it */
+    int64_t room;         /* numbers per key: head_dim padded to whole steps */
+    int64_t stride;       /* floats from one row of sums to the next */
+    char *query; /* in tiles [row / 16][step][pair][16 rows][2]; in lanes [row][room] floats, scaled */
+    float *sums; /* sums of this span: [row][stride] */
+    float *joined; /* sums of all earlier spans, in the same layout */
     softmax_state *states, *joined_states; /* [row] */
-    float *scores;  /* of a block of rows: [row][SCORE_STRIDE], in place weights */
-    char *weights;  /* of a block in tiles: [row / 16][step of HALVES keys][16 rows][HALVES] */
+    float *scores;  /* scores of a block of rows: [row][SCORE_STRIDE]; weights overwrite them */
+    char *weights;  /* in tiles, the weights of a block as bfloat16: [row / 16][step of HALVES keys][16 rows][HALVES] */
     char *values;   /* in tiles: [step of HALVES keys][column / 16][pair][16 columns][2] */
-    char *copies;   /* of keys that matrices cannot be loaded from: PRODUCTS of [16][room] */
-    const void *keys[2 * TILE], *value_rows[TILE]; /* of this tile; keys of the next one, too */
-    const void *fetched[2 * TILE]; /* by a decode: keys, or those of this tile and values of the next */
-    int64_t next;                  /* of these */
+    char *copies;   /* copies of keys that matrices cannot load in place: [PRODUCTS][16][room] */
+    const void *keys[2 * TILE], *value_rows[TILE]; /* this tile's rows; `keys`: also the next tile's */
+    /* rows that a decode prefetches: keys of both tiles, or this tile's keys and the next one's values */
+    const void *fetched[2 * TILE];
+    int64_t next;                  /* index of the next one in `fetched` */
 } shared;
 
 INLINE int64_t rows_of(const attention_call *c) {
@@ -43,7 +44,7 @@ static float *place(const attention_call *c, char *at, shared *s) {
     int64_t rows = rows_of(c), columns = ceil_div(c->value_dim, PANEL) * PANEL;
     s->group = group_of(c);
     s->room = ceil_div(c->head_dim, HALVES) * HALVES;
-    s->stride = columns + LANES; /* not the size of a page, or half of it */
+    s->stride = columns + LANES; /* no multiple of half a page */
     s->query = at, at += rows * s->room * sizeof(float);
     s->sums = (float *)at, at += rows * s->stride * sizeof(float);
     s->joined = (float *)at, at += rows * s->stride * sizeof(float);
@@ -61,7 +62,7 @@ int64_t shared_scratch_bytes(const attention_call *c) {
     return (int64_t)place(c, NULL, &s);
 }
 
-/* Where the keys and values of the tile lie, and keys of the one behind it. */
+/* Find the addresses of the tile's keys and values, and of the next tile's keys. */
 static void find_rows(const attention_call *c, const piece *p, int64_t tile, int is_first, shared *s) {
     int64_t kv_bytes = value_offset(c);
     if (is_first) find_keys(c, p, tile, 0, TILE, s->keys);
@@ -71,19 +72,19 @@ static void find_rows(const attention_call *c, const piece *p, int64_t tile, int
     memcpy(s->fetched, s->keys, sizeof s->keys);
     for (int64_t i = TILE; kv_bytes && i < 2 * TILE; i++) s->fetched[i] = (const char *)s->keys[i] + kv_bytes;
     int64_t begin = max64(0, p->begin - tile);
-    if (p->num_tokens > 1) s->next = 2 * TILE; /* nothing is fetched */
+    if (p->num_tokens > 1) s->next = 2 * TILE; /* prompts prefetch nothing */
     else if (kv_bytes) s->next = begin;
     else s->next = is_first ? begin + AHEAD : s->next - TILE;
 }
 
-/* Keys that are to be fetched, line after line, as the CPU's own prefetcher wants them. */
+/* Keys to prefetch, line after line, in the order that the CPU's own prefetcher expects. */
 typedef struct {
     const char *line, *stop;
     const void *const *key, *const *last;
     int64_t bytes;
 } stream;
 
-/* The next `num` keys; none of them if not all are left, or if `wanted` is not set. */
+/* Return the next `num` keys to prefetch; none if fewer are left, or if `wanted` is 0. */
 INLINE stream fetch_keys(const attention_call *c, shared *s, int wanted, int64_t num) {
     int64_t bytes = c->head_dim * size_of(c->cache_type);
     if (!wanted || s->next + num > 2 * TILE) return (stream){0};
@@ -102,12 +103,12 @@ INLINE void fetch_line(stream *f) {
     f->line += 64;
 }
 
-/* Keys of the tile that any row before `end` may see, of `num`. */
+/* Return how many of the tile's `num` keys any row before `end` may see. */
 INLINE int64_t seen_keys(const shared *s, int64_t first, int64_t end, int64_t tile, int64_t num) {
     return min64(num, first + (end - 1) / s->group + 1 - tile);
 }
 
-/* A block's scores [skip, num) become weights; returns whether any row's sums were to be scaled. */
+/* Turn a block's scores [skip, num) into weights, and scale the sums of earlier tiles. */
 INLINE void weigh_rows(const attention_call *c, const piece *p, shared *s, float scale, int64_t start,
                        int64_t rows, int64_t tile, int64_t skip, int64_t num) {
     score_rows w = {s->scores, SCORE_STRIDE};
@@ -123,14 +124,14 @@ INLINE void weigh_rows(const attention_call *c, const piece *p, shared *s, float
 
 #if HAS_TILES
 
-/* Queries as the second factor of matrix products: columns are rows of the piece. */
+/* Pack queries as the second factor of matrix products: columns are rows of the piece. */
 static void order_queries(const attention_call *c, const piece *p, shared *s) {
     uint16_t copies[LANES][s->room];
     memset(copies, 0, sizeof copies);
     for (int64_t r = 0; r < s->count; r += LANES) {
         const void *rows[LANES];
         for (int64_t i = 0; i < LANES; i++) {
-            int64_t row = min64(r + i, s->count - 1); /* rows that are not there repeat the last */
+            int64_t row = min64(r + i, s->count - 1); /* missing rows repeat the last one */
             int64_t token = p->row + row / s->group, head = p->kv_head * s->group + row % s->group;
             const void *from = at(BFLOAT16, c->query, (token * c->num_heads + head) * c->head_dim);
             rows[i] = halves_of(BFLOAT16, from, c->head_dim, s->room, copies[i]);
@@ -144,12 +145,12 @@ static void order_queries(const attention_call *c, const piece *p, shared *s) {
     }
 }
 
-/* The 16 keys from i on as the first factor: where they lie if they do so evenly, else copies. */
+/* Return the 16 keys from i on as the first factor: in place if they are evenly spaced, else copies. */
 INLINE const char *key_matrix(const attention_call *c, const piece *p, shared *s, int64_t tile,
                               int64_t i, char *copies, int64_t *pitch) {
     int is_even = c->cache_type == BFLOAT16 && s->room == c->head_dim && c->block_size % TILE_ROWS == 0;
     if (is_even) {
-        /* The row of the first key, also where the piece has it not: its block is the others'. */
+        /* The address of the first key. A piece that begins behind it knows only a later key of its block. */
         int64_t known = max64(tile + i, p->begin), back = known - tile - i;
         *pitch = c->token_stride * 2;
         return (const char *)s->keys[known - tile] - back * *pitch;
@@ -163,7 +164,8 @@ INLINE const char *key_matrix(const attention_call *c, const piece *p, shared *s
     return copies;
 }
 
-/* Scores of `matrices` x 16 keys from i on and `blocks` x 16 rows; constants, PRODUCTS at most. */
+/* Compute the scores of `matrices` x 16 keys from i on and `blocks` x 16 rows. The product of both constants is at
+ * most PRODUCTS. */
 INLINE void score_matrices(int matrices, int blocks, const attention_call *c, const piece *p, shared *s,
                            int64_t start, int64_t tile, int64_t i, int fetches) {
     const char *keys[PRODUCTS], *query = s->query + start * s->room * 2;
@@ -171,7 +173,7 @@ INLINE void score_matrices(int matrices, int blocks, const attention_call *c, co
     int64_t pitch, size = TILE_ROWS * s->room * 2;
     for (int m = 0; m < matrices; m++)
         keys[m] = key_matrix(c, p, s, tile, i + m * TILE_ROWS, s->copies + m * size, &pitch);
-    /* Values that are no part of keys are read besides. */
+    /* Values that are stored apart from keys need as many fetches again. */
     const int64_t fetched = matrices * FETCHED * (c->kv_stride ? 2 : 1);
     stream fetch = fetch_keys(c, s, fetches, fetched);
     _tile_zero(0);
@@ -213,7 +215,7 @@ INLINE void score_matrices(int matrices, int blocks, const attention_call *c, co
         }
 }
 
-/* Values of the tile in pairs of keys, with zeros for those that it does not have. */
+/* Pack the tile's values in pairs of keys, with zeros in place of missing keys. */
 static void pair_values(const attention_call *c, shared *s, int64_t skip, int64_t num) {
     int64_t columns = s->stride - LANES;
     uint16_t nothing[columns], copies[2][columns];
@@ -236,8 +238,8 @@ static void pair_values(const attention_call *c, shared *s, int64_t skip, int64_
     }
 }
 
-/* sums [blocks x 16 rows, panels x PANEL] += weights x values, of the steps [begin, end); either of
- * both is one, the other one or two. */
+/* sums [blocks x 16 rows, panels x PANEL] += weights x values, over the steps [begin, end). One of `blocks` and
+ * `panels` is 1, the other 1 or 2. */
 INLINE void add_matrices(int blocks, int panels, const shared *s, int64_t begin, int64_t end, int64_t column,
                          float *sums) {
     const int64_t pitch = s->stride * sizeof(float), size = (s->stride - LANES) / LANES * VALUE_BYTES;
@@ -275,7 +277,7 @@ INLINE void add_matrices(int blocks, int panels, const shared *s, int64_t begin,
     }
 }
 
-/* The rows [start, start + rows) over the keys [skip, num) of the tile. */
+/* Attend with the rows [start, start + rows) to the keys [skip, num) of the tile. */
 INLINE void block_in_tiles(int blocks, const attention_call *c, const piece *p, shared *s, int64_t start,
                         int64_t rows, int64_t tile, int64_t skip, int64_t num) {
     int64_t begin = skip / HALVES * HALVES, end = ceil_div(num, HALVES) * HALVES;
@@ -332,7 +334,7 @@ static void read_queries(const attention_call *c, const piece *p, shared *s) {
     }
 }
 
-/* Scores of SCORED_KEYS keys and SCORED_ROWS rows, of which `rows` are there. */
+/* Compute the scores of SCORED_KEYS keys and SCORED_ROWS rows, of which only the first `rows` exist. */
 INLINE void score_lanes(int64_t dim, int64_t stride, const float *query, int64_t rows, const void *const *key_rows,
                         stream fetch, float *scores) {
     const float *keys[SCORED_KEYS];
@@ -430,7 +432,7 @@ static void span_in_lanes(const attention_call *c, const piece *p, shared *s, in
     }
 }
 
-/* Rows of a decode that has more spans into `partial`, others into the output. */
+/* Store a decode's rows in `partial` if it has several spans; store all other rows in the output. */
 static void finish(const attention_call *c, const piece *p, const shared *s, const float *all_sums,
                    const softmax_state *states, float *partial) {
     float row[s->stride];

@@ -15,12 +15,12 @@
 
 INLINE int64_t group_of(const attention_call *c) { return c->num_heads / c->num_kv_heads; }
 
-/* bfloat16 by matrices. */
+/* Return whether the products are bfloat16 matrices (AMX). */
 INLINE int is_shared_in_tiles(const attention_call *c) {
     return in_tiles(c) && group_of(c) >= SHARED_GROUP;
 }
 
-/* float32, lanes along head_dim. */
+/* Return whether the products are float32 vectors along head_dim. */
 INLINE int is_shared_in_lanes(const attention_call *c) {
     return LANES >= 8 && group_of(c) >= SHARED_GROUP && c->type == FLOAT32 && c->cache_type == FLOAT32 &&
            c->head_dim >= WIDE_HEAD && c->head_dim % LANES == 0 && c->value_dim % PANEL == 0;
@@ -28,7 +28,7 @@ INLINE int is_shared_in_lanes(const attention_call *c) {
 
 INLINE int is_shared(const attention_call *c) { return is_shared_in_tiles(c) || is_shared_in_lanes(c); }
 
-/* Decodes by matrices read keys where they lie, however few heads share them. */
+/* Return whether decodes take this path; with matrices, they do for any number of heads per key. */
 INLINE int decodes_shared(const attention_call *c) { return in_tiles(c) || is_shared_in_lanes(c); }
 
 int64_t shared_scratch_bytes(const attention_call *c);

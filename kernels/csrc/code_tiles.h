@@ -133,7 +133,7 @@ INLINE void add_sums(int groups, const code_slice *c, int64_t rows, code_rows x,
     for (int64_t i = 0; i < c->num_blocks; i++) add_blocks(1, groups, c, i, rows, x, sums, tile);
 }
 
-/* x: the rows' first blocks; w: as unpack_codes leaves them; TILED_GROUPS groups at the most. */
+/* x: the rows' first blocks; w: a panel as unpack_codes writes it; at most TILED_GROUPS groups. */
 static __attribute__((noinline)) void tiled_codes(int64_t rows, const uint8_t *w, code_rows x, code_slice c,
                                                   float *tile) {
     int32_t sums[TILED_GROUPS * TILED_ROWS * PANEL] __attribute__((aligned(64)));

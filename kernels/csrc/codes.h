@@ -45,10 +45,10 @@
 #else
 #define CODE_ROWS (LANES == 16 ? 10 : 4)
 #endif
-/* Whether the tile's rows stay in registers beside a group's sums. This halves the rows at a time, so it does
- * not pay for codes of 4 bits, which would be unpacked twice as often. */
+/* Whether the tile's rows stay in registers beside a group's sums. This halves the rows at a time, so it does not
+ * pay for codes of 4 bits, which would be unpacked twice as often. */
 #define KEEPS_TILE(bits) (ADDS_FOUR && LANES == 16 && (bits) == 8)
-#define FEW_ROWS (LANES == 16 ? 4 : 0) /* up to so many rows, the tile always fits into registers */
+#define FEW_ROWS (LANES == 16 ? 4 : 0) /* up to this many rows, the tile always fits into registers */
 
 typedef uint8_t codes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
@@ -89,8 +89,8 @@ typedef struct {
     int32_t offset;
 } code_groups;
 
-/* Round a block's values. With `keep_rest`, `values` becomes the remainders. In 16-bit form, inputs 1 and 2 of
- * each four are swapped, as the codes' even and odd bytes are the easiest to separate. */
+/* Round a block's values. With `keep_rest`, `values` becomes the remainders. In 16-bit form, inputs 1 and 2 of each
+ * four are swapped, because even and odd bytes of codes are the easiest to separate. */
 INLINE void round_values(int bits, float *values, code_groups groups, int keep_rest, code_rows to) {
     int32_t numbers[BLOCK] __attribute__((aligned(64)));
     block_header *header = (block_header *)to.headers;
@@ -243,7 +243,7 @@ INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_
 #define madd_bytes(w, x) ((pairs)_mm256_maddubs_epi16((__m256i)(w), (__m256i)(x)))
 #endif
 
-/* The 4 bytes at x in every lane. */
+/* Return a vector that has the 4 bytes at x in every lane. */
 INLINE vec_i32 spread(const char *x) {
     int32_t four;
     memcpy(&four, x, 4);

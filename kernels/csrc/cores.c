@@ -1,5 +1,5 @@
 /* Pins the threads of a team: the first ones to the process's own cores, the others to borrowed ones.
- * Linux; elsewhere threads run where they like.
+ * Linux only; elsewhere threads are not pinned.
  * Refuses to know: the lender, what is computed.
  */
 #if defined(__linux__)
@@ -8,13 +8,13 @@
 #endif
 #include "vectors.h"
 
-/* Sets of cores: a bit for each, `num_bytes` long. */
+/* Sets of cores: bit masks of `num_bytes` bytes. */
 typedef struct {
     int64_t num_threads, num_own_threads, num_bytes;
     const void *own, *lent;
 } places_call;
 
-/* Returns how many threads could not be placed. */
+/* Return how many threads could not be placed. */
 int baton_place_threads(const places_call *c) {
     int failed = 0;
 #if defined(__linux__)

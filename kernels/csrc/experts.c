@@ -10,12 +10,12 @@
 #include "vectors.h"
 
 #define MOST_BYTES (64 << 20) /* most bytes of intermediate results; more tokens are computed in slabs */
-#define JOBS_PER_THREAD 4     /* with as many jobs, each thread takes whole jobs instead of panels */
+#define JOBS_PER_THREAD 4     /* from this many jobs per thread, each thread takes whole jobs instead of panels */
 
 enum { PACKED = 0, SHARED = 1, PLAN = 2 }; /* slots of scratch memory, PACKED as in linear.c */
 
 typedef struct {
-    linear_call gate_up, down; /* calls for the first expert; x, out and num_rows are set here */
+    linear_call gate_up, down; /* calls for the first expert; x, out and num_rows are set later */
     int64_t num_tokens, num_experts, top_k, hidden, num_threads, x_stride;
     int64_t squares;      /* 1: no gate, the activation is relu(x)^2 */
     /* In both weights each expert's rows fill whole panels; the padding rows are 0. */

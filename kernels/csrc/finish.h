@@ -8,7 +8,7 @@
 #include "halves.h"
 #include "linear.h"
 
-/* Smallest output, in bytes, that no cache keeps until it is read. */
+/* Smallest output, in bytes, that caches cannot keep until it is read. */
 #define PASSES_BY (1 << 20)
 
 /* The rows of a panel that are not finished yet. */

@@ -63,8 +63,8 @@ typedef struct {
     int64_t size;
 } meanwhile;
 
-/* x: the rows' part of a step, x_step bytes from the next; tile: from row to row `stride` floats, as
- * many rows as the matrices have. `level`: of the cache that is fetched into, 1 or 2; a constant. */
+/* x: the rows' part of a step; steps are x_step bytes apart. tile: rows of `stride` floats, with memory for whole
+ * matrices. `level`: the cache to prefetch into, 1 or 2; a constant. */
 INLINE void tiles_product(int matrices, int level, const char *w, const char *x, int64_t x_step,
                           int64_t num_steps, float *tile, int64_t stride, int accumulate, fetch f,
                           meanwhile other) {
@@ -111,8 +111,8 @@ INLINE void tiles_product(int matrices, int level, const char *w, const char *x,
 
 #endif
 
-/* Weights of a softmax as bfloat16, rounded as store_rounded does: the instruction makes zeros of numbers
- * smaller than any that power_of_two gives. */
+/* Store softmax weights as bfloat16, rounded like store_rounded. The instruction flushes subnormal numbers to zero;
+ * power_of_two gives none. */
 INLINE void store_weights(void *to, vec x) {
 #if DOTS_HALVES
     __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
@@ -124,7 +124,7 @@ INLINE void store_weights(void *to, vec x) {
 
 #if DOTS_HALVES
 
-/* HALVES codes of e4m3, each in the lower byte of its 16 bits, as bfloat16: see from_e4m3s. */
+/* Convert HALVES codes of e4m3, each in the lower byte of its 16 bits, to bfloat16; see from_e4m3s. */
 INLINE __m512i e4m3s_as_halves(__m512i codes) {
     const __m512i rare = (__m512i)(vec_u32){0x3b000000, 0x3bc03b80, 0x3c203c00, 0x3c603c40,
                                             0x3c903c80, 0x3cb03ca0, 0x3cd03cc0, 0x00003ce0,
@@ -134,25 +134,25 @@ INLINE __m512i e4m3s_as_halves(__m512i codes) {
     __m512i halves = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi16(0x07f0));
     halves = _mm512_add_epi16(halves, _mm512_set1_epi16(120 << 7));
     halves = _mm512_mask_permutexvar_epi16(halves, is_rare, codes, rare);
-    /* halves | (codes << 8 & the sign) */
+    /* halves | (codes << 8 & the sign bit) */
     return _mm512_ternarylogic_epi32(halves, _mm512_slli_epi16(codes, 8), _mm512_set1_epi16((short)0x8000), 0xf8);
 }
 
-/* The pairs of LANES outputs as bfloat16; index counts pairs. */
+/* Load the pairs of LANES outputs as bfloat16; index counts pairs. */
 INLINE vec_u32 load_halves_of_pairs(int type, const void *w, int64_t index) {
     if (type != FLOAT8) return load_pairs(BFLOAT16, w, index);
     const char *codes = (const char *)w + index * 2;
     return (vec_u32)e4m3s_as_halves(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)codes)));
 }
 
-/* A step of w, STEP_BYTES of bfloat16, of as many codes. */
+/* Convert a step of w from codes to bfloat16, STEP_BYTES. */
 INLINE void widen_step(const char *codes, char *step) {
     for (int64_t i = 0; i < STEP_BYTES / 4; i += LANES)
         _mm512_store_si512(step + i * 4, (__m512i)load_halves_of_pairs(FLOAT8, codes, i));
 }
 
-/* A line of the output, rounded as store_rounded does. One that nobody reads soon goes past the cache,
- * which would fetch it first. */
+/* Store a line of the output, rounded like store_rounded. If `passes_by`, the store bypasses the cache, which would
+ * first fetch the line. */
 INLINE void store_line(void *to, vec first, vec second, int passes_by) {
     const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
                                          29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
@@ -164,15 +164,14 @@ INLINE void store_line(void *to, vec first, vec second, int passes_by) {
         _mm512_storeu_si512(to, line);
 }
 
-/* sum += the first of a lane's pair times the first of `two`, and the second times the second. */
+/* sum += the pair at `two` times each lane's pair, element by element. */
 INLINE vec dot_pair(vec sum, const void *two, vec_u32 pairs) {
     int32_t input;
     memcpy(&input, two, 4);
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(input), (__m512bh)pairs);
 }
 
-/* tile: from row to row `stride` floats; what it has is multiplied by a row's factor first, where there are
- * any. */
+/* tile: rows of `stride` floats. With `factors`, each row's old sums are first multiplied by its factor. */
 INLINE void pairs_rows(int rows, int type, const char *w, const char *x, int64_t x_step, int64_t num_steps,
                        float *tile, int64_t stride, int accumulate, const float *factors, fetch f) {
     vec sum[MAX_ROWS][2];

@@ -15,16 +15,16 @@
 #define MIN_CHUNK (8 * MAX_ROWS)
 #define MOST_TILED ((MAX_CHUNK + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS)
 #define CHUNK_FLOATS (1 << 18)
-#define CHUNK_TILED (7 << 16) /* the same for AMX, which takes 2 bytes or 1 per number */
-#define BY_ROWS (8 * MAX_ROWS) /* with as many rows per thread, threads divide the rows instead of the panels */
+#define CHUNK_TILED (7 << 16) /* the same in numbers of x for AMX, which takes 1 or 2 bytes per number */
+#define BY_ROWS (8 * MAX_ROWS) /* from this many rows per thread, threads divide the rows instead of the panels */
 #define CHUNKS 4 /* chunks per thread, so that other threads can take some from a slow one */
 #define SERIAL_PRODUCTS (1 << 16) /* below, waking threads costs more than it saves */
-#define FETCH_AHEAD 8192 /* bytes of a stream that is read once */
-#define FETCH_NEXT 2048 /* bytes that matrices of few rows fetch ahead into L1 */
-#define SUPER 256 /* inputs whose groups' scales share a factor */
+#define FETCH_AHEAD 8192 /* bytes ahead to prefetch in a stream that is read once */
+#define FETCH_NEXT 2048 /* bytes ahead that matrices of few rows prefetch into L1 */
+#define SUPER 256 /* inputs whose group scales share a factor */
 #define WIDEN_FROM 3 /* fewest blocks of rows for which converting a slice of bf16 or int8 once pays */
-#define SLICE_STEPS 8 /* steps of HALVES inputs of a bf16 panel that stay in L1 */
-#define SCALED_DEPTH 128 /* groups of float8 are multiples of so many inputs */
+#define SLICE_STEPS 8 /* steps of HALVES inputs of a bf16 panel that fit into L1 */
+#define SCALED_DEPTH 128 /* group sizes of float8 are multiples of this */
 
 INLINE int is_codes(int type) { return type == CODES8 || type == CODES4 || type == CODES_E2M1; }
 
@@ -131,9 +131,9 @@ INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t co
     const linear_call *c, int64_t panel, const void *then, row_blocks b, int64_t begin, int64_t end,     \
         const void *packed, float *tiles, unfinished *left
 
-#define ORDERED 4 /* rows that are read side by side: more than a cache fetches ahead of are slow */
+#define ORDERED 4 /* rows that are read side by side; reading more is slow, as prefetchers follow few streams */
 
-/* Rows [begin, end) of a chunk of x into [step][row of the chunk][HALVES]. */
+/* Copy rows [begin, end) of a chunk of x to [step][row of the chunk][HALVES]. */
 static void order_rows(const linear_call *c, int64_t chunk, int64_t step_bytes, int64_t begin,
                        int64_t end, char *to) {
     for (int64_t first = begin; first < end; first += ORDERED) {
@@ -153,7 +153,7 @@ static void order_rows(const linear_call *c, int64_t chunk, int64_t step_bytes, 
     }
 }
 
-/* Rows [begin, end) of a chunk of x into [slice][row of the chunk][X_STRIDE]. */
+/* Convert rows [begin, end) of a chunk of x to [slice][row of the chunk][X_STRIDE]. */
 static void pack_rows(const linear_call *c, int64_t chunk, int64_t count, int64_t begin, int64_t end,
                       void *packed) {
     if (is_codes(c->w_type)) {
@@ -175,7 +175,7 @@ static void pack_rows(const linear_call *c, int64_t chunk, int64_t count, int64_
         for (int64_t r = begin; r < end; r++) {
             float *row = to + (s * count + r) * X_STRIDE;
             read_row(c->x_type, at(c->x_type, c->x, (chunk + r) * c->x_stride + k), row, size);
-            row[size] = 0; /* half a pair, perhaps */
+            row[size] = 0; /* the second half of a last pair, if the depth is odd */
         }
     }
 }
@@ -184,7 +184,7 @@ INLINE void widen(int type, const void *w, int64_t size, float *to) {
     for (int64_t i = 0; i < size; i += LANES) store(to + i, load(type, w, i));
 }
 
-/* Numbers of a panel; pairs come apart. */
+/* Convert a panel's numbers to floats; pairs of inputs are separated. */
 INLINE void widen_panel(int type, const void *w, int64_t size, float *to) {
     if (!is_paired(type)) {
         widen(type, w, size * PANEL, to);
@@ -198,7 +198,7 @@ INLINE void widen_panel(int type, const void *w, int64_t size, float *to) {
         }
 }
 
-/* tile (+)= part times the scales of a panel's group that the input k belongs to. */
+/* tile (+)= part times the panel's scales of the group that contains input k. */
 INLINE void add_scaled(const linear_call *c, int64_t panel, int64_t k, int64_t rows, const float *part,
                        int accumulate, float *tile) {
     int64_t group = panel * ceil_div(c->depth, c->group) + k / c->group;
@@ -255,7 +255,7 @@ INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
     int64_t origin = block_start(b, begin), all = num_steps(c), step_bytes = HALVES * PANEL * size_of(type);
     int64_t x_step = packed_bytes(c, b.count) / all, full = c->depth / HALVES;
     const char *w = (const char *)c->w + panel * filled_depth(c) * PANEL * size_of(type);
-    /* A single block of rows reads each part of a panel once. */
+    /* With a single block of rows, each part of a panel is read only once. */
     int64_t most = end - begin == 1 && (type == BFLOAT16 || !b.size) ? full : SLICE_STEPS;
     if (scaled) most = SCALED_DEPTH / HALVES;
     if (full < all) {
@@ -307,10 +307,10 @@ INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
 }
 #endif
 
-#define GROUPS (BLOCK / SUMMED * PANEL) /* numbers of a block's groups, at the most */
-#define SLICE_BLOCKS 8 /* so many of a panel's codes stay in L1 */
+#define GROUPS (BLOCK / SUMMED * PANEL) /* most group numbers of a block */
+#define SLICE_BLOCKS 8 /* blocks of a panel's codes that stay in L1 */
 
-/* to[groups][PANEL] = from * factors, whose groups are `step` numbers apart; NULL: * 1. */
+/* to[groups][PANEL] = from * factors; consecutive groups' factors are `step` numbers apart; NULL: no factors. */
 INLINE void widen_as(int type, const void *from, int64_t num_groups, const float *factors, int64_t step,
                      float *to) {
     for (int64_t i = 0; i < num_groups * PANEL; i += PANEL, factors += factors ? step : 0)
@@ -495,8 +495,8 @@ static panel_sums *sums_of(const linear_call *c) {
     return of_int8;
 }
 
-/* With few rows, a gated layer computes so many panels of one half, then those of the other half: each switch
- * between the two streams costs as much as a quarter of a panel of codes. */
+/* With few rows, a gated layer computes this many panels of one half before the same ones of the other half: each
+ * switch between the two streams costs as much as a quarter of a panel of codes. */
 #define TOGETHER (MOST_TILED / TILED_ROWS)
 INLINE int64_t num_together(const linear_call *c, row_blocks b) {
     return c->gated && b.num_blocks == 1 ? TOGETHER : 1;

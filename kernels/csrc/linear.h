@@ -29,7 +29,7 @@ int baton_linear(const linear_call *c);
 
 #define NO_ROW 3 /* returned if the call asks for a row that W does not have */
 
-/* Unpack rows of codes to out[num_rows, depth]; x: the rows' numbers, int64_t. Return 0 or NO_ROW. */
+/* Unpack rows of codes to out[num_rows, depth]; x: int64_t indices of the rows. Return 0 or NO_ROW. */
 int baton_unpack_codes(const linear_call *c);
 
 /* Pieces of a product, each computed by one thread. Return the most rows of a piece. */

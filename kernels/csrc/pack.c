@@ -9,9 +9,9 @@
 
 #define STRIP 256  /* inputs that are converted together, so that they stay in L2 */
 #define GROUP8 128 /* inputs that share the scale of 8-bit codes */
-#define GROUP4 32  /* inputs that share scale and minimum of 4-bit codes; a strip's groups share factors */
+#define GROUP4 32  /* inputs that share scale and minimum of 4-bit codes; the groups of a strip share factors */
 #define CANDIDATES 12 /* scales that are tried for a group of 4-bit codes */
-#define STEP 8     /* codes are padded to a multiple of so many inputs */
+#define STEP 8     /* codes are padded to a multiple of this many inputs */
 
 typedef struct {
     int64_t in_type, w_type, num_threads;
@@ -79,26 +79,26 @@ INLINE void round_row(const float *x, float scale, int8_t *numbers) {
     for (int64_t k = 0; k < STRIP; k++) numbers[k] = (int8_t)nearest(x[k] / scale);
 }
 
-/* `scale` 1: numbers of float8 stay what they are. */
+/* Round numbers divided by `scale` to e4m3; with scale 1, float8 numbers stay the same. */
 INLINE void round_to_e4m3(const float *x, float scale, int8_t *numbers) {
     for (int64_t k = 0; k < STRIP; k++) numbers[k] = (int8_t)to_e4m3(x[k] / scale);
 }
 
-/* The largest weight of a group becomes 127 without its sign; returns the group's scale, by which,
- * rounded as it is, the weights are divided. */
+/* Round a group so that its largest magnitude becomes 127. Return the scale; weights are divided by it after its
+ * own rounding to bfloat16. */
 INLINE uint16_t round_group(const float *x, int8_t *numbers) {
     uint16_t rounded = to_bf16(largest_of(x, GROUP8) / 127.0f);
     float exact = from_bf16(rounded);
 #pragma omp simd
     for (int64_t k = 0; k < GROUP8; k++) {
         float number = exact == 0 ? 0 : x[k] / exact;
-        number = number < -127 ? -127 : number > 127 ? 127 : number; /* or after rounding */
+        number = number < -127 ? -127 : number > 127 ? 127 : number; /* a rounded scale may give a bit more */
         numbers[k] = (int8_t)nearest(number);
     }
     return rounded;
 }
 
-/* A product that no sum swallows: fused with it, it would not be what torch computes. */
+/* Keep a compiler from fusing this product with a sum: torch rounds both one by one. */
 INLINE vec alone(vec product) {
 #if defined(__x86_64__)
     __asm__("" : "+x"(product));
@@ -112,9 +112,9 @@ INLINE vec alone(vec product) {
 
 INLINE vec whole(vec x) { return __builtin_convertvector((vec_i32)(x + 12582912.0f) - 0x4b400000, vec); }
 
-/* Scale and minimum of LANES outputs' groups, x[GROUP4][PANEL], with the least squared error of
- * those that the least squares give for the codes of CANDIDATES scales (as GGML's K-quants have
- * it). Lanes are outputs and sums run in order, so that every machine finds the same. */
+/* Find scale and minimum of LANES outputs' groups, x[GROUP4][PANEL]. CANDIDATES scales are tried: the codes of each
+ * give a scale and minimum by least squares, as in GGML's K-quants, and the pair of least squared error wins. Lanes
+ * are outputs and sums run in order, so that every machine finds the same. */
 INLINE void search_scale(const float *x, float *scale, float *minimum) {
     vec low = load(FLOAT32, x, 0), high = low, sum = {0};
     for (int64_t k = 0; k < GROUP4; k++) {
@@ -136,7 +136,7 @@ INLINE void search_scale(const float *x, float *scale, float *minimum) {
         vec slope = ((float)GROUP4 * products - alone(codes * sum)) / spread;
         slope = keep((spread > 0.0f) & (slope > 0.0f), slope);
         vec offset = (sum - alone(slope * codes)) / (float)GROUP4;
-        vec error = -(alone(slope * products) + alone(offset * sum)); /* less the squares of x */
+        vec error = -(alone(slope * products) + alone(offset * sum)); /* without the squares of x, a constant */
         vec_i32 better = error < best;
         best = choose(better, error, best);
         best_scale = choose(better, slope, best_scale);
@@ -145,8 +145,8 @@ INLINE void search_scale(const float *x, float *scale, float *minimum) {
     store(scale, best_scale), store(minimum, best_minimum);
 }
 
-/* Of the numbers of a strip's groups, [groups][PANEL], whole multiples of their output's factor,
- * the largest 127; numbers become what the multiples stand for. */
+/* Round the numbers of a strip's groups, [groups][PANEL], to multiples of their output's factor; the largest
+ * multiple is 127. `numbers` becomes the rounded numbers. */
 static void round_to_factors(float *numbers, int64_t num_groups, panel_rows rows, int8_t *whole_numbers,
                              uint16_t *factors) {
     for (int64_t i = rows.begin; i < rows.end; i++) {
@@ -166,7 +166,7 @@ static void round_to_factors(float *numbers, int64_t num_groups, panel_rows rows
     }
 }
 
-/* Round a strip to codes of 4 bits, stored less 8; a weight is code * scale + minimum. */
+/* Round a strip to 4-bit codes, stored minus 8; a weight is code * scale + minimum. */
 static void round_strip4(const pack_call *c, panel_rows rows, int64_t k, strip *s) {
     float scales[STRIP / GROUP4][PANEL], minima[STRIP / GROUP4][PANEL], x[GROUP4][PANEL];
     int64_t groups = ceil_div(c->depth, GROUP4), here = min64(STRIP / GROUP4, groups - k / GROUP4);
@@ -189,7 +189,7 @@ static void round_strip4(const pack_call *c, panel_rows rows, int64_t k, strip *
                 s->numbers[i][j] = (int8_t)(nearest(code) - 8);
             }
         }
-    for (int64_t i = rows.begin; i < rows.end; i++) /* what fills up the last step */
+    for (int64_t i = rows.begin; i < rows.end; i++) /* padding of the last step */
         for (int64_t j = c->depth - k; j < STRIP; j++) s->numbers[i][j] = 0;
 }
 
@@ -238,7 +238,7 @@ INLINE void write_strip(const pack_call *c, int type, panel_rows rows, int64_t k
         }
 }
 
-/* [step][PANEL][4 bytes], see PackedWeight: the inputs from k on of a panel's rows. */
+/* Write the codes of a panel's rows, inputs from k on: [step][PANEL][4 bytes], see PackedWeight. */
 INLINE void write_codes(void *panels, int type, int64_t depth, panel_rows rows, int64_t k, int64_t size,
                         const strip *s) {
     int64_t bits = type == CODES4 ? 4 : 8, padded = ceil_div(depth, STEP) * STEP;
@@ -270,13 +270,14 @@ INLINE void pack_panel(const pack_call *c, int type, panel_rows rows) {
     }
 }
 
-/* Panels that a thread takes at once: two in one huge page would both wait for it to be cleared. */
+/* Return how many panels a thread takes at once: two threads in one huge page would both wait for it to be cleared.
+ * */
 static int64_t panels_together(const pack_call *c, int64_t num_panels) {
     int64_t bytes = c->depth * PANEL * size_of(c->w_type);
     return max64(min64((2 << 20) / max64(bytes, 1), num_panels / (2 * c->num_threads)), 1);
 }
 
-/* Parts of a weight may come one after the other; what fills up the last panel is there. */
+/* Pack some rows of a weight. The last panel's padding must be written already. */
 int baton_pack_rows(const pack_call *c) {
     int64_t last_row = c->first_row + c->num_rows;
     int64_t first = c->first_row / PANEL, last = ceil_div(last_row, PANEL);
@@ -300,7 +301,7 @@ int baton_pack_rows(const pack_call *c) {
 
 typedef struct {
     int64_t w_type, num_threads, first_row, num_rows, depth;
-    int64_t least; /* of the numbers: what becomes code 0 */
+    int64_t least; /* smallest number, which becomes code 0 */
     const uint8_t *numbers; /* [num_rows][depth], signed or not */
     void *panels;
 } integers_call;
@@ -313,7 +314,7 @@ INLINE void pack_integers(const integers_call *c, int type, panel_rows rows) {
         for (int64_t i = rows.begin; i < rows.end; i++) {
             int64_t row = rows.panel * PANEL + i - c->first_row;
             const uint8_t *from = c->numbers + row * c->depth + k;
-            /* Bytes count alike with a sign and without. */
+            /* Arithmetic modulo 256 gives the same byte for signed and unsigned numbers. */
             uint8_t shift = (uint8_t)(c->least + middle);
             for (int64_t j = 0; j < size; j++) s.numbers[i][j] = (int8_t)(uint8_t)(from[j] - shift);
             memset(s.numbers[i] + size, 0, STRIP - size);
@@ -322,7 +323,7 @@ INLINE void pack_integers(const integers_call *c, int type, panel_rows rows) {
     }
 }
 
-/* Rows of integers as a checkpoint has them into panels of codes. */
+/* Pack rows that a checkpoint stores as integers into panels of codes. */
 int baton_pack_integers(const integers_call *c) {
     int64_t last_row = c->first_row + c->num_rows;
     int64_t first = c->first_row / PANEL, last = ceil_div(last_row, PANEL);
@@ -339,13 +340,13 @@ int baton_pack_integers(const integers_call *c) {
 }
 
 typedef struct {
-    int64_t type, out_type, num_threads, num_rows, num_columns, depth; /* num_columns: rows that there are */
+    int64_t type, out_type, num_threads, num_rows, num_columns, depth; /* num_columns: number of the weight's rows */
     const void *panels;
-    const int64_t *ids; /* [num_rows] */
+    const int64_t *ids; /* [num_rows], indices of the weight's rows */
     void *out;          /* [num_rows][depth], of the panels' type, or of FLOAT32 */
 } unpack_call;
 
-/* Rows by their numbers, of panels of floating-point numbers. Returns 0, or NO_ROW. */
+/* Unpack rows from panels of floating-point numbers. Return 0, or NO_ROW. */
 int baton_unpack_rows(const unpack_call *c) {
     for (int64_t i = 0; i < c->num_rows; i++)
         if (c->ids[i] < 0 || c->ids[i] >= c->num_columns) return NO_ROW;
@@ -355,7 +356,7 @@ int baton_unpack_rows(const unpack_call *c) {
         int64_t id = c->ids[row], column = id % PANEL;
         const void *panel = at(c->type, c->panels, id / PANEL * filled_to(c->type, c->depth) * PANEL);
         void *to = (void *)at(c->out_type, c->out, row * c->depth);
-        int64_t beside = c->type == BFLOAT16 ? 2 : 1; /* numbers of an output */
+        int64_t beside = c->type == BFLOAT16 ? 2 : 1; /* adjacent numbers of one output */
         fetch_lines(at(c->type, panel, beside * column), beside * PANEL * size_of(c->type), c->depth / beside);
         if (c->type == FLOAT32) {
             for (int64_t k = 0; k < c->depth; k++)

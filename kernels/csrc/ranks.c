@@ -148,7 +148,7 @@ static void finish(const collective_call *c, uint32_t step, int64_t first, int64
         add_parts(FLOAT32, g, step, count, out);
 }
 
-/* Returns 0, or GONE. */
+/* Return 0, or GONE. */
 int baton_collective(const collective_call *c) {
     rank_group *g = c->group;
     int64_t most = g->slot_bytes / size_of(c->type);

@@ -15,7 +15,7 @@ typedef struct {
     int64_t num_groups, top_groups, group_best;
     const void *logits; /* [num_tokens, num_experts] of `type` */
     const float *bias;  /* [num_experts], added to scores where experts are chosen, or NULL */
-    int64_t *ids;       /* [num_tokens, top_k], the best first; equal ones in their order */
+    int64_t *ids;       /* [num_tokens, top_k], best first; equal ones by rising id */
     float *weights;     /* [num_tokens, top_k] */
     double scale;
 } route_call;
@@ -50,7 +50,7 @@ static void choose_groups(const route_call *c, float *choice, float *copy) {
         for (int64_t e = 0; e < size && scores[g] != -INFINITY; e++) choice[g * size + e] = -INFINITY;
 }
 
-/* e^(x - the largest) / their sum. */
+/* numbers = e^(number - largest), divided by their sum. */
 static void softmax(float *numbers, int64_t count) {
     float largest = numbers[best_of(numbers, count)], sum = 0;
     for (int64_t i = 0; i < count; i++) sum += numbers[i] = expf(numbers[i] - largest);
@@ -77,7 +77,7 @@ static void route(const route_call *c, int64_t token, float *scratch) {
         weights[k] = (c->normalize ? weights[k] / (sum + 1e-20f) : weights[k]) * (float)c->scale;
 }
 
-/* Returns 0, or 1 when there is no memory. */
+/* Return 0, or 1 when there is no memory. */
 int baton_route(const route_call *c) {
     int failed = 0;
     int64_t num_threads = min64(c->num_threads, ceil_div(c->num_tokens * c->num_experts, 1 << 14));

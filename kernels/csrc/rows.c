@@ -44,11 +44,11 @@ INLINE void norm_row(int type, int wide, float *row, const void *weight, int64_t
 
 typedef struct {
     int64_t type, num_threads, num_rows, size;
-    const void *x, *residual, *weight; /* residual may be NULL; weight: only the sum is wanted */
+    const void *x, *residual, *weight; /* residual may be NULL; weight NULL: compute only the sum */
     void *out, *sum;
     double eps;
-    int64_t wide;  /* the weight is of FLOAT32, whatever `type` is */
-    double factor; /* of x, where there is a residual */
+    int64_t wide;  /* whether the weight is FLOAT32, whatever `type` is */
+    double factor; /* factor of x, if there is a residual */
 } norm_call;
 
 INLINE void rms_norm_row(int type, const norm_call *c, int64_t i) {
@@ -70,7 +70,7 @@ INLINE void rms_norm_row(int type, const norm_call *c, int64_t i) {
     write_row(type, row, (char *)c->out + from, size);
 }
 
-/* rms_norm, or add_rms_norm where there is a residual. All rows are contiguous. */
+/* rms_norm, or add_rms_norm if there is a residual. All rows are contiguous. */
 int baton_rms_norm(const norm_call *c) {
     int team = threads_for(c->num_threads, c->num_rows * c->size);
 #pragma omp parallel for num_threads(team) if (team > 1)
@@ -102,11 +102,11 @@ INLINE void gated_mul_row(int type, int64_t kind, int64_t size, const void *gate
 }
 
 typedef struct {
-    int64_t type, num_threads, num_rows, size; /* size: of the output's rows */
+    int64_t type, num_threads, num_rows, size; /* size: numbers of an output row */
     int64_t gate_stride, up_stride;            /* in elements, from one row to the next */
     const void *gate, *up;
     void *out;
-    int64_t kind; /* SILU and so on */
+    int64_t kind; /* activation, such as SILU */
 } gated_call;
 
 /* gated_mul and gate_mul. */
@@ -131,7 +131,7 @@ int baton_gated_mul(const gated_call *c) {
 typedef struct {
     int64_t type, num_threads, num_rows, size, group_size, weight_size, norm_before_gate;
     int64_t x_stride, gate_stride; /* in elements, from one row to the next */
-    const void *x, *gate, *weight; /* weight_size repeats along a row */
+    const void *x, *gate, *weight; /* weight: weight_size numbers, repeated along a row */
     void *out;
     double eps;
 } gated_norm_call;
@@ -187,7 +187,7 @@ typedef struct {
     double cap;
 } soften_call;
 
-/* soft_cap; vectors alone, whose lanes do not depend on their place in a row. */
+/* soft_cap, in whole vectors only: a lane's result does not depend on its place in a row. */
 int baton_soft_cap(const soften_call *c) {
     int team = threads_for(c->num_threads, c->num_rows * c->size);
 #pragma omp parallel for num_threads(team) if (team > 1)
@@ -203,12 +203,12 @@ int baton_soft_cap(const soften_call *c) {
 }
 
 typedef struct {
-    int64_t num_rows, first_bytes, second_bytes; /* of a row */
+    int64_t num_rows, first_bytes, second_bytes; /* first_bytes, second_bytes: bytes of a row */
     const char *first, *second;
     char *out;
 } join_call;
 
-/* join: rows of one tensor, each followed by the other's. */
+/* join: write each row of one tensor, followed by the other tensor's row. */
 int baton_join_rows(const join_call *c) {
     for (int64_t i = 0; i < c->num_rows; i++) {
         char *to = c->out + i * (c->first_bytes + c->second_bytes);
@@ -223,7 +223,7 @@ typedef struct {
     const void *x;
     int64_t *out; /* [num_rows] */
 } largest_call;
-#define MOST_PARTS 64 /* of a row */
+#define MOST_PARTS 64 /* most parts of a row */
 
 /* Return the index of the largest number in a part of a row, the first if several are equal; `best`: the number. */
 INLINE int64_t largest_of(const largest_call *c, int64_t i, int64_t begin, int64_t end, float *best) {
@@ -289,10 +289,10 @@ typedef struct {
     void *kv_cache, *out;
     const int64_t *slots;
     double eps;
-    int64_t cache_type; /* FLOAT8 where it is another than that of qkv */
+    int64_t cache_type; /* FLOAT8, or the type of qkv */
     double key_factor, value_factor; /* factors of keys and values stored as FLOAT8 */
-    int64_t wide;                    /* the norms' weights are of FLOAT32, whatever `type` is */
-    int64_t whole; /* a norm is over all heads together, and its weight has all of their dims */
+    int64_t wide;                    /* whether the norms' weights are FLOAT32, whatever `type` is */
+    int64_t whole; /* whether a norm covers all heads together; its weight then has the dims of all heads */
 } store_call;
 
 /* Values for a FLOAT8 cache are first rounded to the type of qkv, like the reference's tensors. */
@@ -301,7 +301,7 @@ INLINE void store_float8(int type, float *head, float factor, uint8_t *to, int64
     write_row(FLOAT8, head, to, size);
 }
 
-/* 1 / root of the mean square of `num` heads together. */
+/* Return 1 / the root mean square of `num` heads together. */
 INLINE float inverse_rms_of(int type, const store_call *c, const void *heads, int64_t num) {
     float head[c->head_dim], squares = 0;
     for (int64_t h = 0; h < num; h++) {
@@ -311,7 +311,7 @@ INLINE float inverse_rms_of(int type, const store_call *c, const void *heads, in
     return 1.0f / sqrtf(squares / (num * c->head_dim) + (float)c->eps);
 }
 
-/* Of a token's heads, queries, keys, then values, the first and each `step`-th behind it. */
+/* Process every `step`-th of a token's heads from `first` on; queries come first, then keys, then values. */
 INLINE void norm_rotary_store_heads(int type, const store_call *c, int64_t token, int64_t first, int64_t step) {
     float head[c->head_dim], cos[c->rotary_dim], sin[c->rotary_dim];
     read_row(type, at(type, c->cos, token * c->rotary_dim), cos, c->rotary_dim);
@@ -375,7 +375,7 @@ int baton_norm_rotary_store(const store_call *c) {
 
 typedef struct {
     int64_t type, num_threads, num_tokens, num_heads, rank, rotary_dim, interleaved;
-    /* Strides in elements; query and out have one from token to token, and one from head to head. */
+    /* Strides in elements; query and out have a stride between tokens and one between heads. */
     int64_t latent_stride, query_stride, query_head_stride, out_stride, out_head_stride;
     int64_t block_stride, token_stride, block_size; /* of the cache */
     const void *query, *latent, *weight, *cos, *sin;
@@ -384,7 +384,7 @@ typedef struct {
     double eps;
 } latent_call;
 
-/* Neighbours that turn together, x0 y0 x1 y1 .., as rotate has them: x0 x1 .. y0 y1 .. */
+/* Reorder interleaved pairs x0 y0 x1 y1 .. to the halves that rotate expects, x0 x1 .. y0 y1 .. */
 INLINE void take_apart(float *head, int64_t size) {
     float pairs[size];
     memcpy(pairs, head, size * sizeof(float));

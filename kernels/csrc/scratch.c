@@ -42,7 +42,7 @@ static void ask_for_huge_pages(void *p, int64_t bytes) {
 typedef struct {
     void *memory[NUM_SLOTS];
     int64_t sizes[NUM_SLOTS];
-    int is_known; /* to what runs when the thread ends */
+    int is_known; /* whether the memory is freed when the thread ends */
 } thread_scratch;
 
 static pthread_key_t at_end;

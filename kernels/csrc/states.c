@@ -36,7 +36,7 @@ INLINE void write_one(int type, void *p, int64_t index, float x) {
 
 typedef struct {
     int64_t type, num_threads, num_channels, kernel_size, has_silu;
-    /* Strides in elements, from one token to the next, and of the states. */
+    /* Strides in elements: between tokens, and of the states. */
     int64_t x_stride, in_gate_stride, out_gate_stride;
     int64_t slot_stride, channel_stride, tap_stride;
     const void *x, *weight, *bias, *in_gate, *out_gate; /* bias and gates may be NULL */
@@ -144,11 +144,11 @@ int baton_causal_conv(const conv_call *c) {
 
 typedef struct {
     int64_t type, num_threads, num_heads, num_key_heads, key_dim, value_dim;
-    /* In elements, from one token to the next; heads are side by side. */
+    /* Strides between tokens, in elements; a token's heads are adjacent. */
     int64_t query_stride, key_stride, value_stride, rate_stride, beta_stride;
-    int64_t slot_stride; /* of the states, whose [num_heads][key_dim][value_dim] has no gaps */
+    int64_t slot_stride; /* elements between slots; a slot's [num_heads][key_dim][value_dim] has no gaps */
     const void *query, *key, *value;
-    const void *rate, *rate_bias, *log_decay; /* [tokens][num_heads], [num_heads] twice */
+    const void *rate, *rate_bias, *log_decay; /* rate: [tokens][num_heads]; the others: [num_heads] */
     const void *beta; /* [tokens][num_heads] of the delta rule; NULL: the selective scan */
     const void *skip; /* [num_heads] of the selective scan */
     float *states;
@@ -159,14 +159,14 @@ typedef struct {
 typedef struct {
     int64_t head, key_head, first, size; /* the job's columns */
     float *state;                        /* [key_dim][COLUMNS] */
-    float *query, *key;                  /* key_dim, up to a whole vector */
+    float *query, *key;                  /* [key_dim], padded to whole vectors */
     float log_decay, rate_bias, skip;
 } recurrence_job;
 
-/* softplus, which is its argument itself where a float cannot tell. */
+/* Return log(1 + e^x), which a float cannot tell from x above 20. */
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-/* 1 / the length of a row whose end is zeros up to a whole vector. */
+/* Return 1 / the length of a row that is padded with zeros to whole vectors. */
 INLINE float inverse_length(const float *row, int64_t size) {
     vec sum = {0};
     for (int64_t i = 0; i < size; i += LANES)
@@ -260,7 +260,7 @@ INLINE void recurrence(int type, int is_delta, const recurrence_call *c, int64_t
     }
 }
 
-/* gated_delta_rule where there is a beta, else selective_scan. */
+/* gated_delta_rule if there is a beta, else selective_scan. */
 int baton_recurrence(const recurrence_call *c) {
     int64_t parts = ceil_div(c->value_dim, COLUMNS), width = c->num_heads * c->value_dim;
     int64_t jobs = c->step.num_requests * c->num_heads * parts;

@@ -9,7 +9,7 @@ typedef struct {
     const void *call;
 } tape_entry;
 
-/* Returns 0, or what the first function that failed returned. */
+/* Return 0, or the result of the first function that failed. */
 int baton_run_tape(int64_t num_entries, const tape_entry *entries) {
     for (int64_t i = 0; i < num_entries; i++) {
         int failed = entries[i].function(entries[i].call);

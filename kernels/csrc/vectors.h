@@ -69,8 +69,8 @@ INLINE float from_fp16(uint16_t x) {
     return u.value;
 }
 
-/* LANES halves of 16 bits, each in the lower half of its lane. GCC 12 turns the generic form into
- * four instructions where there is one. */
+/* Zero-extend LANES 16-bit numbers to 32 bits each. GCC 12 turns the generic form into four instructions instead of
+ * one. */
 INLINE vec_u32 widened(const void *p) {
 #if defined(__AVX512F__)
     return (vec_u32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
@@ -81,8 +81,8 @@ INLINE vec_u32 widened(const void *p) {
 #endif
 }
 
-/* e4m3 (Micikevicius et al., arXiv:2209.05433): exponents of 7, no infinity, 0x7f is not a number.
- * No subnormal float is made on the way, which would be slow, or flushed to zero. */
+/* Convert e4m3 (Micikevicius et al., arXiv:2209.05433): exponent bias 7, no infinity, 0x7f is NaN. The way there
+ * avoids subnormal floats, which would be slow, or flushed to zero. */
 INLINE float from_e4m3(uint8_t x) {
     uint32_t rest = x & 0x7f;
     union { uint32_t bits; float value; } normal = {(rest << 20) + (120u << 23)}, result;
@@ -130,7 +130,7 @@ INLINE vec load(int type, const void *p, int64_t index) {
 #endif
     }
     if (type == INT8) {
-        /* GCC 12 turns the generic form into a dozen instructions where there is one. */
+        /* GCC 12 turns the generic form into a dozen instructions instead of one. */
 #if defined(__AVX512F__)
         __m128i bytes = _mm_loadu_si128((const void *)((const int8_t *)p + index));
         return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
@@ -155,8 +155,8 @@ INLINE vec load(int type, const void *p, int64_t index) {
     return *(const vec_any *)((const float *)p + index);
 }
 
-/* Return x * y + sum, rounded once if the machine can. Left to itself, a compiler fuses in one loop and not in
- * another, and loops that must give the same bits would differ. */
+/* Return x * y + sum, rounded once if the machine can. Left alone, a compiler fuses in one loop and not in another,
+ * so loops that must give the same bits would differ. */
 INLINE vec multiply_add(vec x, vec y, vec sum) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
@@ -210,7 +210,8 @@ INLINE float largest_lane(vec x) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-/* Columns of 8 rows, of which rows four apart share a vector: their first four numbers [0, 4), their last [4, 8). */
+/* Transpose 8 rows of 8 numbers: halves[i] has the first four numbers of rows i and i + 4, halves[4 + i] the last
+ * four. */
 INLINE void columns_of(const __m256 *halves, vec *columns) {
     __m256 pairs[8];
 #pragma GCC unroll 4
@@ -231,8 +232,8 @@ INLINE void columns_of(const __m256 *halves, vec *columns) {
 /* Transpose LANES rows of LANES numbers. */
 INLINE void transpose(vec *rows) {
 #if defined(__AVX512F__)
-    /* Two by two and four by four within 128 bits, then these. By instructions that overwrite no factor:
-     * those that choose freely from two vectors do, and take twice as long. */
+    /* Two by two and four by four within 128 bits, then 128-bit parts. Only instructions that keep their factors
+     * are used: those that choose freely from two vectors overwrite one, and take twice as long. */
     __m512 pairs[LANES], fours[LANES];
 #pragma GCC unroll 8
     for (int i = 0; i < LANES; i += 2) {
@@ -276,7 +277,8 @@ INLINE void transpose(vec *rows) {
 #endif
 }
 
-/* rows[i] and rows[i + half], of which each adds its halves, by turns; i < half, a constant. */
+/* Add each vector's halves: those of rows[i] and rows[i + half], interleaved, become rows[i]; i < half, a constant.
+ * */
 INLINE void add_halves(vec *rows, int half) {
 #if defined(__AVX512F__)
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -373,7 +375,7 @@ INLINE uint16_t to_fp16(float x) {
     union { float value; uint32_t bits; } u = {x}, low;
     uint32_t sign = u.bits >> 16 & 0x8000, is_nan = x != x;
     u.bits &= 0x7fffffff;
-    low.value = u.value + 0.5f; /* 0.5 has a last place of 2^-24, the smallest float16 */
+    low.value = u.value + 0.5f; /* floats at 0.5 are 2^-24 apart, the smallest float16 */
     uint32_t high = ((u.bits + 0xfff + (u.bits >> 13 & 1)) >> 13) - (112u << 10);
     uint32_t rounded = u.value < 0x1p-14f ? low.bits & 0x7ff : u.value >= 65520.0f ? 0x7c00 : high;
     return (uint16_t)(is_nan ? 0x7e00 : sign | rounded);
@@ -384,7 +386,7 @@ INLINE uint8_t to_e4m3(float x) {
     union { float value; uint32_t bits; } u = {x}, low;
     uint32_t sign = u.bits >> 24 & 0x80, is_nan = x != x;
     u.bits &= 0x7fffffff;
-    low.value = u.value + 16384.0f; /* 16384 has a last place of 2^-9, the smallest e4m3 */
+    low.value = u.value + 16384.0f; /* floats at 16384 are 2^-9 apart, the smallest e4m3 */
     uint32_t high = ((u.bits + 0x7ffff + (u.bits >> 20 & 1)) >> 20) - (120u << 3);
     uint32_t rounded = u.value < 0x1p-6f ? low.bits & 0xf : u.value >= 448.0f ? 0x7e : high;
     return (uint8_t)(is_nan ? 0x7f : sign | rounded);
@@ -421,7 +423,7 @@ INLINE vec keep(vec_i32 mask, vec x) { return (vec)(mask & (vec_i32)x); }
 INLINE vec choose(vec_i32 mask, vec x, vec other) {
     return (vec)((mask & (vec_i32)x) | (~mask & (vec_i32)other));
 }
-/* Return the larger of both; the second if one is NaN. */
+/* Return the larger of two numbers; the second one if one is NaN. */
 INLINE vec larger(vec first, vec second) {
 #if defined(__AVX512F__)
     return (vec)_mm512_max_ps((__m512)first, (__m512)second);
@@ -430,7 +432,7 @@ INLINE vec larger(vec first, vec second) {
 #endif
 }
 
-/* As to_bf16 rounds, with zeros in the lower half of each lane. */
+/* Round like to_bf16; the lower half of each lane is 0. */
 INLINE vec_u32 rounded_bits(vec x) {
     vec_u32 bits = (vec_u32)x;
     bits += 0x7fff + ((bits >> 16) & 1);
@@ -467,7 +469,7 @@ INLINE void write_row(int type, const float *from, void *to, int64_t size) {
     }
 }
 
-/* To a row of `type`, rounded as to_bf16 and to_fp16 do. */
+/* Store to a row of `type`, rounded like to_bf16 and to_fp16. */
 INLINE void store_as(int type, void *p, int64_t index, vec x) {
     if (type == BFLOAT16) {
         store_rounded((uint16_t *)p + index, x);

@@ -3,8 +3,8 @@
     a wish of the node, a decoded message, an action's result  ->  take(input, now) ->  actions
     time                                                       ->  tick(now)        ->  actions
 
-The I/O loop (`kvconnector/io.py`) carries actions out in order, and hands each result back before
-the next action. A message that cannot be sent is therefore an input like any other.
+The I/O loop (`kvconnector/io.py`) carries out actions in order, and passes each result to the
+machine before the next action. So a message that cannot be sent is an input like any other.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class NotRead:
 
 @dataclass(frozen=True, slots=True)
 class ConnectEnded:
-    """A peer is connected by this path, or, with a problem, is not."""
+    """A peer is connected over this path; with a problem, it is not."""
 
     action: Connect
     path: str = ""
@@ -96,7 +96,7 @@ class ConnectEnded:
 
 @dataclass(frozen=True, slots=True)
 class SendEnded:
-    """A message with ``tells`` was sent; with a problem, any message was not."""
+    """A message with ``tells`` was sent; with a problem, any kind of message was not sent."""
 
     action: Send
     problem: str = ""
@@ -121,7 +121,7 @@ class WriteEnded:
     """The oldest write in flight of a transfer or a probe is complete, or has failed.
 
     Attributes:
-        key: the transfer; `NO_TRANSFER`: a probe.
+        key: the transfer; `NO_TRANSFER` for a probe.
     """
 
     engine_id: str
@@ -148,7 +148,7 @@ class SlotRead:
 
 @dataclass(frozen=True, slots=True)
 class Forbidden:
-    """From now on no write of a transfer can land here, though it was allowed before."""
+    """From now on, no write of a transfer can land here, though writes were allowed before."""
 
     action: Forbid
 
@@ -161,8 +161,8 @@ class Connect:
     """Connect to a peer.
 
     Attributes:
-        then: the message that failed over the old connection, to be sent over the new one; the
-            old connection is closed first.
+        then: a message that failed over the old connection, to send over the new one; the old
+            connection is closed first.
     """
 
     peer: PeerInfo
@@ -204,7 +204,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Hand this back once all actions before it are done; the machine then decides anew."""
+    """Return this to the machine once all earlier actions are done; it then decides anew."""
 
 
 @dataclass(frozen=True, slots=True)

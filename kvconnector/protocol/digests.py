@@ -1,14 +1,15 @@
 """Digests of blocks: check that the bytes that arrived are the bytes that the granted peer sent.
 
-    P  digest of its memory when a piece is posted -> Digests, when it is complete
+    P  digest of its memory when a piece is posted -> Digests, when the piece is complete
     D  digest of its own memory                    -> equal: verified; else Resend, with the next
-                                                      number of attempt
+                                                      attempt number
 
-Digests are keyed (`pair_keys.py`): bytes from another writer or of another block match none.
-Each end has a filter around its state machine. The sender's filter sends digests. The receiver's
-filter holds watermarks and commits back until their blocks are verified. Neither machine knows.
+Digests are keyed (`pair_keys.py`): bytes from another writer or of another block match none. Each
+end has a filter around its state machine. The sender's filter sends digests. The receiver's filter
+holds back watermarks and commits until their blocks are verified. Neither machine knows of the
+filters.
 
-Refuses to know: tokens, and how a node recovers when blocks stay wrong.
+Refuses to know: tokens, how a node recovers when blocks stay wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import msgspec
 from baton.api.errors import TransferError
 from baton.kv.manifest import KVManifest
 from kvconnector.base import NO_TRANSFER, KVReservation, TransferKey
-from kvconnector.blocks import LayerRange
+from kvconnector.blocks import LayerRange, Slices
 from kvconnector.protocol.actions import (
     Action,
     Drop,
@@ -39,11 +40,17 @@ from kvconnector.protocol.actions import (
     Write,
     WriteEnded,
 )
-from kvconnector.protocol.messages import Commit, Digests, Quiet, Resend, Verified, Watermark
+from kvconnector.protocol.messages import (
+    REPEAT_S,
+    Commit,
+    Digests,
+    Quiet,
+    Resend,
+    Verified,
+    Watermark,
+)
 from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
-from kvconnector.protocol.repeats import REPEAT_S
 from kvconnector.protocol.seals import Channels
-from kvconnector.slices import Slices
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +215,7 @@ class DigestTeller:
 
 
 def cut_digests(whole: Digests) -> Iterator[Digests]:
-    """Yield a message as parts that are short enough to travel."""
+    """Yield a message in parts that are short enough to send."""
     for start in range(0, len(whole.indices), MAX_DIGESTS_PER_MESSAGE):
         end = start + MAX_DIGESTS_PER_MESSAGE
         yield msgspec.structs.replace(
@@ -335,9 +342,7 @@ class DigestVerifier:
         elif arrival.commit is None:
             arrival.commit, arrival.asked_at = message, now
             self._pass_verified(arrival)
-        elif (
-            now - arrival.asked_at >= REPEAT_S / 2
-        ):  # a repeat by the sender, not a copy by the network
+        elif now - arrival.asked_at >= REPEAT_S / 2:  # the sender repeats it, not the network
             arrival.asked_at = now
             for resend in self._ask_again(arrival, message):
                 self._say(message.engine_id, resend)
@@ -409,9 +414,9 @@ class DigestVerifier:
             del self._arrivals[key]
 
     def _compare(self, message: Digests, key: BlockKey) -> Resend | None:
-        """Compare digests with our memory; what to ask for again, if anything is wrong.
+        """Compare digests with our memory; return a request for wrong blocks, or None.
 
-        A message that is late, doubled or does not fit changes nothing.
+        A message that is late, duplicated or inconsistent changes nothing.
 
         Args:
             key: key with which the sender made its digests.
@@ -474,10 +479,12 @@ class DigestVerifier:
         )
 
     def _ask_again(self, arrival: Arrival, commit: Commit) -> Iterator[Resend]:
-        """Yield what to ask for once more, as nothing is in flight and some blocks are unverified.
+        """Yield requests to send blocks again: nothing is in flight, and some blocks are
+        unverified.
 
-        Digests were lost, or a Resend was. What was asked for is asked for again by the same name
-        and with the next attempt: a write that is posted for an old Resend ends before its.
+        Digests or a Resend were lost. Blocks that were asked for before are asked for again with
+        the same layers and the next attempt number, because a write for the old Resend ends before
+        a write for the new one.
         """
         unknown = []
         for index, layers in enumerate(arrival.layers):
@@ -502,7 +509,7 @@ class DigestVerifier:
                 )
 
     def _is_verified(self, arrival: Arrival, num_blocks: int) -> bool:
-        """Whether the first ``num_blocks`` blocks, all layers of them, are right and stay so."""
+        """Return whether the first ``num_blocks`` blocks are verified and none is missing."""
         if any(index < num_blocks for index, _ in arrival.missing):
             return False
         return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])
@@ -513,7 +520,7 @@ def _digest(digests: bytes, place: int) -> bytes:
 
 
 def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:
-    """Ranges of bits that are 0, as long as can be."""
+    """Return the maximal ranges of bits that are 0."""
     runs = []
     first = 0
     for place in range(num_bits + 1):

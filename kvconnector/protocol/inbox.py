@@ -1,7 +1,8 @@
 """Inbox: queues of sealed messages, one per peer, read in turns.
 
-Seals are opened on arrival, so that nobody can fill the inbox in another's name. Refused messages
-are counted and logged now and then. A round reads, and the inbox keeps, only a fair share per peer.
+Seals are checked on arrival, so that nobody can fill the inbox in another's name. Refused messages
+are counted, and logged at intervals. Each round reads, and the inbox keeps, only a fair share per
+peer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Inbox:
         """Keep a message until its turn, or refuse it.
 
         Args:
-            sender: engine id from the transport; some transports pass on whatever a peer claims.
+            sender: engine id from the transport; some transports report whatever a peer claims.
         """
         try:
             self._put(sender, payload)

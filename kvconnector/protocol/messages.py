@@ -1,4 +1,4 @@
-"""What sender and receiver say to each other. Short, typed, checked when decoded.
+"""Messages between sender and receiver: short, typed, checked when decoded.
 
 P -> D   Hello     are you there?                     D -> P   HelloAck  yes; try a write here
 P -> D   SelfTest  written, at this speed             D -> P   SelfTestResult
@@ -11,18 +11,24 @@ P -> D   Beat      I am alive                         D -> P   Beat      so am I
 With digests, D checks the content before a transfer ends:
 P -> D   Digests   the blocks must have these     D -> P   Resend    these differ: write them again
                                                   D -> P   Verified  all blocks are right
+
+A message that is lost without an error would hold its request until the deadline. `Repeats` sends
+some messages again until they are answered or no longer needed; these are idempotent.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 
 from baton.api.errors import TransferError
-from kvconnector.base import HandoffRecord
+from kvconnector.base import HandoffRecord, TransferKey
 
 MAX_TEXT_CHARS = 4096
+REPEAT_S = 1.0
 
 # Limits of each field's values, because peers are not trusted.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -203,3 +209,55 @@ def decode(payload: bytes) -> Message:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransferError(f"not a message of this protocol: {error}") from error
+
+
+@dataclass(slots=True)
+class Repeat:
+    """One message that waits for its answer."""
+
+    engine_id: str
+    message: Message
+    next_at: float
+
+
+class Repeats:
+    """All repeated messages of one end, at most one per transfer."""
+
+    def __init__(self) -> None:
+        self._repeats: dict[TransferKey, Repeat] = {}
+        self._next_at = math.inf  # no message is due before this time
+
+    def __len__(self) -> int:
+        return len(self._repeats)
+
+    def add_message(self, key: TransferKey, engine_id: str, message: Message, now: float) -> None:
+        """Send ``message`` again every ``REPEAT_S``."""
+        self._repeats[key] = Repeat(engine_id, message, now + REPEAT_S)
+        self._next_at = min(self._next_at, now + REPEAT_S)
+
+    def put_off(self, key: TransferKey, engine_id: str, now: float) -> None:
+        """Postpone the repeat: the peer has just sent a message about this transfer."""
+        repeat = self._repeats.get(key)
+        if repeat is not None and repeat.engine_id == engine_id:
+            repeat.next_at = now + REPEAT_S
+
+    def remove(self, key: TransferKey, engine_id: str) -> None:
+        """Stop repeating a message; do nothing if none is repeated to this peer."""
+        repeat = self._repeats.get(key)
+        if repeat is not None and repeat.engine_id == engine_id:
+            del self._repeats[key]
+
+    def remove_peer(self, engine_id: str) -> None:
+        """Forget all messages to a peer that is gone."""
+        for key in [k for k, repeat in self._repeats.items() if repeat.engine_id == engine_id]:
+            del self._repeats[key]
+
+    def take_due(self, now: float) -> list[tuple[TransferKey, Repeat]]:
+        """Return the messages that are due now; O(1) while none is due."""
+        if now < self._next_at:
+            return []
+        due = [(key, repeat) for key, repeat in self._repeats.items() if now >= repeat.next_at]
+        for _, repeat in due:
+            repeat.next_at = now + REPEAT_S
+        self._next_at = min((r.next_at for r in self._repeats.values()), default=math.inf)
+        return due

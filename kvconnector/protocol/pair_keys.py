@@ -2,8 +2,8 @@
 
 Each process start draws an X25519 key. The public part travels in `PeerInfo` over the authenticated
 links to the router, which learns no secret from it. Each derived key belongs to one pair of process
-starts and one direction: a message of another pair, of the time before a restart, or of the other
-direction matches no key.
+Each derived key belongs to one pair of process starts and one direction. So it matches no message
+of another pair, from before a restart, or of the other direction.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KeyPair:
             raise TransferError(f"{peer_id} has no public key for KV messages")
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(peer_public))
-        except ValueError as error:  # a point of small order: anybody knows what comes out
+        except ValueError as error:  # a point of small order, whose result anybody can compute
             raise TransferError(f"{peer_id} has a bad public key for KV messages") from error
         there = (own_id.encode(), peer_id.encode(), self.public, peer_public)
         back = (peer_id.encode(), own_id.encode(), peer_public, self.public)

@@ -1,6 +1,6 @@
-"""Peers: the table of an end's peers and their states. One state machine per peer.
+"""Peers: the table of an end's peers, with one state machine per peer.
 
-    GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats, or it cannot be reached; and back
+    GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats or unreachable; it may return
         `----------`-------------`-> LEAVING -> gone
 
 A peer is connected, for the first time or again, only after a probe has passed (`probe.py`).
@@ -29,12 +29,13 @@ from kvconnector.transports.paths import judge_path
 logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.25
-# A peer that is silent for so long is suspect. The lease is as long: a sender counts it from the
-# beat that it sent, a receiver counts from the beat that arrived, so the sender gives up first.
+# A peer that is silent for this long is suspect. The lease is equally long. A sender counts it from
+# sending its beat, and a receiver from the arrival of that beat, so the sender gives up first.
 LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
-HELLO_TIMEOUT_S = 10.0  # then a new peer is reported, and greeted less often
+HELLO_TIMEOUT_S = 10.0  # after this time, a new peer is reported, and greeted less often
 MAX_BACK_OFF_S = 1.0  # between two attempts to meet or reach a peer again
+DRAIN_READS, DRAIN_S = 10, 0.5  # after them nothing of a dead peer can arrive; see `Drains`
 
 
 class PeerState(Enum):
@@ -135,7 +136,7 @@ class Peers:
     def meet(self, info: PeerInfo) -> None:
         """Connect to a peer, or greet a known one anew; PEER_FAILED if connecting fails.
 
-        One process start has one `PeerInfo`: another one in a known peer's name is ignored.
+        One process start has one `PeerInfo`: a different one under a known engine id is ignored.
         """
         if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
             logger.warning("%s has another peer info than before, which is ignored", info.engine_id)
@@ -211,7 +212,7 @@ class Peers:
         )
 
     def try_begin_probe(self, engine_id: str, number: int) -> bool:
-        """Start a probe if this answers our current Hello; return whether one started."""
+        """Start a probe if this answers our current Hello; return whether one was started."""
         peer = self._peers[engine_id]
         waits = peer.is_expected and self._is_fresh(peer)
         if not waits or peer.is_probing or peer.is_probed or peer.probe != number:
@@ -221,7 +222,7 @@ class Peers:
         return True
 
     def judge_path(self, engine_id: str, bandwidth_bytes_per_s: float) -> None:
-        """Correct the path's name where a probe's bandwidth shows which path bytes took."""
+        """Correct the path's name if the probe's bandwidth shows which path the bytes took."""
         peer, own_host = self._peers[engine_id], self._own.host
         peer.path = judge_path(
             peer.path,
@@ -339,7 +340,7 @@ class Peers:
     def send_again(self, result: SendEnded) -> bool:
         """Send a failed message once more over a new connection; return False if impossible.
 
-        The old connection stays broken, though the peer may be well.
+        The old connection stays broken, even if the peer is well.
         """
         action = result.action
         logger.warning("cannot reach %s: %s", action.engine_id, result.problem)
@@ -357,7 +358,7 @@ class Peers:
     def _send_anew(self, peer: Peer, action: Send) -> bool:
         """Connect anew and send, unless the pause is not over or writes are in flight.
 
-        Writes in flight use the old connection. They end first, as this peer's transfers fail.
+        Writes in flight use the old connection. They end first, because this peer's transfers fail.
         """
         now = self._turn.now
         if now < peer.reconnect_at or self._is_busy(peer.engine_id):
@@ -376,3 +377,41 @@ class Peers:
         self._turn.ask(
             TransferEvent(kind=TransferEventKind.PEER_FAILED, engine_id=engine_id, reason=reason)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    since: float
+    num_reads: int
+
+
+class Drains:
+    """The dead peers of one receiver whose last bytes may still lie in one of our sockets.
+
+    On TCP, the transport reads bytes from a socket on our own thread, and writes them into our
+    memory. A dead process posts nothing more, but bytes in its send buffer and in our receive
+    buffer are still read and written; removing the peer does not stop that (docs/log.md).
+
+    The transport does not tell when a socket is empty. Each successful read continues until it
+    finds nothing. Between two reads, the kernel delivers further bytes at once, or when a timer of
+    some 200 ms fires. So a few reads over a longer time leave nothing. Time alone would prove
+    nothing, as a stopped thread reads nothing.
+    """
+
+    def __init__(self) -> None:
+        self._drains: dict[str, _Drain] = {}
+
+    def add_dead_peer(self, engine_id: str, now: float, num_reads: int) -> None:
+        """Add a dead peer, whose death was noticed after ``num_reads`` reads of the transport."""
+        self._drains.setdefault(engine_id, _Drain(now, num_reads))
+
+    def take_done(self, now: float, num_reads: int) -> list[str]:
+        """Remove and return the peers from which nothing can arrive any more."""
+        done = [
+            engine_id
+            for engine_id, drain in self._drains.items()
+            if num_reads - drain.num_reads >= DRAIN_READS and now - drain.since >= DRAIN_S
+        ]
+        for engine_id in done:
+            del self._drains[engine_id]
+        return done

@@ -3,12 +3,12 @@
     P                                D
     Hello (test 7)          ->       clears a slot of its scratch memory, if one is free
                             <-       HelloAck (test 7, slot 2)
-    write, once; then again and again while time and bytes last: the bandwidth
+    write once; then again and again, within limits of time and bytes, to measure bandwidth
     SelfTest (7, digest)    ->       compares; repeated until it is answered
                             <-       SelfTestResult (7, problem)
 
-Each round writes a little, so that other peers' KV goes on. Posted writes cannot be cancelled: a
-probe that was given up lasts until its writes have ended.
+Each round writes a little, so that other peers' KV keeps moving. Posted writes cannot be cancelled,
+so an abandoned probe lasts until its writes have ended.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kvconnector.protocol.peers import Peers, PeerState
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0
-OFFER_S = 2 * TIMEOUT_S  # after so long a slot is free again, even if its peer is silent
+OFFER_S = 2 * TIMEOUT_S  # after this time a slot is free again, even if its peer is silent
 REPEAT_S = 0.05  # interval of repeats of an unanswered SelfTest
-# The bandwidth is measured over so many writes, or over those posted in so long. The result is a
-# good estimate for a slow path, and a lower bound for a path that the I/O thread cannot fill.
+# Limits of the number of writes, and of the time for posting them, when the bandwidth is measured.
+# The result is good for a slow path, and a lower bound for a path that the I/O thread cannot fill.
 MAX_TIMED_WRITES = 32
 TIMED_S = 0.02
 MAX_POSTED = 16
@@ -112,7 +112,8 @@ class Probes:
             return
         if result.problem:
             self._fail(peer_id, probe, result.problem)
-        elif self._peers.is_fresh(peer_id):  # else it is asked again: the answer was slow
+        # Otherwise the peer is asked again, as its answer was slow.
+        elif self._peers.is_fresh(peer_id):
             probe.is_over = True
             path = self._peers[peer_id].path
             log_passed(peer_id, path, probe.bandwidth_bytes_per_s, probe.duration_s)
@@ -169,7 +170,7 @@ class Probes:
         if num_timed == 0 or (room > 0 and left_s > 0):
             self._turn.ask(WriteProbe(peer_id, probe.slot, room, min(left_s, ROUND_S)))
         elif not probe.num_in_flight:
-            num_ranks = len(self._peers[peer_id].info.ranks)  # each write fills a slot of each
+            num_ranks = len(self._peers[peer_id].info.ranks)  # each write fills a slot of each rank
             num_bytes = num_timed * num_ranks * (self._own.scratch_bytes // (1 + NUM_SLOTS))
             probe.bandwidth_bytes_per_s = num_bytes / max(now - probe.timed_from, 1e-6)
             probe.duration_s = now - probe.began_at
@@ -250,7 +251,7 @@ class ProbeSlots:
         return slot
 
     def look(self, message: SelfTest) -> None:
-        """Read a peer's slot if this is the probe that the slot was lent for."""
+        """Read a peer's slot if the slot was lent for this probe."""
         offer = self._offers.get(message.engine_id)
         if offer is None or offer.number != message.test:
             return
@@ -273,7 +274,7 @@ class ProbeSlots:
         else:
             offer.problem = ""
             rate = message.bandwidth_bytes_per_s
-            if not 0 <= rate < math.inf:  # it comes from the network
+            if not 0 <= rate < math.inf:  # the number comes from the network
                 rate = 0.0
             log_passed(peer_id, message.transport, rate, message.duration_s)
             self._peers.pass_probe(peer_id, message.transport, rate)

@@ -34,7 +34,6 @@ from kvconnector.protocol.actions import (
     SlotRead,
     Turn,
 )
-from kvconnector.protocol.drains import Drains
 from kvconnector.protocol.messages import (
     Beat,
     Cancel,
@@ -44,13 +43,13 @@ from kvconnector.protocol.messages import (
     Hello,
     HelloAck,
     Quiet,
+    Repeats,
     SelfTest,
     Start,
     Watermark,
 )
-from kvconnector.protocol.peers import Peers
+from kvconnector.protocol.peers import Drains, Peers
 from kvconnector.protocol.probe import ProbeSlots
-from kvconnector.protocol.repeats import Repeats
 
 Heard = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
 
@@ -89,7 +88,7 @@ class ReceiveMachine:
         self.peers.tick()
         for engine_id in self._drains.take_done(now, self._num_reads):
             self._report(TransferEventKind.PEER_DRAINED, engine_id)
-        # If the sender has ended the transfer and its last message was lost, it answers with Quiet.
+        # If the sender ended the transfer, and its last message was lost, it answers with Quiet.
         for _, grant in self.grants.take_due(now):
             self.peers.send(grant.engine_id, grant.message)
         self._slots.tick()
@@ -130,13 +129,13 @@ class ReceiveMachine:
             case SlotRead():
                 self._slots.judge(item)
             case Forbidden(action=forbid):
-                # The transport drops what the peer still sends, so nobody waits for its Quiet.
+                # The transport drops late writes of the peer, so nobody waits for its Quiet.
                 self._report(TransferEventKind.FAILED, forbid.engine_id, forbid.key)
             case Meet(peer=peer):
                 self.peers.meet(peer)
             case ConnectEnded():
                 self.peers.take_connected(item)
-            case _:  # only a sender takes the others
+            case _:  # other inputs are for senders only
                 pass
 
     def _grant(self, reservation: KVReservation) -> None:

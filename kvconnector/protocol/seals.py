@@ -23,7 +23,7 @@ from kvconnector.protocol.pair_keys import KeyPair, PairKeys
 TAG_BYTES = 16
 NUMBER_BYTES = 8
 HEADER_BYTES = TAG_BYTES + NUMBER_BYTES
-# A message is refused once so many later messages of its sender have been accepted.
+# A message is refused once this many later messages of its sender have been accepted.
 WINDOW = 4096
 _WINDOW_BITS = (1 << WINDOW) - 1
 # Channels of peers that left are kept: such peers, and their messages, may come back.
@@ -33,7 +33,7 @@ MAX_CHANNELS = 4096
 class Refusal(Enum):
     """Why a message was refused."""
 
-    STRANGER = "stranger"  # no peer has that name, or not yet
+    STRANGER = "stranger"  # no peer has that name (yet)
     LEFT = "left"  # from a peer that our router has lost
     TOO_LONG = "too long"
     FORGED = "forged"  # not from that peer to us, or altered
@@ -55,7 +55,7 @@ class ReplayWindow:
 
     def __init__(self) -> None:
         self._highest = 0
-        self._seen = 0  # bit i: highest - i has come
+        self._seen = 0  # bit i: the number `highest - i` was accepted
 
     def accept_number(self, number: int) -> bool:
         """Accept a number; return False if it was accepted before or is too late."""
@@ -126,12 +126,12 @@ class Channels:
         return self._channels[engine_id]
 
     def learn(self, peer: PeerInfo, present: Container[str] = ()) -> None:
-        """Agree on keys with a peer, once in its life and ours.
+        """Agree on keys with a peer, once per pair of process starts.
 
         Args:
             present: engine ids whose channels are kept when there are too many.
 
-        Raises TransferError for a bad public key, or for another key than before: an engine id
+        Raises TransferError for a bad public key, or for a different key than before: an engine id
         belongs to one process start.
         """
         known = self._channels.pop(peer.engine_id, None)
@@ -153,7 +153,7 @@ class Channels:
 def peek(payload: bytes) -> Message:
     """Decode a sealed message without checking its seal; for faults and tests alone.
 
-    Raises TransferError for anything that is no message.
+    Raises TransferError for bytes that are no message.
     """
     return decode(payload[HEADER_BYTES:])
 

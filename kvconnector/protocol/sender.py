@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvconnector.base import TransferEvent, TransferEventKind, TransferKey
-from kvconnector.blocks import LayerRange, check_block_ids
+from kvconnector.blocks import LayerRange, Slices, check_block_ids
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.actions import (
     Abort,
@@ -41,6 +41,7 @@ from kvconnector.protocol.messages import (
     HelloAck,
     Message,
     Quiet,
+    Repeats,
     Resend,
     SelfTestResult,
     Start,
@@ -49,9 +50,7 @@ from kvconnector.protocol.messages import (
 )
 from kvconnector.protocol.peers import Peers, PeerState
 from kvconnector.protocol.probe import Probes
-from kvconnector.protocol.repeats import Repeats
 from kvconnector.protocol.transfer import Portions, PushTotals, Transfer, cut
-from kvconnector.slices import Slices
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class SendMachine:
         self.transfers: dict[TransferKey, Transfer] = {}
         self.repeats = Repeats()
         self.totals = PushTotals()
-        self._to_post: deque[Transfer] = deque()  # in this round
+        self._to_post: deque[Transfer] = deque()  # transfers to serve in this round
         self._room_bytes: dict[str, int] = {}  # bytes that may still be posted to each peer
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
@@ -204,7 +203,7 @@ class SendMachine:
     def _hear(self, message: Grant | Cancel | Resend | Verified) -> None:
         transfer = self.transfers.get((message.request_id, message.epoch))
         if transfer is None:
-            # The transfer has ended here. Say so again, as the peer may hold blocks for it.
+            # The transfer has ended here. Repeat that, as the peer may hold blocks for it.
             self._say_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
         elif transfer.engine_id != message.engine_id:
             logger.warning("dropped a message about another node's transfer")
@@ -286,7 +285,7 @@ class SendMachine:
 
     def _next_write(self, transfer: Transfer) -> Write | None:
         grant, engine_id = transfer.granted, transfer.engine_id
-        # Asked before each post: this process may have stood still since the last one.
+        # Checked before each post: this process may have stood still since the last one.
         while (
             self._room_bytes[engine_id] > 0
             and transfer.can_post
@@ -350,7 +349,7 @@ class SendMachine:
         return num_blocks * self._slices_to(engine_id).num_bytes(layers)
 
     def _slices_to(self, engine_id: str) -> Slices:
-        """Return how blocks are sliced between our ranks and a peer's; unknown peers: like ours."""
+        """Return how blocks are sliced between our ranks and a peer's; unknown: like ours."""
         if engine_id not in self._slices:
             theirs = self.peers[engine_id].info if engine_id in self.peers else self._own
             self._slices[engine_id] = Slices(self._own.manifest, theirs.manifest)
@@ -368,7 +367,8 @@ class SendMachine:
             transfer = self.transfers.get(key)
             if transfer is None or not transfer.waits_for_answer:
                 self.repeats.remove(key, repeat.engine_id)
-            elif not transfer.commit_is_sent or transfer.is_complete:  # else a Commit follows soon
+            # Otherwise a Commit follows soon.
+            elif not transfer.commit_is_sent or transfer.is_complete:
                 self.peers.send(repeat.engine_id, repeat.message)
 
     def _finish_if_quiet(self, transfer: Transfer) -> None:

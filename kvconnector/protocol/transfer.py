@@ -1,4 +1,4 @@
-"""Transfer: the sender's account of one request's blocks: granted, posted, complete."""
+"""Transfer: the sender's record of one request's blocks: granted, posted, complete."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.telemetry.node_metrics import ConnectorMetrics
-from kvconnector.base import BlockPush, HandoffRecord
+from kvconnector.base import BlockPush, ConnectorMetrics, HandoffRecord
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 
-MAX_ATTEMPTS = 3  # how often blocks whose digest is wrong are written again
+MAX_ATTEMPTS = 3  # most times that blocks with a wrong digest are written again
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class Transfer:
         granted: the decode node's grant; None: not granted yet.
         pieces: pieces to post, in order.
         writes: posted pieces that are not complete, in order.
-        record: the hand-off record of the last push; None: that push has not come.
+        record: the hand-off record of the last push; None: that push has not come yet.
         last_at: when the last push came.
         failure: why the transfer fails; None: it does not. A failed transfer posts nothing more.
         block_ids: this node's ids of posted blocks, by place among the travelling blocks.
@@ -219,7 +218,7 @@ class Transfer:
 def cut(push: BlockPush, max_blocks: int) -> list[Piece]:
     """Cut a push into pieces of at most ``max_blocks`` blocks, in the order of block ids.
 
-    Blocks that adjoin on both nodes are then neighbours in a piece, and travel as one range.
+    Blocks that are adjacent on both nodes are then neighbours in a piece, and travel as one range.
     """
     order = sorted(range(len(push.block_ids)), key=push.block_ids.__getitem__)
     pieces = []

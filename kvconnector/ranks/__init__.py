@@ -1,1 +1,1 @@
-"""A node of several ranks: each owns a transport and its memory; one commands them all."""
+"""A node of several ranks: each owns a transport and its memory; the leading rank commands all."""

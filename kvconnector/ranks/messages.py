@@ -1,7 +1,7 @@
-"""What the process that speaks for a node says to the transports of its other ranks, and back.
+"""Messages between a node's leading process and the transports of its other ranks.
 
-Plain values in msgpack, through a connection that nobody else has. A call is answered; a write is
-answered when it has ended.
+Plain values in msgpack, over a private connection. A call is answered; a write is answered when it
+has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvconnector.peer_info import RankMemory
 
 
 class Open(msgspec.Struct, frozen=True):
-    """With what a rank begins: a transport of this kind, for this node."""
+    """The first message to a rank: open a transport of this kind, for this node."""
 
     connector: str
     engine_id: str
@@ -64,14 +64,14 @@ class LendSlot(msgspec.Struct, tag=True, frozen=True):
 
 
 class DigestSlot(msgspec.Struct, tag=True, frozen=True):
-    """A call: answered with the digest of what is in a slot."""
+    """A call: digest a slot; answered with the digest of its bytes."""
 
     call: int
     slot: int
 
 
 class DigestSlices(msgspec.Struct, tag=True, frozen=True):
-    """A call: answered with digests of the rank's slices; see `BlockDigests.of_slices`."""
+    """A call: digest the rank's slices; see `BlockDigests.of_slices`."""
 
     call: int
     engine_id: str
@@ -85,7 +85,7 @@ class DigestSlices(msgspec.Struct, tag=True, frozen=True):
 
 
 class Permit(msgspec.Struct, tag=True, frozen=True):
-    """Let a peer write these blocks; also: something may come soon."""
+    """Let a peer write these blocks; also tells that bytes may arrive soon."""
 
     engine_id: str
     request_id: str
@@ -94,7 +94,7 @@ class Permit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prohibit(msgspec.Struct, tag=True, frozen=True):
-    """A call: let it write no more; answered with whether nothing can land from now on."""
+    """A call: forbid a transfer's writes; answered with whether none can land from now on."""
 
     call: int
     engine_id: str
@@ -103,13 +103,13 @@ class Prohibit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The first thing that a rank says: where its memory is."""
+    """The first message from a rank: the place of its memory."""
 
     memory: RankMemory
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """To a call; with a problem, what it raised."""
+    """The answer to a call; ``problem``: the error that the call raised."""
 
     call: int
     value: Any = None
@@ -117,7 +117,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """A write is complete at the peer, or has failed with nothing of it in flight."""
+    """A write is complete at the peer, or has failed and has nothing in flight."""
 
     number: int
     problem: str = ""

@@ -1,8 +1,8 @@
-"""RankService: the transport of one rank, in the rank's own process, on a thread of its own.
+"""RankService: one rank's transport, served on a separate thread of the rank's process.
 
-    commands of the node's process -> post, connect, read        every write's end is told back
+    commands of the leading process -> post, connect, read       each write's end is reported
 
-It also makes progress: what peers write may have to be read from sockets here. Decides nothing.
+It also drives the transport, which may have to read peers' writes from sockets. Decides nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from baton.api.errors import TransferError
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.block_digests import BlockDigests
+from kvconnector.blocks import Slices
 from kvconnector.layout import KVMemory
 from kvconnector.peer_info import PeerInfo, host_identity
 from kvconnector.peer_process import start_time
@@ -44,7 +45,6 @@ from kvconnector.ranks.messages import (
     WriteBlocks,
     WriteSlot,
 )
-from kvconnector.slices import Slices
 from kvconnector.transports.base import KVTransport, PendingWrite
 
 logger = logging.getLogger(__name__)
@@ -52,22 +52,22 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT_POLL_S = 0.0001
 EXPECTING_POLL_S = 0.001
 IDLE_POLL_S = 0.025
-MAX_READ_FAILURES = 100  # in a row; then the transport is broken for good
-_SELECTABLE = 1024  # descriptors below can be waited for with `select`
-_WARM_S = 2.0  # poll quickly for so long after a command
+MAX_READ_FAILURES = 100  # consecutive failures after which the transport counts as broken
+_SELECTABLE = 1024  # `select` can wait for descriptors below this number
+_WARM_S = 2.0  # seconds after a command in which to poll quickly
 
 
 def open_transport(start: Open, memory: KVMemory) -> KVTransport:
-    """Make a rank's transport."""
+    """Open a rank's transport."""
     return KV_CONNECTORS.load(start.connector)(start.engine_id, memory)
 
 
 def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
-    """Serve this rank's transport until the node's process hangs up.
+    """Serve this rank's transport until the leading process hangs up.
 
     Args:
         memory: this rank's KV memory.
-        argument: an `Open`, encoded.
+        argument: an encoded `Open`.
     """
     transport = open_transport(msgspec.msgpack.decode(argument, type=Open), memory)
     try:
@@ -82,7 +82,7 @@ class RankService:
     """Serves one rank's transport on one thread.
 
     Args:
-        connection: to the node's process.
+        connection: connection to the leading process.
         memory: this rank's KV memory.
         transport: this rank's transport over that memory.
     """
@@ -107,7 +107,7 @@ class RankService:
         self._say(Ready(place))
 
     def run(self) -> None:
-        """Serve; raises EOFError when the other end has gone."""
+        """Serve commands; raises EOFError when the other end is gone."""
         while True:
             self.round(self._pause_s())
 
@@ -130,19 +130,19 @@ class RankService:
             self._say(Ended(number, problem))
 
     def _progress(self) -> None:
-        """Let the transport get on, as reading messages does, though there are none."""
+        """Let the transport make progress, by reading messages, although none can come."""
         try:
             self._transport.take_notifications()
         except TransferError as error:
             self._num_failures += 1
             if self._num_failures >= MAX_READ_FAILURES:
                 raise
-            logger.warning("the transport does not get on: %s", error)
+            logger.warning("the transport makes no progress: %s", error)
         else:
             self._num_failures = 0
 
     def _has_come(self, wait_s: float) -> bool:
-        """Whether there is a command; `Connection.poll` waits for whole milliseconds."""
+        """Return whether a command has come; `Connection.poll` can wait whole milliseconds only."""
         descriptor = self._connection.fileno()
         if not 0.0 < wait_s < 0.001 or descriptor >= _SELECTABLE:
             return self._connection.poll(wait_s)

@@ -1,11 +1,11 @@
 """RanksTransport: the transports of all ranks of a node, as one.
 
     write ──┬── the transport of this process's rank       each rank writes its own slices; a write
-            └── the others, by plain values                is complete when all of them are
+            └── the other ranks' transports, by messages   is complete when all ranks' parts are
 
-Messages of the protocol go from the process that speaks for one node to that of the other, by this
-process's transport. What a rank that has ended had posted is never complete, nor has it failed: who
-heard that would take the wire for quiet. Its node ends, and its peers find that out.
+Protocol messages travel between the leading processes of two nodes, over this process's transport.
+Writes of a rank whose process has ended are never reported as complete or failed, because a failed
+write means that nothing is in flight. The rank's node ends, and its peers notice that.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _NOBODY_WAITS = 0  # number of a call whose answer is dropped
 
 
 class OtherRank:
-    """The transport of another rank, as the node's process sees it.
+    """The transport of another rank, as the leading process sees it.
 
     Args:
-        rank: its number.
-        connection: to `RankService`.
+        rank: number of the rank.
+        connection: connection to its `RankService`.
 
     Attributes:
-        is_gone: nothing can be said to it any more.
+        is_gone: whether the connection is broken, so that messages are dropped.
     """
 
     def __init__(self, rank: int, connection: Connection) -> None:
@@ -73,14 +73,14 @@ class OtherRank:
         self._ended: dict[int, str] = {}
 
     def say(self, message: ToRank) -> None:
-        """Tell it; to one that is gone nothing is said."""
+        """Send a message; do nothing if the rank is gone."""
         try:
             self._connection.send_bytes(ENCODER.encode(message))
         except OSError:
             self.is_gone = True
 
     def hear(self, wait_s: float = 0.0) -> None:
-        """Take in what it has said, and wait so long for something."""
+        """Receive all waiting messages; wait up to ``wait_s`` for the first one."""
         try:
             while not self.is_gone and self._poll.poll(wait_s * 1e3):
                 wait_s = 0.0
@@ -97,7 +97,7 @@ class OtherRank:
             self.is_gone = True
 
     def answer(self, call: int, deadline: float) -> Any:
-        """Wait for what it says to a call; raises TransferError."""
+        """Wait for the answer to a call, and return it; raises TransferError."""
         self._wait(lambda: call in self._answers, deadline)
         answer = self._answers.pop(call)
         if answer.problem:
@@ -105,7 +105,7 @@ class OtherRank:
         return answer.value
 
     def memory(self, deadline: float) -> RankMemory:
-        """Wait until it is there, and say where its memory is."""
+        """Wait until the rank is ready, and return the place of its memory."""
         self._wait(lambda: self._memory is not None, deadline)
         assert self._memory is not None
         return self._memory
@@ -117,7 +117,7 @@ class OtherRank:
         return self._ended.pop(number, None)
 
     def hang_up(self) -> None:
-        """End its service."""
+        """Close the connection, which ends the rank's service."""
         with contextlib.suppress(OSError):
             self._connection.close()
         self.is_gone = True
@@ -132,13 +132,13 @@ class OtherRank:
 
 
 class _RankWrite:
-    """A write that another rank was told to make."""
+    """A write that another rank was told to post."""
 
     def __init__(self, rank: OtherRank, number: int) -> None:
         self._rank, self._number = rank, number
 
     def is_done(self) -> bool:
-        """See `PendingWrite`; of a rank that is gone nobody can say."""
+        """See `PendingWrite`; a write of a rank that is gone stays in flight."""
         problem = self._rank.take_end(self._number)
         if problem:
             raise TransferError(problem)
@@ -146,7 +146,7 @@ class _RankWrite:
 
 
 class RanksScratch:
-    """See `SelfTestMemory`: right is what has arrived at all ranks alike."""
+    """See `SelfTestMemory`; a self-test passes if all ranks' slots have the right bytes."""
 
     def __init__(self, own: SelfTestMemory, call: Callable[..., list[Any]]) -> None:
         self._own, self._call = own, call
@@ -178,7 +178,7 @@ class RanksTransport:
 
     Args:
         local: the transport of this process's rank; owned from now on.
-        connections: to the other ranks' transports, by rank.
+        connections: connections to the other ranks' transports, by rank.
     """
 
     def __init__(self, local: KVTransport, connections: Mapping[int, Connection]) -> None:
@@ -195,9 +195,9 @@ class RanksTransport:
         self.scratch = RanksScratch(local.scratch, self.call)
 
     def call(self, make: Callable[[int], Call], own: Callable[[], Any]) -> list[Any]:
-        """Ask all ranks the same; this one's answer, and then the others' in their order.
+        """Ask all ranks the same; return this rank's answer, then the others' in order of rank.
 
-        Raises TransferError if one has none.
+        Raises TransferError if a rank does not answer, or answers with a problem.
         """
         deadline = time.monotonic() + CALL_TIMEOUT_S
         number = next(self._numbers)
@@ -256,7 +256,7 @@ class RanksTransport:
         make: Callable[[int], WriteBlocks | WriteSlot],
         post: Callable[[], PendingWrite],
     ) -> PendingWrite:
-        """Have all ranks post; what fails says so when nothing is in flight any more."""
+        """Post a write on all ranks; if a part fails, the error comes once nothing is in flight."""
         number, parts, problem = next(self._numbers), list[PendingWrite](), ""
         for other in self._others:
             other.say(make(number))

@@ -1,1 +1,1 @@
-"""How bytes get from one node's memory into another's: NIXL, sockets, memory, with faults."""
+"""Transports: copy bytes between nodes' memories by NIXL, sockets or memory; may inject faults."""

@@ -1,6 +1,6 @@
-"""The contract of a transport: moves bytes between nodes' KV memories, and short messages.
+"""The contract of a transport: copies bytes between nodes' KV memories, and sends short messages.
 
-Refuses to know: the protocol's messages, and which request a block belongs to.
+Refuses to know: the protocol's messages, which request a block belongs to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Certificates(Protocol):
-    """A certificate with its chain, its key, and the CAs that are trusted; all PEM."""
+    """A certificate with its chain, its key, and the trusted CAs; all PEM."""
 
     @property
     def chain(self) -> bytes: ...
@@ -32,7 +32,7 @@ class Certificates(Protocol):
 
 
 class CertificateFiles(Protocol):
-    """Certificates in files, which may be replaced at any time."""
+    """Certificate files that may be replaced at any time."""
 
     def current(self) -> Certificates:
         """Return the current certificates; the same object until a file changes."""
@@ -134,7 +134,7 @@ class KVTransport(Protocol):
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Return the received messages with their senders; also lets the transport make progress.
 
-        A sender is the engine id that the transport knows, perhaps only what the other end claims.
+        A sender is an engine id that the transport knows, and may be only a claim of the other end.
         The message's seal proves the sender (`seals.py`).
         """
 

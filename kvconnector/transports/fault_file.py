@@ -1,7 +1,7 @@
-"""FaultFile: faults whose kind and time somebody outside decides, while the node runs.
+"""FaultFile: faults that somebody outside chooses, by a file, while the node runs.
 
-A load test or a drill writes what `--inject-faults` takes into a file, and empties it again. Knows
-no transport.
+A load test or a drill writes a spec of `--inject-faults` into a file, and empties the file again.
+Knows no transport.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NO_FAULTS = FaultSpec()
 
 
 class FaultFile:
-    """Read again when it has changed.
+    """Reads the file again when it has changed.
 
     Args:
         path: the fault file; raises ConfigError if the file is missing.
-        clock: seconds that never go back.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class FaultFile:
         return f"as {self._path} says"
 
     def __call__(self) -> FaultSpec:
-        """Return the faults of now; never raises: a wrong text is logged and changes nothing."""
+        """Return the present faults; never raises: a bad text is logged and changes nothing."""
         now = self._clock()
         if now < self._look_at:
             return self._spec
@@ -58,7 +58,7 @@ class FaultFile:
 
 
 def faults_of(option: str, node_name: str) -> FaultSpec | FaultFile | None:
-    """Read the option: a spec, or ``@FILE``, or ``@FOLDER`` with a file for each node's name.
+    """Read the option: a spec, ``@FILE``, or ``@FOLDER`` with a file per node name.
 
     Returns None if no fault is asked for. Raises ConfigError.
     """

@@ -1,8 +1,8 @@
 """Faults on request: a transport that loses, delays, doubles and swaps messages, and worse.
 
-For tests and drills; off unless asked for, and loud when on. Wraps any `KVTransport`, so sender and
-receiver notice nothing. What goes wrong is drawn in the order in which things happen: the same
-seed and the same order, the same faults.
+For tests and drills; off by default, and logged loudly when on. Wraps any `KVTransport`, so sender
+and receiver do not notice. Faults are drawn in the order of events: the same seed and the same
+order of events give the same faults.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from kvconnector.transports.base import KVTransport, PendingWrite, SelfTestMemor
 logger = logging.getLogger(__name__)
 
 OPTION = "inject_faults"
-WRITE = "Write"  # not a message, but something to be killed at
+WRITE = "Write"  # not a message, but an event at which to kill
 MESSAGE_NAMES = tuple(kind.__name__ for kind in typing.get_args(Message))
-MAX_SWAP_S = 0.1  # how long a message waits at most for one that overtakes it
+MAX_SWAP_S = 0.1  # most seconds that a message waits for one to overtake it
 MAX_REMEMBERED_GRANTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class KillPoint:
-    """Where this process kills itself: just before the ``count``-th such thing.
+    """The moment at which this process kills itself: just before the ``count``-th such event.
 
     Attributes:
         name: a message's type, or ``Write``.
@@ -68,16 +68,16 @@ class FaultSpec:
         drop: a message is lost.
         duplicate: a message comes twice.
         reorder: a message waits until the next one to that peer has left.
-        delay_s: how long each message waits, from and to.
+        delay_s: least and most seconds that each message waits, in both directions.
         alter: one bit of a message is flipped on arrival, as if the message were forged.
         corrupt: one bit of a transfer's blocks is wrong when its commit record is read.
         fail_post: a write cannot be posted.
         corrupt_test: one bit that a self-test wrote is wrong when it is checked.
         drop_test: a message about a self-test's end is lost, whatever `drop` says.
         kill: where the process ends.
-        hang_engine: the engine's thread stands still behind so many rounds with work; 0: never.
-        poison: the process ends once it has computed something for a request whose id contains
-            this text; "": no request does this.
+        hang_engine: number of rounds with work after which the engine's thread hangs; 0: never.
+        poison: the process ends once it has computed a part of a request whose id contains this
+            text; empty: no request does this.
         seed: seed of all random numbers.
     """
 
@@ -108,7 +108,7 @@ class FaultSpec:
             name, _, value = (part.strip() for part in item.partition("="))
             parser = _PARSERS.get(name)
             if parser is None:
-                raise ConfigError(f"{OPTION}: must be of {', '.join(_PARSERS)}, got {item!r}")
+                raise ConfigError(f"{OPTION}: must be among {', '.join(_PARSERS)}, got {item!r}")
             key = "delay_s" if name == "delay" else name
             if key in fields:
                 raise ConfigError(f"{OPTION}: {name} must be given once, got {text!r}")
@@ -185,22 +185,22 @@ class _Waiting:
     engine_id: str
     payload: bytes
     due_at: float
-    is_swapped: bool  # leaves as soon as another message to that peer has left
+    is_swapped: bool  # is sent as soon as another message to that peer was sent
 
 
 def _end_process() -> None:
-    close_logging()  # or nobody knows why
+    close_logging()  # otherwise the log would not tell why the process ended
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultyTransport:
-    """See `KVTransport` for the contract, which this keeps only as far as asked for.
+    """See `KVTransport` for the contract, which is broken only as the spec says.
 
     Args:
-        transport: what really moves bytes; owned from now on.
-        memory: that peers write to.
-        spec: what goes wrong, or what says it whenever it is asked.
-        clock: seconds that never go back.
+        transport: the transport that moves bytes; owned from now on.
+        memory: the KV memory that peers write to.
+        spec: the faults, or a function that returns the present faults.
+        clock: returns monotonic seconds.
         end_process: kills this process.
     """
 
@@ -277,7 +277,7 @@ class FaultyTransport:
                 del self._granted[next(iter(self._granted))]
         spec = self._spec
         dropped, doubled, swapped = map(self._happens, (spec.drop, spec.duplicate, spec.reorder))
-        delays = [self._random.uniform(*spec.delay_s) for _ in range(2)]  # drawn also if not used
+        delays = [self._random.uniform(*spec.delay_s) for _ in range(2)]  # drawn even if not used
         if isinstance(message, HelloAck) and message.slot is not None:
             self._slots[engine_id] = message.slot
         if isinstance(message, SelfTest | SelfTestResult):
@@ -310,7 +310,7 @@ class FaultyTransport:
         for _, payload in payloads:
             try:
                 message = peek(payload)
-            except TransferError:  # the endpoint says so
+            except TransferError:  # the end has reported it already
                 continue
             self._pass(type(message).__name__, "recv")
             if isinstance(message, Commit | Digests):
@@ -325,7 +325,7 @@ class FaultyTransport:
         return self._random.random() < probability
 
     def _pass(self, name: str, when: str) -> None:
-        """Something is about to happen; it may be the last."""
+        """Note an event, at which this process may have to kill itself."""
         kill = self._spec.kill
         if kill is None or (kill.name, kill.when) != (name, when):
             return
@@ -343,7 +343,7 @@ class FaultyTransport:
         for waiting in sorted(due, key=lambda waiting: waiting.due_at):
             try:
                 self._transport.notify(waiting.engine_id, waiting.payload)
-            except TransferError as error:  # the peer has gone meanwhile
+            except TransferError as error:  # the peer is gone meanwhile
                 logger.warning("a delayed message to %s is lost: %s", waiting.engine_id, error)
 
     def _altered(self, payload: bytes) -> bytes:
@@ -354,11 +354,11 @@ class FaultyTransport:
         return bytes(changed)
 
     def _spoil(self, message: Commit | Digests) -> None:
-        """Flip a bit in memory: these writes have landed, and nobody has looked at them yet."""
+        """Flip a bit in memory: these writes have landed, and nothing has read the bytes yet."""
         key = (message.request_id, message.epoch)
         grant = self._granted.get(key)
         block_ids = [] if grant is None else grant.block_ids
-        if isinstance(message, Digests):  # looked at now, and not when the commit comes
+        if isinstance(message, Digests):  # digests are compared now, not at the commit
             self._digested.add(key)
             if grant is not None:
                 places = [index - grant.first_block for index in message.indices]

@@ -11,10 +11,9 @@ import torch
 
 from baton.api.errors import TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
-from kvconnector.blocks import LayerRange, check_block_ids, check_layers
+from kvconnector.blocks import LayerRange, Slices, check_block_ids, check_layers, part_of_scratch
 from kvconnector.layout import KVMemory
 from kvconnector.peer_info import NUM_SLOTS, PeerInfo, RankMemory, agent_name, host_identity
-from kvconnector.slices import Slices, part_of_scratch
 from kvconnector.transports.base import NO_OPTIONS, TransportOptions
 from kvconnector.transports.scratch import Scratch
 
@@ -29,7 +28,7 @@ class InMemoryTransport:
 
     Args:
         engine_id: name of this node.
-        memory: that peers write to.
+        memory: the KV memory that peers write to.
     """
 
     # The "network": all open ends of this process.

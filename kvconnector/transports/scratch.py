@@ -3,9 +3,9 @@
     row 0          this process's own pattern; written to peers, and never changed
     row 1 + slot   what one peer writes
 
-No block of KV lies here. A late write of a dead peer can therefore spoil only another peer's
-test, as the two patterns differ. A transport that can refuse writes prevents that, too: only the
-peer that a slot was lent to may write there.
+No KV blocks lie here. A late write of a dead peer can therefore spoil only another peer's test,
+because the two patterns differ. A transport that can refuse writes prevents even that: only the
+borrower of a slot may write to it.
 """
 
 from __future__ import annotations

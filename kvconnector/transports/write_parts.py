@@ -1,4 +1,4 @@
-"""WriteParts: several posted writes that are one, to several ranks or by several."""
+"""WriteParts: several posted writes as one, to several ranks or by several."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvconnector.transports.base import PendingWrite
 
 
 class WriteParts:
-    """See `PendingWrite`. A part that fails says so when no other is in flight any more.
+    """See `PendingWrite`. If a part fails, the error is raised once no other part is in flight.
 
-    Who hears that a write has failed takes the wire for quiet.
+    For callers, a failed write means that nothing is in flight.
     """
 
     def __init__(self, parts: list[PendingWrite], problem: str = "") -> None:
@@ -36,7 +36,7 @@ class WriteParts:
 
 
 def post_all(posts: Iterable[Callable[[], PendingWrite]]) -> PendingWrite:
-    """Post one part after the other, up to the first that cannot be.
+    """Post the parts one after another, up to the first that fails.
 
     Raises TransferError if nothing was posted but should have been.
     """

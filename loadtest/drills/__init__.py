@@ -1,1 +1,1 @@
-"""Faults during a load test: their plan, their place, what became of requests."""
+"""Faults during a load test: their schedule, the processes they hit, and leaked blocks."""

@@ -1,7 +1,7 @@
-"""Audit: KV blocks that nobody owns, or held for a request that has ended; a router is asked.
+"""Audit: asks a router for KV blocks that nobody owns, or that are held for ended requests.
 
-While requests run, most blocks are held for good reasons. A look tells those apart whose request
-the router has no more; whether they are lost for good only a later look can say.
+While requests run, most blocks are held for good reasons. A look finds blocks whose request the
+router no longer has; only a later look can tell whether these are lost for good.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-_NO_REQUEST = "null block"  # is held for ever, by nobody's fault
-_MOST_REQUESTS = 2**31 - 1  # all that are open
+_NO_REQUEST = "null block"  # is always held, which is right
+_MOST_REQUESTS = 2**31 - 1  # limit that includes all open requests
 
-Block = tuple[str, str, int]  # node, request that holds it (empty: none does), number
+Block = tuple[str, str, int]  # node, request that holds the block (empty: none), number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +71,14 @@ class Auditor:
         self._metadata = bearer(token)
 
     async def look(self) -> Look:
-        """Ask the router what nodes hold; never raises: a router that is silent is a finding."""
+        """Ask the router what nodes hold; never raises: a silent router is a finding, too."""
         async with open_channel(self._router, read_tls(self._tls)) as channel:
             stub: Any = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
             try:
                 found: admin_pb2.AuditResponse = await stub.Audit(admin_pb2.AuditRequest(), **call)
-                # After the audit: what ended in between was held, and is not any more.
+                # After the audit: requests that ended in between were held, and are not held any
+                # more.
                 listed: admin_pb2.ListRouterRequestsResponse = await stub.ListRequests(
                     admin_pb2.ListRouterRequestsRequest(limit=_MOST_REQUESTS, open_only=True),
                     **call,
@@ -91,7 +92,7 @@ class Auditor:
         return _look(nodes, open_ids, problems)
 
     async def look_until_free(self, timeout_s: float) -> Look:
-        """Look again, after the last request, until nothing is held or the time is up."""
+        """Look repeatedly, after the last request, until nothing is held or the time is up."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             found = await self.look()
@@ -103,7 +104,7 @@ class Auditor:
 def _look(
     nodes: Sequence[admin_pb2.NodeAudit], open_ids: Set[str], problems: tuple[str, ...]
 ) -> Look:
-    """Collect what the nodes hold; ``open_ids`` are the router's, as `scoped_id` makes them."""
+    """Collect what the nodes hold; ``open_ids`` are the router's open requests (`scoped_id`)."""
     unowned = [
         (one.node_name, part)
         for one in nodes
@@ -121,7 +122,7 @@ def _look(
         for node, holding in owned
         for block in _blocks(node, holding.request_id, holding.ranges)
     }
-    # Nodes name a request by its router, too.
+    # A node's request ids also contain the router's id.
     ended = {block for block in held if split_request_id(block[1])[0] not in open_ids}
     return Look(
         audit=BlockAudit(

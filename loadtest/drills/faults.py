@@ -1,12 +1,12 @@
-"""Faults: what is done to the server's processes while a run lasts, and when. Does none of it.
+"""Faults: what happens to the server's processes during a run, and when. Does not cause them.
 
     kill p0 @30s                        kill -9
-    stop d0 @30-35s                     stands still for so long (SIGSTOP, SIGCONT)
+    stop d0 @30-35s                     stopped for this time (SIGSTOP, SIGCONT)
     restart p0 @40s                     killed if it still runs, and started again
-    drop 1% of pushes @40-50s           writes of KV blocks fail; "of messages": notices are lost
-    inject delay=1ms-20ms on p0 @40-50s anything that a node's --inject-faults takes
+    drop 1% of pushes @40-50s           writes of KV blocks fail; "of messages": messages are lost
+    inject delay=1ms-20ms on p0 @40-50s any spec of a node's --inject-faults
 
-Seconds since the run began, warm-up included.
+Times are seconds since the run began, including the warm-up.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _WHAT = {"pushes": "fail_post", "messages": "drop"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong.
+    """One fault of a run.
 
     Attributes:
         act: kill, stop, restart or inject.
-        node: whom it happens to; empty: to all nodes.
-        spec: faults of inject, as a node's --inject-faults has them.
-        end_s: as begin_s for what happens at once.
+        node: name of the affected node; empty: all nodes.
+        spec: faults to inject, as in a node's --inject-faults.
+        end_s: equal to begin_s for faults without a duration.
         text: the fault as the user wrote it.
     """
 
@@ -52,7 +52,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Parse a fault, as the module says; raises ConfigError."""
+        """Parse a fault in the module's notation; raises ConfigError."""
         words = " ".join(text.split())
         match = _FAULT.fullmatch(words)
         if match is None:
@@ -75,14 +75,13 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultEvent:
-    """A fault that was done; times in seconds since the run began.
+    """A fault that was carried out; times in seconds since the run began.
 
     Attributes:
-        num_orphans: KV blocks that nobody owned before the next fault, or in the end; None: not
-            looked.
-        num_leaked: KV blocks that were first seen after this fault, and before the next one, to be
-            held for a request that had ended, or by nobody, and that were not free when all was
-            over; None: not looked, or not known.
+        num_orphans: KV blocks that nobody owned, seen before the next fault or at the end; None:
+            unknown.
+        num_leaked: KV blocks that were first seen between this fault and the next one as held for
+            an ended request, or by nobody, and that were not free at the end; None: unknown.
     """
 
     fault: Fault
@@ -93,7 +92,7 @@ class FaultEvent:
 
 
 def check_schedule(faults: Sequence[Fault], duration_s: float | None) -> tuple[Fault, ...]:
-    """Sort faults by their times; raises ConfigError for one that would come after the run."""
+    """Sort faults by their times; raises ConfigError for a fault after the run's end."""
     for fault in faults:
         if duration_s is None or fault.end_s >= duration_s:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Schedule: does the faults of a run when their times come, and looks for what they left behind."""
+"""Schedule: carries out the faults of a run on time, and looks for leaked blocks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LOOK_BEFORE_S = 0.5
 
 
 class Schedule:
-    """One run's.
+    """The faults of one run.
 
     Args:
-        faults: in order of their times; they may overlap.
-        auditor: None: blocks are not looked at.
+        faults: faults in order of their times; they may overlap.
+        auditor: looks at the nodes' blocks; None: nobody does.
 
     Attributes:
         events: the faults and actions that were carried out.
@@ -31,7 +31,8 @@ class Schedule:
         self._faults = faults
         self._site = site
         self._auditor = auditor
-        self._looks: dict[int, Look] = {}  # before the fault of this place; the last: after all
+        # By index of the next fault; the last look is after the run.
+        self._looks: dict[int, Look] = {}
         self._done: dict[int, FaultEvent] = {}
         self.audit: BlockAudit | None = None
 
@@ -49,7 +50,7 @@ class Schedule:
         ]
 
     def _leaks(self) -> dict[int, int]:
-        """Count blocks that never became free, by place of the fault that made them stale."""
+        """Count blocks that never became free, by index of the fault that made them stale."""
         if self.audit is None:
             return {}
         *_, last = (look for _, look in sorted(self._looks.items()))
@@ -59,7 +60,7 @@ class Schedule:
             # Any block held while no request runs is a leak, whatever state its request has.
             new = (last.held if look is last else look.stale & last.held) - seen
             seen |= new
-            if new or not self.audit.problems:  # a node that was not asked may hold some
+            if new or not self.audit.problems:  # if a node could not be asked, 0 would be uncertain
                 leaks[place - 1] = len(new)
         return leaks
 

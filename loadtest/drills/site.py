@@ -1,6 +1,6 @@
-"""Site: the processes of the server, as far as this load test can lay hands on them.
+"""Site: the server's processes, as far as this load test can affect them.
 
-Either it started them (`--up`), or it was told their process ids.
+The load test has started them (`--up`), or was told their process ids.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UpOptions:
 
     Attributes:
         decode_args: additional arguments of decode nodes.
-        cores: divided between the nodes, the router is on all of them; none: those of this process.
+        cores: cores that the nodes divide and the router shares; none: those of this process.
         lend_cores: whether nodes compute on each other's idle cores.
     """
 
@@ -48,12 +48,12 @@ class UpOptions:
 
 
 class Site:
-    """The processes that faults are made in.
+    """The processes that faults can hit.
 
     Args:
         pids: process ids by name.
         deployment: the deployment that was started here; None: none was.
-        fault_files: by node's name, the file from which a node reads its faults.
+        fault_files: by node name, the file from which a node reads its faults.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Site:
         return self._deployment.admin_token if self._deployment else ""
 
     def check(self, faults: Sequence[Fault]) -> None:
-        """Check that all faults can be made from here; raises ConfigError."""
+        """Check that all faults can be carried out from here; raises ConfigError."""
         known = [child.name for child in self._deployment.children] if self._deployment else []
         known += self._pids
         for fault in faults:
@@ -84,7 +84,7 @@ class Site:
             if fault.node and fault.node not in known:
                 raise ConfigError(
                     f"fault: {fault.node} must be one of {', '.join(known) or 'nobody'} (--up or "
-                    f"--pid NAME=PID says who there is), got {fault.text!r:.100}"
+                    f"--pid NAME=PID names them), got {fault.text!r:.100}"
                 )
             if fault.act == "inject" and fault.node and fault.node not in self._fault_files:
                 raise ConfigError(
@@ -121,7 +121,7 @@ class Site:
                 write_whole(path, "")
 
     def _signal(self, name: str, number: int) -> None:
-        """Send a signal; a process that is gone already is as dead as it can be."""
+        """Send a signal; do nothing if the process is gone already."""
         pid = self._pids.get(name)
         if pid is None:
             assert self._deployment is not None
@@ -131,14 +131,14 @@ class Site:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that nobody reads half of it."""
+    """Write a file so that nobody can read half of it."""
     beside = path.with_suffix(".new")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
 def parse_pids(texts: Sequence[str]) -> dict[str, int]:
-    """Parse ``p0=1234`` each; raises ConfigError if one is no process of ours to signal."""
+    """Parse texts like ``p0=1234``; raises ConfigError for a process that we cannot signal."""
     pids: dict[str, int] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -155,9 +155,9 @@ def parse_pids(texts: Sequence[str]) -> dict[str, int]:
 
 @contextlib.asynccontextmanager
 async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tuple[Site, str]]:
-    """Start a deployment on this machine; yield it, ready, and the address of its router.
+    """Start a deployment on this machine; yield it, once ready, with its router's address.
 
-    Raises ConfigError or NodeUnavailableError when it does not come up.
+    Raises ConfigError or NodeUnavailableError if it does not start.
     """
 
     def progress(children: list[Child]) -> None:
@@ -188,12 +188,12 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
 
 
 def _tell_of_build() -> None:
-    """Say on standard error, beside the report, what the start waits for."""
+    """Print a line about the start's delay on standard error, apart from the report."""
     sys.stderr.write(f"{BUILDING}\n")
 
 
 def _enter_on(deployment: LocalDeployment, cores: Sequence[int]) -> None:
-    """Start the deployment on these cores; must run on a thread of its own."""
+    """Start the deployment on these cores; must run on a separate thread."""
     before = os.sched_getaffinity(0)
     try:
         if cores:

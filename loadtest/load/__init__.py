@@ -1,1 +1,1 @@
-"""What is sent and when: prompts, traces, arrivals, and the player that sends it."""
+"""The load: prompts, traces, arrival times, and the player that sends the requests."""

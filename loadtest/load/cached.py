@@ -1,7 +1,7 @@
-"""CacheReport: how much of the prompts the server had in its cache, and whether that explains all.
+"""CacheReport: how much of the prompts the server had cached, and whether the load explains it.
 
-A prompt that the server has met before costs it nearly nothing. Some of that a load makes itself:
-it shares beginnings, on purpose. What is cached beyond them is of another run.
+A prompt that the server has seen before costs it nearly nothing. A load itself shares some
+beginnings of prompts on purpose. Further cached tokens come from another run.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 from loadtest.load.record import RequestRecord
 
-# Shares of prompt tokens. A chat template's own beginning, or a block that two prompts share by
-# chance, is cached without anybody's doing: far below this.
+# Shares of prompt tokens. Few tokens are cached by chance, such as a chat template's beginning or a
+# block that two prompts share: far fewer than this.
 UNEXPLAINED = 0.05
 MUCH = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheReport:
-    """Cached prompt tokens of the measured requests whose answer said how many there were.
+    """Cached prompt tokens of the measured requests for which the server told this number.
 
     Attributes:
-        num_requests: number of those requests.
-        num_shared_tokens: most tokens that a server can have cached from this load alone:
-            those with which an earlier request of this run begins, too.
+        num_requests: number of these requests.
+        num_shared_tokens: tokens that the server can have cached from this run alone: those of
+            beginnings that an earlier request had, too.
     """
 
     num_requests: int
@@ -43,7 +43,7 @@ class CacheReport:
         return self.num_shared_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     def line(self) -> str:
-        """Summarize in the line that reports always show."""
+        """Return a line for all reports."""
         if self.cached_share is None or self.shared_share is None:
             return "prompt tokens cached: the server does not say"
         return (
@@ -52,7 +52,7 @@ class CacheReport:
         )
 
     def warning(self) -> str:
-        """Say why these latencies are a cache's; empty: they are not."""
+        """Return a warning that these latencies are a cache's; empty: they are not."""
         cached, shared = self.cached_share, self.shared_share
         if cached is None or shared is None:
             return ""
@@ -71,7 +71,7 @@ class CacheReport:
 
 
 def report_cache(records: Sequence[RequestRecord]) -> CacheReport:
-    """Report how much of the measured prompts came from a cache, and could have."""
+    """Report how many tokens of the measured prompts were cached, and how many could be."""
     usages = [
         (record.usage, record.planned.shared_share)
         for record in records

@@ -1,6 +1,6 @@
-"""RunClock: seconds since a run began, sleeping until a moment, and how late the loop comes to it.
+"""RunClock: seconds since a run began, exact sleeps, and the lag of the event loop.
 
-Both of asyncio's loops sleep in whole milliseconds; the last of them is waited out here.
+Both of asyncio's loops sleep in whole milliseconds; the last one is waited out here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RunClock:
         return self._now() - self.began_at
 
     async def sleep_until(self, moment_s: float) -> None:
-        """Sleep until a moment, never shorter; if it has passed, still let others run once."""
+        """Sleep until a moment, never shorter; if it has passed, let other tasks run once."""
         left_s = moment_s - self.now_s()
         await asyncio.sleep(max(left_s, 0))
         while (left_s := moment_s - self.now_s()) > _EARLY_S:  # noqa: ASYNC110  # time sets no event
@@ -43,13 +43,13 @@ class RunClock:
 
 
 class LoopLag:
-    """Lag of this process's event loop, looked at every 10 ms.
+    """Lag of this process's event loop, measured every 10 ms.
 
-    What arrives while the loop is late is noted late, so that this is the error of all times.
+    Events that arrive while the loop is late are noted late, so this lag is the error of all times.
 
     Attributes:
-        times_s: when it looked.
-        lags_s: how late it was then.
+        times_s: times of the measurements.
+        lags_s: lag at each of these times.
     """
 
     def __init__(self, clock: RunClock) -> None:
@@ -61,7 +61,8 @@ class LoopLag:
         """Sample the event loop's lag until cancelled."""
         due_s = self._clock.now_s()
         while True:
-            # From the grid's next point: a stop of a second is one late look, with its length.
+            # Continue at a new grid point: a stop of a second is one late measurement, with its
+            # length.
             due_s = max(due_s, self._clock.now_s()) + _PROBE_EVERY_S
             await self._clock.sleep_until(due_s)
             now_s = self._clock.now_s()

@@ -1,12 +1,12 @@
-"""Data sets: conversations of a file, in the formats that load generators of others read, too.
+"""Data sets: conversations in a file, in formats that other load generators read, too.
 
     ShareGPT   [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", ...}]}, ...]
     turns      {"session_id": "a", "turns": [{"text": "Hi", "delay": 500}, {"text": "And?"}]}
     messages   {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}]}
     plain      {"prompt": "Once upon", "output_tokens": 20}
 
-One JSON array, or one object per line (JSONL); what kind an object is, its fields say. Knows no
-server and no clock.
+One JSON array, or one object per line (JSONL); an object's fields tell its format. Knows no server
+and no clock.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class DatasetTurn:
     """A question, and the answer that was recorded with it.
 
     Attributes:
-        messages: new ones, the last of which asks.
-        answer: becomes part of the next turn's prompt, whatever the server says; empty: unknown.
-        output_length: that the file asks for, in tokens; None: it does not say.
-        pause_s: after the answer before; None: it does not say.
+        messages: new messages, the last of which is the question.
+        answer: part of the next turn's prompt, whatever the server answers; empty: unknown.
+        output_length: wanted output length in tokens; None: not given.
+        pause_s: pause after the previous answer; None: not given.
     """
 
     messages: tuple[Message, ...]
@@ -54,10 +54,10 @@ Conversation = tuple[DatasetTurn, ...]
 
 
 def read_dataset(path: Path) -> list[Conversation]:
-    """Read all conversations that ask something, in the order of the file.
+    """Read all conversations that contain a question, in the order of the file.
 
     Raises:
-        ConfigError: it cannot be read, an entry is of no known kind (says which), or none asks.
+        ConfigError: the file cannot be read, an entry has an unknown format, or nothing is asked.
     """
     refuse_devices(path)
     try:
@@ -98,7 +98,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _conversation(entry: Any) -> Conversation:
-    """Read one conversation, empty if it asks nothing; raises ValueError."""
+    """Read one conversation; empty if it asks nothing; raises ValueError."""
     if isinstance(entry, dict):
         for name, read in _KINDS.items():
             if name in entry:
@@ -156,7 +156,7 @@ def _messages(role_field: str, text_field: str) -> Callable[[Any], Conversation]
             if role == "assistant" and any(message.role == "user" for message in new):
                 turns.append(DatasetTurn(messages=tuple(new), answer=said))
                 new = []
-            elif role != "assistant":  # (a chat that begins with an answer begins after it)
+            elif role != "assistant":  # (an answer at the start of a chat is dropped)
                 new.append(Message(role, said))
         if any(message.role == "user" for message in new):
             turns.append(DatasetTurn(messages=tuple(new)))

@@ -1,9 +1,9 @@
-"""Made-up traces: sessions of growing prompts over shared prefixes, and when they arrive.
+"""Made-up traces: sessions of growing prompts over shared prefixes, and their arrival times.
 
     prompt of turn n = prefix of the session's group | turn 1 | output 1 | turn 2 | ... | turn n
 
-One rule makes the usual kinds of load: a single turn over popular prefixes, conversations whose
-history grows, agents that call tools in quick succession. All draws come of one seed.
+One rule makes the usual kinds of load: single turns over popular prefixes, conversations with
+growing history, agents that call tools in quick succession. One seed decides all draws.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Workload:
     """The shape of sessions; checked when made.
 
     Attributes:
-        num_groups: groups of sessions whose prompts begin alike; 0: no two sessions do.
+        num_groups: groups of sessions whose prompts begin alike; 0: no two sessions share anything.
         zipf_exponent: group k is drawn in proportion to 1 / k ** this.
-        prefix_tokens: length of a group's common beginning; each group draws one.
+        prefix_tokens: length of a group's common prefix; each group draws one.
         turn_tokens: tokens that a turn adds to the prompt: a question, or a tool's result.
         output_tokens: tokens of a turn's output, which the next turn's prompt repeats.
         mean_turns: mean number of turns of a session, geometric; 1: all have one turn.
@@ -74,7 +74,7 @@ class Workload:
 
 
 # `conversation` and `tool-agent` have about the mean lengths of Mooncake's public traces of these
-# names (FAST '25: 12,035 tokens in and 343 out; 8,596 in and 182 out), and are no copy of them.
+# names (FAST '25: 12,035 tokens in and 343 out; 8,596 in and 182 out), but do not copy these.
 WORKLOADS: dict[str, Workload] = {
     "shared-prefix": Workload(
         num_groups=64,
@@ -169,7 +169,7 @@ def generate(
 
 
 def _new_ids(new_ids: Iterator[int], num_tokens: int) -> tuple[int, tuple[int, ...]]:
-    """Draw ids for the full blocks of a new beginning of so many tokens."""
+    """Draw ids for the full blocks of a new prefix of ``num_tokens`` tokens."""
     return num_tokens, tuple(itertools.islice(new_ids, num_tokens // BLOCK_TOKENS))
 
 
@@ -182,7 +182,7 @@ def _session(
     full_ids: tuple[int, ...],
     session: int,
 ) -> Iterator[TraceRequest]:
-    """Generate a session's turns; its first tokens' full blocks have the ids ``full_ids``."""
+    """Generate a session's turns; the full blocks of its first tokens have the ids ``full_ids``."""
     now_s = start_s
     while True:
         num_tokens += workload.turn_tokens.draw(chance)
@@ -200,7 +200,7 @@ def _session(
         )
         if chance.random() * workload.mean_turns < 1:
             return
-        # What was full stays as it is; the last block goes on with the output.
+        # Full blocks keep their ids; the output continues the last block.
         full_ids = hash_ids[: num_tokens // BLOCK_TOKENS]
         num_tokens += output_length
         if workload.mean_pause_s:

@@ -1,4 +1,4 @@
-"""LengthDistribution: how many tokens prompts and outputs have, and how a command line says so."""
+"""LengthDistribution: numbers of tokens of prompts and outputs, and their notation in options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LengthDistribution(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UniformLengths:
-    """Each number from ``least`` to ``most`` is as likely."""
+    """All numbers from ``least`` to ``most`` are equally likely."""
 
     least: int
     most: int

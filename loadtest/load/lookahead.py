@@ -1,4 +1,4 @@
-"""Lookahead: requests made ready before they are due, so that sending them takes no time."""
+"""Lookahead: makes requests before they are due, so that sending them takes no time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PreparedConversation = tuple[Prepared, ...]
 
 
 class Lookahead:
-    """A queue of conversations with ready messages; one is made for each that is taken.
+    """A queue of prepared conversations; a new one is made for each that is taken.
 
     Args:
-        conversations: in order; how many are ready is limited by number and by bytes.
+        conversations: conversations in order; limits of number and bytes bound the prepared ones.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Lookahead:
         self._num_bytes = 0
 
     def fill(self) -> None:
-        """Make as many as may be ready; takes a while."""
+        """Prepare as many conversations as the limits allow; takes a while."""
         while self._make_one():
             pass
 
@@ -45,7 +45,7 @@ class Lookahead:
             return None
         prepared = self._ready.popleft()
         self._num_bytes -= _num_bytes(prepared)
-        # After what is due now has been sent.
+        # After requests that are due now were sent.
         asyncio.get_running_loop().call_soon(self._make_one)
         return prepared
 

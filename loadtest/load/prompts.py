@@ -1,4 +1,4 @@
-"""Prompts as they are planned: random token ids by a seed, or the messages of a data set."""
+"""Planned prompts: random token ids by a seed, or the messages of a data set."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Prompt = list[int] | tuple[Message, ...]
 
 
 def is_text(messages: tuple[Message, ...]) -> bool:
-    """Say whether the parts are one text, to be sent without a chat template."""
+    """Return whether the parts are one text, to be sent without a chat template."""
     return not messages[0].role
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """Token ids drawn with a text as the seed: equal texts, equal tokens."""
+    """Token ids drawn with a text as the seed: equal texts give equal tokens."""
 
     seed: str
     num_tokens: int
@@ -35,7 +35,7 @@ class DrawnTokens:
 
 @dataclass(frozen=True, slots=True)
 class DrawnPrompt:
-    """Token ids, part by part; prompts that begin with the same parts share them."""
+    """Token ids in parts; prompts that begin with the same parts share their tokens."""
 
     parts: tuple[DrawnTokens, ...]
 
@@ -45,7 +45,7 @@ class DrawnPrompt:
 
     @property
     def sizes(self) -> list[tuple[object, int]]:
-        """Each part, and its length in tokens."""
+        """The parts, each with its length in tokens."""
         return [(part, part.num_tokens) for part in self.parts]
 
     def make(self, vocab_size: int) -> list[int]:
@@ -59,7 +59,7 @@ class DrawnPrompt:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPrompt:
-    """The messages of a data set; how many tokens they are, only the server knows."""
+    """The messages of a data set; only the server knows their number of tokens."""
 
     messages: tuple[Message, ...]
 
@@ -69,11 +69,11 @@ class WrittenPrompt:
 
     @property
     def sizes(self) -> list[tuple[object, int]]:
-        """Each message, and its length in characters."""
+        """The messages, each with its length in characters."""
         return [(message, len(message.content)) for message in self.messages]
 
     def make(self, vocab_size: int) -> tuple[Message, ...]:
-        """Return the token ids as they are."""
+        """Return the token ids unchanged."""
         return self.messages
 
 
@@ -88,16 +88,16 @@ def prompt_of_trace(request: TraceRequest, seed: str) -> DrawnPrompt:
 
 
 class SharedBeginnings:
-    """Finds the tokens that a load's prompts share by its own making, in the order of sending."""
+    """Finds the beginnings that a load's prompts share by design, in the order of sending."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def share_of(self, prompt: DrawnPrompt | WrittenPrompt) -> float:
-        """Return the share of a prompt that an earlier one began with, too; note the prompt.
+        """Return the share of a prompt that an earlier one began with, too; remember the prompt.
 
-        A part of another length that is drawn with the same seed begins alike, too: only a trace's
-        last blocks are so, which are left out.
+        Parts with one seed and different lengths also begin alike. Only the last blocks of traces
+        are like this; they are not counted.
         """
         sizes = prompt.sizes
         begins_alike = True

@@ -1,6 +1,6 @@
-"""RequestRecord: what one request met with, in seconds since the run began. Draws no conclusions.
+"""RequestRecord: what happened to one request, in seconds since the run began.
 
-Its one writer is the player, while the request runs.
+Only the player writes to a record, while the request runs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class RequestRecord:
     """The record of one request; see the module.
 
     Attributes:
-        scheduled_s: when it should have been sent; latencies count from here, so that what a slow
-            server, or a slow generator, keeps from being sent is not forgotten.
-        sent_s: when it was.
+        scheduled_s: when the request should have been sent; latencies count from here, so that
+            delays by a slow server or a slow generator are included.
+        sent_s: when it was sent.
         frame_times_s: arrival of each frame that had tokens.
-        frame_tokens: how many it had.
-        counted: the server said how many tokens were in each frame; else they are spread over the
-            frames by the length of their texts.
+        frame_tokens: number of tokens of each such frame.
+        counted: whether the server tells the tokens of each frame; otherwise, they are spread over
+            frames by text length.
         ended_s: end of the answer.
     """
 
@@ -76,7 +76,7 @@ class RequestRecord:
         num_tokens = frame.num_tokens
         if num_tokens is None:
             self.counted = False
-            num_tokens = 1  # until the end, when the usage says how many there were in all
+            num_tokens = 1  # preliminary: the usage at the end tells the total
         if num_tokens:
             self.frame_times_s.append(now_s)
             self.frame_tokens.append(num_tokens)
@@ -91,7 +91,7 @@ class RequestRecord:
 
     @property
     def num_prompt_tokens(self) -> int | None:
-        """Prompt tokens as the server counts them; else as planned, which texts do not tell."""
+        """Prompt tokens by the server's count; otherwise as planned, which is unknown for texts."""
         return self.usage.num_prompt_tokens if self.usage else self.planned.prompt.num_tokens
 
     def set_outcome(
@@ -108,8 +108,10 @@ class RequestRecord:
 
     @property
     def is_miscounted(self) -> bool:
-        """The tokens that arrived are not as many as the server says; it cannot say the latter of
-        a request that was given up, and what was not counted cannot differ."""
+        """Whether the arrived tokens differ in number from the server's count.
+
+        False for requests that were given up, or that lack one of the two counts.
+        """
         return (
             self.outcome is Outcome.OK
             and self.counted
@@ -119,12 +121,12 @@ class RequestRecord:
 
     @property
     def is_checked(self) -> bool:
-        """`is_miscounted` could be found out."""
+        """Whether both counts of `is_miscounted` are known."""
         return self.outcome is Outcome.OK and self.counted and self.usage is not None
 
 
 def spread_tokens(num_tokens: int, weights: Sequence[int]) -> list[int]:
-    """Spread a number of tokens over frames by weight; as far as there are enough, each has one."""
+    """Spread a number of tokens over frames by weight; each gets one if there are enough."""
     least = 1 if num_tokens >= len(weights) else 0
     total = sum(max(weight, 1) for weight in weights)
     spread: list[int] = []

@@ -1,8 +1,8 @@
-"""Deployment: the shape of one, as a comparison's option writes it.
+"""Deployment: the shape of a deployment in the notation of `baton loadtest compare`.
 
 colocated:2   two nodes that compute prompts and decode, in chunks, side by side
 1:1           a prefill and a decode node; decode nodes compute no prompt
-1:1+local     the same, but the router may leave a prompt to a decode node
+1:1+local     as 1:1, but the router may let the decode node compute a prompt
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHAPE = re.compile(r"colocated:(?P<num>\d{1,4})|(?P<p>\d{1,4}):(?P<d>\d{1,4})(?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A shape, see the module."""
+    """A deployment's shape, see the module."""
 
     name: str
     num_prefill: int
@@ -31,11 +31,11 @@ class Deployment:
 
     @classmethod
     def parse(cls, text: str) -> Deployment:
-        """Parse a shape, see NOTATION; raises ConfigError."""
+        """Parse a shape in NOTATION; raises ConfigError."""
         match = _SHAPE.fullmatch(text)
         numbers = [int(one) for one in match.group("num", "p", "d") if one] if match else [0]
         if match is None or min(numbers) < 1:
-            raise ConfigError(f"deployments: must be of {NOTATION}, got {text!r:.100}")
+            raise ConfigError(f"deployments: must be {NOTATION}, got {text!r:.100}")
         is_colocated = match["num"] is not None
         return cls(
             name=text,

@@ -1,11 +1,11 @@
-"""Traces: which requests come when, as files in the format of Mooncake's public traces.
+"""Traces: lists of requests with times, in files with the format of Mooncake's public traces.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
 
 One JSON object per line: milliseconds, tokens, tokens, and one id per 512 tokens of the prompt (the
-last block may be part of one). An id names a block and all before it: two prompts that begin with
-the same ids begin with the same tokens (Qin et al., arXiv 2407.00079, section 4). Knows no router
-and no clock.
+last block may be shorter). An id names a block and all blocks before it: prompts whose ids begin
+alike have equal first tokens (Qin et al., arXiv 2407.00079, section 4). Knows no router and no
+clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TraceRequest:
     """One request of a trace.
 
     Attributes:
-        timestamp_ms: since the beginning of the trace.
+        timestamp_ms: time since the beginning of the trace.
         input_length: tokens of the prompt, at least 1.
         output_length: tokens to be generated, at least 1.
         hash_ids: one for each started block of 512 prompt tokens.
@@ -45,12 +45,12 @@ class TraceRequest:
 
 
 def num_blocks(input_length: int) -> int:
-    """Return the blocks of a prompt, the last one perhaps not full."""
+    """Return the number of a prompt's blocks, including a partial last one."""
     return -(-input_length // BLOCK_TOKENS)
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write a trace file; what is there is replaced."""
+    """Write a trace file, replacing an existing one."""
     with path.open("w", encoding="utf-8") as file:
         for request in requests:
             values = (
@@ -63,10 +63,10 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """Read the requests of a trace file, in its order.
+    """Read the requests of a trace file, in the order of the file.
 
-    Where ids are missing (some tools write none, or none for a last block that is not full), ones
-    below 0 are put in their place that nothing else has.
+    Missing ids (some tools write none, or none for a partial last block) are replaced by unique
+    negative ones.
 
     Raises:
         ConfigError: the file cannot be read, or a line is wrong; says which and why.
@@ -91,7 +91,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 
 def _parse(line: str, next_id: int) -> TraceRequest:
-    """Parse one line; ids that are missing count down from ``next_id``; raises ValueError."""
+    """Parse one line; missing ids count down from ``next_id``; raises ValueError."""
     fields: Any = parse_json(line)
     if not isinstance(fields, dict):
         raise ValueError("must be a JSON object")
@@ -128,12 +128,12 @@ def block_seed(hash_id: int, seed: str) -> str:
 def prompt_token_ids(
     hash_ids: Sequence[int], input_length: int, vocab_size: int, seed: str = ""
 ) -> list[int]:
-    """Make a prompt that shares with others of the same seed what their ids share.
+    """Make a prompt; prompts with a common seed share the tokens of the ids that they share.
 
     Each id stands for 512 token ids drawn with it as the seed; the last block is cut to length.
 
     Raises:
-        ConfigError: there are not as many ids as blocks.
+        ConfigError: the number of ids differs from the number of blocks.
     """
     if len(hash_ids) != num_blocks(input_length):
         raise ConfigError(

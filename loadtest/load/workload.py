@@ -1,8 +1,8 @@
-"""The requests of a plan, by conversation: when each is due, its prompt, and when it is cancelled.
+"""The requests of a plan, by conversation: when each is due, its prompt, and its cancellation.
 
-Arrivals, lengths, groups and cancels have streams of random numbers of their own: another rate does
-not change the prompts, so that two runs can be compared. The history in a later turn's prompt holds
-drawn (or recorded) answers, not the server's: the seed alone decides what is sent.
+Arrivals, lengths, groups and cancels have separate random streams: another rate does not change the
+prompts, so two runs can be compared. The history in a later turn's prompt holds drawn or recorded
+answers, not the server's, so the seed alone decides what is sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PlannedRequest:
     Attributes:
         due_s: time after the run's beginning; None: the request is due when a user is free, or
             when the previous answer of its conversation has come.
-        think_s: pause before sending in that case.
+        think_s: pause before such a request.
         turn: number of the turn in its conversation, from 0.
         shared_share: share of the prompt with which an earlier request of this load begins, too.
         cancel_after_tokens: the client cancels the request after this token; None: never.
@@ -71,7 +71,8 @@ def planned_conversations(plan: LoadPlan) -> Iterator[Conversation]:
                 return
         turns: list[PlannedRequest] = []
         for request in conversation:
-            # Two draws for each: another rate of cancels gives up a part of the same ones.
+            # Two draws per request: with another rate of cancels, a subset or superset is
+            # cancelled.
             is_cancelled, share = cancels.random() < plan.cancel_rate, cancels.random()
             is_cancelled = is_cancelled and request.output_length > 1
             after = 1 + int(share * (request.output_length - 1))

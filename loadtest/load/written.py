@@ -1,4 +1,4 @@
-"""Conversations of a data set as one run sends them: in an order of its own, marked as new."""
+"""Conversations of a data set as one run sends them: in random order, marked as new."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loadtest.plan import LoadPlan
 
 @dataclass(frozen=True, slots=True)
 class WrittenTurn:
-    """A turn with all that was said before it; None: the data do not say it."""
+    """A turn with all earlier messages; None: the data set does not tell."""
 
     prompt: WrittenPrompt
     output_length: int | None
@@ -27,10 +27,10 @@ class WrittenTurn:
 
 
 def written_conversations(plan: LoadPlan, seed: str) -> Iterator[list[WrittenTurn]]:
-    """Yield conversations without end: when all were sent they come again, as new ones.
+    """Yield conversations without end; when all were sent, they are repeated as new ones.
 
-    Each first message begins with a mark of the run, so that a server that has met the data before
-    does not answer out of its cache. What the conversations of one run share, they go on sharing.
+    Each first message begins with a mark of the run, so that a server's cache from earlier runs
+    does not help. Conversations of one run still share what they share in the data set.
 
     Raises:
         ConfigError: the file, or the tokenizer, cannot be read.
@@ -62,12 +62,12 @@ def _turns(
 
 
 def _token_counter(folder: Path | None) -> Callable[[str], int | None]:
-    """Make a counter of a text's tokens, 1 or more; without a tokenizer it is unknown."""
+    """Make a function that counts a text's tokens, or returns None without a tokenizer."""
     if folder is None:
         return lambda text: None
     path = folder / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing better
+    except Exception as error:  # the library raises no more specific error
         raise ConfigError(f"tokenizer: {path} cannot be read: {error}") from error
     return lambda text: max(len(tokenizer.encode(text, add_special_tokens=False).ids), 1)

@@ -1,1 +1,1 @@
-"""The result of a load test as pictures and as one HTML page; all of it is made of the JSON."""
+"""The result of a load test as figures and as one HTML page, made from the JSON alone."""

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from loadtest.page.palette import Document, Look, make_logarithmic
 
-# Each with the limit of an SLO that is upon it.
+# Each with its SLO limit, if there is one.
 _PANELS = {
     "goodput_per_s": ("Goodput", "requests/s within the SLO", 1.0, ""),
     "itl_p99_s": ("ITL p99", "milliseconds", 1e3, ""),
@@ -15,7 +15,7 @@ _PANELS = {
     "ttft_p99_s": ("TTFT p99", "milliseconds", 1e3, "ttft"),
 }
 _CDFS = {"itl_s": ("ITL, per token", ""), "ttft_s": ("TTFT", "ttft")}
-_MOST_ABOVE = 3.0  # times the highest value, that an interval is drawn in full
+_MOST_ABOVE = 3.0  # most of an interval that is drawn, as a multiple of the highest value
 
 
 def compare_figures(document: Document, look: Look) -> dict[str, Figure]:

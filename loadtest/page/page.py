@@ -1,7 +1,7 @@
-"""One HTML file of a result's JSON: opens from a disk, asks no network, runs no script.
+"""One HTML file from a result's JSON: opens from a disk, without network or scripts.
 
-Every number and every sentence with numbers in it is looked up in the JSON by its path, and the
-JSON itself is in the page, so that none can differ from it. Knows no run.
+Every number and every sentence with numbers is looked up in the JSON by its path, and the page
+contains the JSON, so they always agree. Knows no run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from loadtest.report.terms import FIRST_STAGE, LATENCY_NAMES, RATE_MEANINGS
 
 Document = dict[str, Any]
 COLUMNS = ("mean", *PER_MILLE, "max")
-# What the pictures show, for those who do not see them.
+# Descriptions of the pictures, for those who do not see them.
 ALTERNATIVES = {
     "latency_cdfs": "Cumulative distributions of TTFT, TPOT, ITL and E2E",
     "timeline": "Requests per second, tokens per second and latencies over the time of the run",
@@ -35,7 +35,7 @@ ALTERNATIVES = {
     "comparison_cdfs": "Cumulative distributions of ITL and TTFT of each deployment",
     "receipt_waterfall": "Time of every stage of the mean request, by the receipts",
 }
-# Which picture is shown where: whether it is dark, and narrow.
+# Media query of each picture: whether it is dark, and narrow.
 _MEDIA = {
     "(max-width: 600px) and (prefers-color-scheme: dark)": (True, True),
     "(max-width: 600px)": (False, True),
@@ -45,7 +45,7 @@ _MEDIA = {
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "any": lambda value: f"{value}" if isinstance(value, int) else f"{value:.4g}",
     "count": lambda value: f"{value:,}",
-    "nth": lambda value: f"{value + 1:,}",  # counted from 1, in the document from 0
+    "nth": lambda value: f"{value + 1:,}",  # counted from 1; the document counts from 0
     "rate": lambda value: f"{value:,.2f}",
     "whole": lambda value: f"{value:,.0f}",
     "seconds": lambda value: f"{value:,.1f}",
@@ -55,7 +55,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 def load_figures() -> tuple[ModuleType, ModuleType]:
-    """Import `figures` and `palette`; raises ConfigError where the library for plots is missing."""
+    """Import `figures` and `palette`; raises ConfigError if the plot library is missing."""
     try:
         return (
             importlib.import_module("loadtest.page.figures"),
@@ -68,7 +68,7 @@ def load_figures() -> tuple[ModuleType, ModuleType]:
 
 
 def look_up(document: Document, path: str) -> Any:
-    """Look up what is at ``summary.latencies.ttft_s.p99``; None where the way ends before."""
+    """Look up a path like ``summary.latencies.ttft_s.p99``; None if a part of it is missing."""
     found: Any = document
     for step in path.split("."):
         if isinstance(found, list):
@@ -81,7 +81,7 @@ def look_up(document: Document, path: str) -> Any:
 
 
 def number(document: Document, path: str, form: str) -> Markup:
-    """Show a number of the document, with where it is from and its exact value."""
+    """Show a number of the document, with its path and exact value."""
     value = look_up(document, path)
     if value is None:
         return Markup("<span>-</span>")
@@ -91,12 +91,12 @@ def number(document: Document, path: str, form: str) -> Markup:
 
 
 def said(document: Document, path: str) -> Markup:
-    """Show a text of the document, with where it is from."""
+    """Show a text of the document, with its path."""
     return Markup('<span data-text="{}">{}</span>').format(path, look_up(document, path))
 
 
 def render_page(document: Document) -> str:
-    """Render the whole page; raises ConfigError when the library for plots is missing."""
+    """Render the whole page; raises ConfigError if the plot library is missing."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("loadtest.page", "."),
         autoescape=True,
@@ -118,7 +118,7 @@ def render_page(document: Document) -> str:
 
 
 def _pictures(document: Document) -> dict[str, dict[str, Markup]]:
-    """Group pictures by name, then by media query; the last is for all that no query is about."""
+    """Group pictures by name, then by media query; the last one is the default."""
     found: dict[str, dict[str, Markup]] = {}
     _, palette = load_figures()
     drawn = [render_figures(document, "svg", is_narrow=is_narrow) for is_narrow in (False, True)]
@@ -142,12 +142,12 @@ def render_figures(
 
 
 def write_page(path: Path, document: Document) -> None:
-    """Write the page; raises ConfigError when it cannot be made or written."""
+    """Write the page; raises ConfigError if it cannot be made or written."""
     _write("html", path, render_page(document).encode())
 
 
 def write_pictures(folder: Path, document: Document) -> None:
-    """Write one file per picture; raises ConfigError when one cannot be made or written."""
+    """Write one file per picture; raises ConfigError if one cannot be made or written."""
     for name, image in render_figures(document, "png").items():
         _write("png", folder / f"{name}.png", image)
 

@@ -1,4 +1,4 @@
-"""How figures look, in the light and in the dark, wide and on a phone; how one becomes a file.
+"""The look of figures: light and dark, wide and for phones; also renders them to files.
 
 Colours are those of Okabe and Ito (jfly.uni-koeln.de/color), which colour-blind people can tell
 apart; lines differ in their strokes, too.
@@ -37,9 +37,9 @@ class Look:
     """Colours and width of all figures of a page.
 
     Attributes:
-        ink, paper, grid, shade: colours of text and axes, background, lines, and left-out parts;
-            blue to purple: colours of curves.
-        is_narrow: for a phone: one panel below the other, half as wide.
+        ink, paper, grid, shade: colours of text and axes, background, lines, and excluded parts.
+            blue to purple are colours of curves.
+        is_narrow: whether for a phone: panels below each other, and half the width.
     """
 
     ink: str
@@ -55,12 +55,12 @@ class Look:
 
     @property
     def lines(self) -> tuple[tuple[str, str], ...]:
-        """Colour and stroke of a plot's first line, its second one, and so on."""
+        """Colour and stroke of a plot's lines, in order."""
         return ((self.blue, "-"), (self.red, "--"), (self.green, "-."), (self.purple, ":"))
 
     def figure(self, num_rows: float, num_panels: int = 1) -> Figure:
-        """Make a figure of rows of a usual height, each of so many panels; on a phone one below the
-        other, twice the rows and half the width.
+        """Make a figure with ``num_rows`` rows of usual height, each of ``num_panels`` panels; on a
+        phone, panels are below each other, at half the width.
         """
         rows = num_rows * num_panels if self.is_narrow else num_rows
         width = 4.4 if self.is_narrow else 9.0
@@ -75,7 +75,7 @@ class Look:
         return figure, [one for row in axes for one in row]
 
     def put_legend(self, axes: Axes) -> None:
-        """Put the legend below the plot and the name of its axis, where no line is."""
+        """Put the legend below the plot and its axis label, where no line is."""
         handles, labels = axes.get_legend_handles_labels()
         figure = axes.get_figure(root=True)
         assert figure is not None
@@ -87,13 +87,13 @@ class Look:
             )  # fmt: skip
 
     def put_limit(self, axes: Axes, limit: float, text: str, *, is_x: bool = False) -> None:
-        """Draw the line of an SLO."""
+        """Draw an SLO limit as a line."""
         line = axes.axvline if is_x else axes.axhline
         line(limit, color=self.purple, linestyle=(0, (5, 2)), linewidth=1.5, label=text)
 
 
 def make_logarithmic(axes: Axes, *, is_x: bool) -> None:
-    """Make an axis logarithmic, with plain numbers at 1, 2 and 5, and no others."""
+    """Make an axis logarithmic, with labels at 1, 2 and 5 only."""
     axis: Axis
     if is_x:
         axes.set_xscale("log")
@@ -118,7 +118,7 @@ DARK = Look(
 
 @contextlib.contextmanager
 def style(look: Look) -> Iterator[None]:
-    """Set how all figures look; nothing is drawn or saved outside of it."""
+    """Set the look of all figures; draw and save them only inside this context."""
     colors: dict[Any, Any] = {
         "figure.facecolor": look.paper, "savefig.facecolor": look.paper,
         "axes.facecolor": look.paper, "axes.edgecolor": look.ink, "axes.labelcolor": look.ink,
@@ -130,7 +130,7 @@ def style(look: Look) -> Iterator[None]:
 
 
 def render(figure: Figure, image_format: str) -> bytes:
-    """``svg`` or ``png``; the same figure, the same bytes."""
+    """Render ``svg`` or ``png``; equal figures give equal bytes."""
     buffer = io.BytesIO()
     metadata = {"Date": None} if image_format == "svg" else {"Software": None}
     figure.savefig(buffer, format=image_format, metadata=metadata)
@@ -138,7 +138,7 @@ def render(figure: Figure, image_format: str) -> bytes:
 
 
 def darken(svg: bytes) -> bytes:
-    """Show a picture that was drawn light as it would be drawn dark, which takes much longer."""
+    """Turn a light picture into a dark one, as drawing it again takes much longer."""
     return re.sub(rb"#[0-9a-f]{6}\b", lambda found: _DARKER.get(found[0], found[0]), svg)
 
 

@@ -1,4 +1,4 @@
-"""Figures of runs that were played one after the other: sweeps, and the search for a rate."""
+"""Figures of runs that were played one after another: sweeps, and the search for a rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from loadtest.page.palette import Document, Look, make_logarithmic
 
-# Each with the limit of an SLO that is upon it.
+# Each with its SLO limit, if there is one.
 _LATENCIES = {
     "ttft_s": ("TTFT", "ttft"),
     "tpot_s": ("TPOT", "tpot"),
@@ -36,7 +36,7 @@ def step_figures(document: Document, look: Look) -> dict[str, Figure]:
 def throughput_latency(
     steps: Sequence[Document], variable: str, slo: dict[str, float], look: Look
 ) -> Figure:
-    """Draw the curve: what a latency costs, or buys, in tokens per second."""
+    """Draw the curve of tokens per second over latency."""
     figure, panels = look.panels(2, 2)
     for axes, (name, (title, limited)) in zip(panels, _LATENCIES.items(), strict=True):
         shown = [step for step in steps if name in step["summary"]["latencies"]]
@@ -69,7 +69,7 @@ def _label_points(
 
 
 def throughput(steps: Sequence[Document], variable: str, look: Look) -> Figure:
-    """Draw what came out over what was asked for."""
+    """Draw the reached rate over the requested one."""
     figure, (axes,) = look.panels(1, 1)
     values = [step["value"] for step in steps]
     kinds = {"requests_per_s": "ended well", "goodput_per_s": "within the SLO (goodput)"}
@@ -90,7 +90,7 @@ def throughput(steps: Sequence[Document], variable: str, look: Look) -> Figure:
 
 
 def search_figure(document: Document, look: Look) -> Figure:
-    """Draw every try: its rate, the share that it attained, and whether it held."""
+    """Draw every try: its rate, its attained share, and whether it held."""
     search = document["search"]
     figure, (axes,) = look.panels(1, 1)
     for held, color in ((True, look.blue), (False, look.red)):

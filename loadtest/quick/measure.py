@@ -26,7 +26,7 @@ from loadtest.targets.base import TargetError, TargetOptions
 NUM_READERS = 8
 INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # tokens of a single reader's request
 SHORT_INPUT_TOKENS = 128  # prompt of one of several readers
-_DRAIN_TIMEOUT_S = 120.0  # on a slow machine an answer may take longer than a load lasts
+_DRAIN_TIMEOUT_S = 120.0  # an answer may take long on a slow machine
 _MAX_LAG_S = 0.05  # largest lag of the generator, which shares the machine with the server
 _METRICS_TIMEOUT_S = 10.0
 _READ_COUNTERS = ("baton_weight_read_bytes_total", "baton_kv_read_bytes_total")
@@ -58,7 +58,7 @@ class Speed:
 
     Attributes:
         output_tokens_per_s: rate of all readers together.
-        token_s: seconds between two tokens of one reader.
+        token_s: seconds between two tokens for one reader.
         prompt_tokens_per_s: prompt tokens until the first output token, over that time.
         handoff_s: from the end of a prefill until the decode node has all KV.
         read_bytes_per_s: bytes of weights and KV that the decode node read while decoding.
@@ -178,7 +178,7 @@ async def _measure(
     target = await open_target(access)
     try:
         session = Session(target, stop)
-        # A first request is slower; and one that is refused would be repeated for the whole load.
+        # The first request is slower; and a refused one would be repeated for the whole load.
         first = await session.play(_plan(1, INPUT_TOKENS, num_requests=1))
         for kind, message in first.summary.error_examples.items():
             raise TargetError(kind, message)

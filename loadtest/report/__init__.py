@@ -1,1 +1,1 @@
-"""What is made of the records: figures, intervals, verdicts, tables."""
+"""Reports made from the records: figures, intervals, verdicts, tables."""

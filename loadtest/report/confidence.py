@@ -1,4 +1,4 @@
-"""Interval: a mean of few repeats and how far off it may be. Knows not what was repeated."""
+"""Interval: the mean of a few repeats and its uncertainty. Knows not what was repeated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_REPEATS = len(_T_95) + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean and its 95 % confidence interval; None when there was one repeat, which says none.
+    """A mean and its 95 % confidence interval; None after a single repeat.
 
     Normal errors are assumed: with three repeats this is a rough idea, and a wide one.
     """
@@ -35,11 +35,10 @@ class Interval:
 
 
 def bracket_interval(brackets: Sequence[tuple[float, float]]) -> Interval:
-    """Estimate from 1 to MAX_REPEATS brackets that each have the value between their ends.
+    """Estimate a value from 1 to MAX_REPEATS brackets that each contain it.
 
-    The mean is that of the lower ends, and the interval reaches from where theirs begins to where
-    the upper ends' stops: it is never narrower than what a bracket leaves open, however alike the
-    brackets are.
+    The mean is that of the lower ends. The interval reaches from the lower end of their interval to
+    the upper end of the upper ends' interval, so it is never narrower than a bracket.
     """
     lower = mean_interval([low for low, _ in brackets])
     upper = mean_interval([high for _, high in brackets])
@@ -52,7 +51,7 @@ def mean_interval(
     """Estimate the mean of 1 to MAX_REPEATS independent values.
 
     Args:
-        least, most: no such value, and so no end of the interval, can be outside.
+        least, most: limits of the values, to which the interval is cut.
     """
     mean = statistics.fmean(values)
     if len(values) == 1:

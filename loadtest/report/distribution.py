@@ -10,7 +10,7 @@ PER_MILLE = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p999": 999}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Percentiles by nearest rank: the least value that so many per mille are not above.
+    """Percentiles by nearest rank: the least value that at most this share of values exceeds.
 
     Attributes:
         count: sum of the values' weights.
@@ -27,17 +27,17 @@ class Distribution:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """Summarize values; None when there are none."""
+    """Summarize values; None if there are none."""
     return weighted_distribution([(value, 1) for value in values])
 
 
 def weighted_distribution(pairs: Sequence[tuple[float, int]]) -> Distribution | None:
-    """Summarize values that count as often as their weights say; None when there are none."""
+    """Summarize values that count as often as their weights say; None if there are none."""
     in_order = sorted(pair for pair in pairs if pair[1] > 0)
     count = sum(weight for _, weight in in_order)
     if not count:
         return None
-    # A rank is the number of values up to it, rounded up; in whole numbers, so that it is exact.
+    # A rank is a number of values, rounded up; computed in integers, so that it is exact.
     ranks = [(name, -(-count * per_mille // 1000)) for name, per_mille in PER_MILLE.items()]
     found: dict[str, float] = {}
     seen = 0

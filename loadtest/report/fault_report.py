@@ -1,7 +1,7 @@
-"""FaultReport: what a fault cost those who called meanwhile, read from the records of the run.
+"""FaultReport: what a fault cost its clients, from the records of the run.
 
-Counted by the time at which a request was scheduled: whoever asked in a bad second has had a bad
-second, whenever the answer came. Windows slide, and are as long as ten requests take to come.
+Requests count at their scheduled time, whenever the answer came. Windows slide, and are as long as
+ten requests take to arrive.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from loadtest.report.summary import client_seconds
 MIN_WINDOW_S = 1.0
 REQUESTS_PER_WINDOW = 10
 BASELINE_S = 10.0
-SLACK = 0.1  # recovered: the share of good ones is at most so much below that before the fault
+# A window has recovered if its share is at most this far below the share before the fault.
+SLACK = 0.1
 _STEPS_PER_WINDOW = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultReport:
-    """One fault; times in seconds since the run began.
+    """The cost of one fault; times in seconds since the run began.
 
     Attributes:
-        window_s: the length of the windows, over which shares and rates are taken.
+        window_s: length of the windows in which shares and rates are computed.
         baseline_share: share of good requests (within the SLO; without an SLO, successful ones)
             among those scheduled in the ten seconds before the fault; None: there were none.
         lowest_share: share in the worst window until the next fault or the end.
         recovery_s: time from the fault to the end of the last window below the baseline; 0: no
             window was; None: the share was still below it at the next fault or the end.
         errors: errors by kind, of requests that were open at the fault or came after it.
-        num_retried: requests that ended well after another attempt, as far as receipts say so.
+        num_retried: requests that ended well after another attempt, by their receipts.
         num_orphans, num_leaked: see FaultEvent.
     """
 
@@ -69,7 +70,7 @@ def report_faults(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Good requests and all that count, among those scheduled from ``begin_s`` on."""
+    """Numbers of good and of all counted requests, scheduled from ``begin_s`` on."""
 
     begin_s: float
     end_s: float
@@ -140,7 +141,7 @@ def _slide(
     until_s: float,
     window_s: float,
 ) -> list[_Window]:
-    """Slide a window over the time since a fault; keep those windows in which requests ended."""
+    """Slide a window over the time since a fault; keep the windows in which requests ended."""
     step_s = window_s / _STEPS_PER_WINDOW
     windows = []
     for number in range(int(max(until_s - begin_s, 0.0) / step_s + 1e-9)):
@@ -164,7 +165,7 @@ def _recovery_s(windows: Sequence[_Window], baseline: float | None, begin_s: flo
 
 
 def fault_line(fault: FaultReport) -> str:
-    """Say what a fault cost, in a line or two of 100 columns."""
+    """Describe what a fault cost, in one or two lines of 100 columns."""
     dip = "nobody asked before it"
     if fault.baseline_share is not None and fault.lowest_share is not None:
         dip = f"good {fault.baseline_share:.0%} -> {fault.lowest_share:.0%}"
@@ -181,7 +182,7 @@ def fault_line(fault: FaultReport) -> str:
 
 
 def audit_line(audit: BlockAudit) -> str:
-    """Say which blocks were held after the run."""
+    """Describe the blocks that were held after the run."""
     problems = "".join(f"; {problem}" for problem in audit.problems)
     held = f"{audit.num_held} still held, {audit.num_orphans} of nobody"
     return f"blocks after the run: {held}{problems}"

@@ -20,7 +20,7 @@ class Outputs:
     png: Path | None = None
 
     def check(self) -> None:
-        """Check before the run that all can be written; raises ConfigError."""
+        """Check before the run that all files can be written; raises ConfigError."""
         for name in ("json", "save_requests", "html"):
             path = getattr(self, name)
             if path is not None:
@@ -31,7 +31,7 @@ class Outputs:
             load_figures()
 
     def write(self, document: dict[str, Any]) -> None:
-        """Write all but the rows; raises ConfigError when one cannot be written."""
+        """Write all but the rows; raises ConfigError if a file cannot be written."""
         if self.json is not None:
             write_json(self.json, document)
         if self.html is not None:

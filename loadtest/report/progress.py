@@ -1,4 +1,4 @@
-"""Progress: what a run is doing now, once a second, on a terminal; else nothing is shown."""
+"""Progress: shows the state of a run once a second, on terminals only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loadtest.plan import LoadPlan
 from loadtest.report.distribution import distribution
 
 _EVERY_S = 1.0
-_LAST_LOOKS = 100  # the last second's
+_LAST_LOOKS = 100  # number of lags in the last second
 
 
 async def show_progress(plan: LoadPlan, player: Player, console: Console) -> None:
@@ -30,7 +30,7 @@ async def show_progress(plan: LoadPlan, player: Player, console: Console) -> Non
 
 
 def progress_line(plan: LoadPlan, player: Player, tokens_per_s: float) -> str:
-    """Format one line of at most 80 columns, as long as numbers are of a usual size."""
+    """Format a line that has at most 80 columns for usual numbers."""
     now_s = player.clock.now_s()
     limit = "" if plan.duration_s is None else f" of {plan.duration_s:.0f}"
     phase = "warm-up" if now_s < plan.warmup_s else "measuring"

@@ -22,14 +22,14 @@ from loadtest.report.terms import LATENCY_NAMES
 from loadtest.run import RunResult
 
 WIDTH = 80
-# Raised when fields change their meaning or go.
+# Increased when fields change their meaning or disappear.
 JSON_FORMAT = 2
 _COLUMNS = ("mean", *PER_MILLE, "max")
-_SERVER = "server_ttft_s"  # from here on it is what the receipts say
+_SERVER = "server_ttft_s"  # from here on, figures come from receipts
 
 
 def print_summary(result: RunResult, console: Console) -> None:
-    """Print the table, and lines around it; what cannot be trusted is said last."""
+    """Print the table and lines around it; warnings come last."""
     summary = result.summary
     begin_s, end_s = summary.window_s
     parts = [f"{summary.num_requests} requests", f"{summary.num_ok} ok"]
@@ -68,10 +68,10 @@ def print_summary(result: RunResult, console: Console) -> None:
 
 
 def empty_table(title: str) -> Table:
-    """Make a table of `WIDTH` columns whose first column has the names of rows."""
+    """Make a table of `WIDTH` columns whose first column is for row names."""
     table = Table(
         box=box.MINIMAL,
-        padding=0,  # the box has a line between two columns, and 80 columns have no room for blanks
+        padding=0,  # the box separates columns by a line; there is no room for blanks
         show_edge=False,
         width=WIDTH,
         title=title,
@@ -97,7 +97,7 @@ def _latency_table(summary: Summary) -> Table:
 
 
 def few_samples_line(latencies: Mapping[str, Distribution]) -> str:
-    """Say which percentiles of few values are just the slowest; empty for enough values."""
+    """List percentiles that have too few values and are just the slowest; empty if none."""
     ttft = latencies.get("ttft_s")
     if ttft is None or ttft.count >= 1000:
         return ""
@@ -143,7 +143,7 @@ def _ms(values: Distribution | None) -> str:
 
 
 def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[str, Any]:
-    """Convert all but the rows; durations in seconds. A load's ``kind`` is its class's name."""
+    """Convert all but the rows; durations in seconds. A load's ``kind`` is its class name."""
     plan = dataclasses.asdict(result.plan)
     plan["load"] = {"kind": type(result.plan.load).__name__} | plan["load"]
     for name in ("input_lengths", "output_lengths"):
@@ -180,13 +180,13 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
 
 
 def plain(document: dict[str, Any]) -> dict[str, Any]:
-    """Convert a document to what reading its file would give."""
+    """Return the document as reading its file would give it."""
     found: dict[str, Any] = json.loads(json.dumps(document, default=str))
     return found
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write the document; raises ConfigError when it cannot be written."""
+    """Write the document; raises ConfigError if it cannot be written."""
     _write("json", path, [json.dumps(document, indent=2)])
 
 
@@ -232,7 +232,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Make the folder if it is not there; raises ConfigError."""
+    """Make the folder unless it exists; raises ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

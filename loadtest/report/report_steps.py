@@ -1,4 +1,4 @@
-"""Reports of runs that were played one after the other: a line each, and JSON."""
+"""Reports of runs that were played one after another: a line each, and JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def step_heading(variable: str) -> str:
 
 
 def step_line(step: Step) -> str:
-    """Report one step in 80 columns; what is missing is a dash."""
+    """Format one step in 80 columns; missing values are dashes."""
     summary = step.result.summary
     latencies = summary.latencies
     ttft, itl = latencies.get("ttft_s"), latencies.get("itl_s")
@@ -46,7 +46,8 @@ def step_line(step: Step) -> str:
     ]
     mark = "" if step.held is None else " held" if step.held else " fail"
     if not summary.lag.kept_up:
-        mark = " late"  # the generator, so the step says nothing: said in full at the end
+        # The generator was late, so the step proves nothing; a line at the end explains.
+        mark = " late"
     return f"{step.value:>{_VALUE_WIDTH}.4g}{_in_columns(cells)}{mark}"
 
 
@@ -62,13 +63,13 @@ def _ms(values: Distribution | None, name: str) -> str:
 
 
 def cache_lines(steps: Sequence[Step]) -> list[str]:
-    """Say which steps' latencies are a cache's, and why."""
+    """Format which steps' latencies come from a cache, and why."""
     warned = [(step, warning) for step in steps if (warning := step.result.summary.cache.warning())]
     return [f"warning: at {step.value:.4g}: {warning}" for step, warning in warned]
 
 
 def search_lines(found: SearchResult, slo: str) -> list[str]:
-    """Say what the search found, last."""
+    """Format the result of the search."""
     share = f"{found.search.attainment:.0%} of requests within {slo}:"
     if found.max_rate_per_s is None or found.goodput_per_s is None:
         return [share, "no search came to its end: the highest rate that holds is not known"]
@@ -93,7 +94,7 @@ def search_lines(found: SearchResult, slo: str) -> list[str]:
 def steps_to_json(
     kind: str, variable: str, steps: Sequence[Step], target_options: Document
 ) -> Document:
-    """Convert all steps; ``plan`` is that of the first, and each step has its load and round."""
+    """Convert all steps; ``plan`` is that of the first step; each step has its load and round."""
     runs = [result_to_json(step.result, target_options) for step in steps]
     return {
         **{name: runs[0][name] for name in _SHARED},
@@ -114,7 +115,7 @@ def steps_to_json(
 
 
 def search_to_json(found: SearchResult, target_options: Document) -> Document:
-    """Convert a search with a step at least."""
+    """Convert a search with at least one step."""
     search: Search = found.search
     slo = found.steps[0].result.plan.slo.text()
     return steps_to_json("search", "rate", found.steps, target_options) | {

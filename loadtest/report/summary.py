@@ -1,9 +1,9 @@
-"""Summary: what the records of a run say of the server, and whether they can be trusted.
+"""Summary: figures of the server from a run's records, and whether they can be trusted.
 
-Measured are the requests that were scheduled within the window (after the warm-up): latencies, and
-what ends per second, are all of the same requests. TTFT and E2E run from the scheduled time. TPOT
-is a request's time after its first frame over the tokens that came after it. ITL is over all
-tokens: a frame of k tokens after a gap g is k gaps of g / k.
+Measured requests are those that were scheduled within the window (after the warm-up). Latencies and
+rates are all of these requests. TTFT and E2E run from the scheduled time. TPOT is a request's time
+after its first frame over the tokens after it. ITL is over all tokens: a frame of k tokens after a
+gap g counts as k gaps of g / k.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _part(name: str) -> Callable[[Receipt], float | None]:
     return lambda receipt: receipt.ttft_parts.get(name)
 
 
-# Seconds of a receipt by name; None where a request had no such part.
+# Seconds of a receipt by name; None if a request had no such part.
 RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
     "server_ttft_s": lambda r: r.ttft_s,
     "server_tpot_s": lambda r: r.time_per_token_s if r.num_output_tokens > 1 else None,
@@ -42,7 +42,7 @@ RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
 
 
 def _push_of(receipt: Receipt) -> PushReceipt | None:
-    """Return the push of a receipt; None when nothing was pushed."""
+    """Return the push of a receipt; None if nothing was pushed."""
     push = receipt.decode.push if receipt.decode is not None else None
     return push if push is not None and push.num_blocks > 0 else None
 
@@ -52,9 +52,9 @@ class LagReport:
     """The lag of the generator.
 
     Attributes:
-        send: each request, sent minus scheduled.
-        loop: a look every 10 ms.
-        limit_s: for the p99 of both.
+        send: per request, sending time minus scheduled time.
+        loop: lag of the event loop, measured every 10 ms.
+        limit_s: limit of both p99 values.
     """
 
     send: Distribution | None
@@ -101,20 +101,20 @@ class Summary:
 
     Attributes:
         window_s: begin and end, in seconds of the run.
-        num_requests: measured ones; ``num_ok``, ``num_cancelled`` and ``errors`` add up to it.
+        num_requests: measured requests; ``num_ok``, ``num_cancelled`` and ``errors`` add up to it.
         asked_per_s: measured requests over the window's length.
-        rate_span_s: over which what ended is counted: the window's length or, where it is longer,
-            the time from the first to the last good end of a measured request. A server that is
-            asked for more than it can has its backlog's time, too.
+        rate_span_s: time over which ended requests are counted: the window's length or, if longer,
+            the time from the first to the last good end of a measured request. So the backlog of an
+            overloaded server counts, too.
         requests_per_s: measured requests that ended well, over ``rate_span_s``. Never above
             ``asked_per_s``.
-        output_tokens_per_s: tokens of all requests that arrived in the window, over its length.
+        output_tokens_per_s: tokens, of all requests, that arrived in the window, over its length.
         prompt_tokens_per_s: tokens of prompts whose first output token arrived in the window,
             over its length.
         latencies: by name; only what was measured.
         attainment: share of the measured requests, client-cancelled ones aside, that ended well
             and keep the SLO; None without an SLO or a request.
-        goodput_per_s: those, over ``rate_span_s``; None without an SLO. Never above
+        goodput_per_s: rate of these requests over ``rate_span_s``; None without an SLO. Never above
             ``requests_per_s``.
     """
 
@@ -141,7 +141,7 @@ class Summary:
 def client_seconds(record: RequestRecord) -> dict[str, float | None]:
     """Compute TTFT, TPOT, longest gap between frames and E2E of one request.
 
-    None: it did not come to that.
+    None marks moments that the request did not reach.
     """
     times, tokens = record.frame_times_s, record.frame_tokens
     num_after = record.num_tokens - tokens[0] if tokens else 0
@@ -156,7 +156,7 @@ def client_seconds(record: RequestRecord) -> dict[str, float | None]:
 def frame_gaps(record: RequestRecord) -> list[tuple[float, int]]:
     """Return the seconds before each frame but the first, and the tokens in it.
 
-    A frame that no token was counted for is a part of the next one.
+    Frames without counted tokens are joined with the next one.
     """
     gaps = []
     before_s: float | None = None
@@ -217,7 +217,7 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
 
 
 def _window(plan: LoadPlan, records: Sequence[RequestRecord]) -> tuple[float, float]:
-    """Choose the measured window: it ends at a set duration, else with the last answer."""
+    """Choose the measured window, which ends after the set duration or with the last answer."""
     last_s = max((max(r.scheduled_s, r.ended_s) for r in records), default=plan.warmup_s)
     end_s = last_s if plan.duration_s is None else min(last_s, plan.duration_s)
     return plan.warmup_s, max(end_s, plan.warmup_s)

@@ -1,4 +1,4 @@
-"""What reports call what is measured, in the order in which they show it, and what it means."""
+"""Names, order and meanings of the figures in reports."""
 
 LATENCY_NAMES = {
     "ttft_s": "TTFT",
@@ -25,14 +25,14 @@ LATENCY_NAMES = {
     "parked_s": "parked on decode",
     "first_step_s": "first decode step",
 }
-FIRST_STAGE = "accept_s"  # from here on: parts of the time, by the receipts
-# Those that follow each other up to token 1, and sum to the server's TTFT.
+FIRST_STAGE = "accept_s"  # from here on: parts of the time, from receipts
+# Consecutive parts up to token 1, which sum to the server's TTFT.
 TTFT_PARTS = (
     "accept_s", "place_s", "prefill_queue_s", "prefill_s", "send_s", "network_s", "decode_prompt_s",
     "delivery_s",
 )  # fmt: skip
 
-# What the rates of a report count, written beside them.
+# Meanings of a report's rates, which are printed beside them.
 RATE_MEANINGS = {
     "asked_per_s": "requests scheduled in the window, over its length",
     "requests_per_s": "those of them that ended well, over the window's length or, if longer, the "

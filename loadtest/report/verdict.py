@@ -1,7 +1,7 @@
-"""Verdict: whether to disaggregate, and how, by what a comparison measured.
+"""Verdict: whether to disaggregate, and how, from the results of a comparison.
 
-Goodput decides. Each repeat gave all deployments the same requests, so that differences are taken
-repeat by repeat, and their mean has a confidence interval; one that has 0 in it decides nothing.
+Goodput decides. In each repeat, all deployments got the same requests, so differences are computed
+per repeat. Their mean has a confidence interval; one that contains 0 decides nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loadtest.load.shapes import Deployment
 from loadtest.report.confidence import Interval, mean_interval
 from loadtest.report.summary import Summary
 
-# What is compared; None where a run has no such value.
+# Compared values; None if a run has no such value.
 METRICS: dict[str, Callable[[Summary], float | None]] = {
     "goodput_per_s": lambda s: s.goodput_per_s,
     "attainment": lambda s: s.attainment,
@@ -50,9 +50,9 @@ Values = dict[str, dict[str, dict[int, float]]]
 
 
 def values_of(deployments: Sequence[Deployment], trials: Sequence[Trial]) -> Values:
-    """Collect by deployment, metric and repeat, of the repeats that all deployments were run in.
+    """Collect values by deployment, metric and repeat, for repeats that all deployments played.
 
-    Who held no rate had a goodput of 0, and latencies that are of no rate to be compared at.
+    A deployment that held no rate has a goodput of 0, and no latencies to compare.
     """
     found = {(trial.deployment.name, trial.repeat): trial for trial in trials}
     repeats = sorted(
@@ -80,7 +80,7 @@ def _value(metric: str, trial: Trial) -> float | None:
 
 
 def judge_comparison(deployments: Sequence[Deployment], values: Values) -> Verdict | None:
-    """Judge the comparison; None when there are not two repeats to judge by."""
+    """Judge the comparison; None for fewer than two repeats."""
     if any(len(values[one.name]["goodput_per_s"]) < 2 for one in deployments):
         return None
 

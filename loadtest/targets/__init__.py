@@ -1,4 +1,4 @@
-"""Servers that a load test can be run against, by the scheme of their URL. One line enrols one."""
+"""Kinds of servers that a load test can play against, by URL scheme. To add one, add a line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TARGETS: Registry[OpenTarget] = Registry(
 
 
 async def open_target(options: TargetOptions) -> Target:
-    """Connect; raises ConfigError for a URL of no known kind, TargetError if nobody answers."""
+    """Connect; raises ConfigError for an unknown URL scheme, TargetError if nobody answers."""
     scheme, separator, rest = options.url.partition("://")
     if not separator or not rest:
         known = ", ".join(TARGETS.names())

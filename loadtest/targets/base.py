@@ -1,4 +1,4 @@
-"""Target: what a load test asks of a server, and what it hears. Knows no plan and no clock."""
+"""Target: the interface between a load test and a server. Knows no plan and no clock."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")
 
 
 class TargetError(BatonError):
-    """A request did not get its whole answer.
+    """A request did not get its complete answer.
 
     Args:
-        kind: by which errors are counted: the server's status, or what broke.
+        kind: name by which errors are counted: the server's status, or what broke.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -48,7 +48,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         num_tokens: tokens of the text; None: the server does not say.
         num_chars: length of the text, where ``num_tokens`` is None.
-        finish_reason: the server's word for why the output ended, when it has.
+        finish_reason: the server's reason why the output ended; empty before.
         usage: token counts of the whole request so far.
         receipt: Baton's receipt.
     """
@@ -69,16 +69,20 @@ class TargetOptions:
         name="target",
         help="grpc://host:port (Baton) or http://host:port/v1 (OpenAI completions).",
     )
-    api_key: str = option("", is_secret=True, help="That the server wants; in no report.")
-    model: str = option("", help="HTTP: name of the model; the first that is listed if empty.")
-    connections: int = option(1, least=1, most=1000, help="gRPC: calls are spread over so many.")
+    api_key: str = option(
+        "", is_secret=True, help="API key that the server wants; left out of reports."
+    )
+    model: str = option("", help="HTTP: name of the model; empty: the first that the server lists.")
+    connections: int = option(
+        1, least=1, most=1000, help="gRPC: number of connections that share the calls."
+    )
     count_tokens_by: str = option(
         "auto",
-        help="HTTP: what is asked for, to know how many tokens a frame has: "
-        f"{', '.join(COUNT_TOKENS_BY)}; auto: the last where the server takes it, else nothing.",
+        help="HTTP: request option that tells how many tokens a frame has: "
+        f"{', '.join(COUNT_TOKENS_BY)}; auto: the last one if the server accepts it, else none.",
     )
     include_receipt: bool = option(
-        False, help="HTTP: ask for Baton's receipts; other servers may refuse that."
+        False, help="HTTP: ask for Baton's receipts; other servers may refuse such requests."
     )
     tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
 
@@ -90,20 +94,21 @@ class Target(Protocol):
     """A connected server."""
 
     def describe(self) -> dict[str, str]:
-        """Return what the target says of itself, for the report."""
+        """Return the target's description of itself, for the report."""
         ...
 
     def prepare(self, prompt: Prompt, output_length: int) -> bytes:
-        """Make a request message: exactly so many tokens, the most probable ones.
+        """Make a request message for exactly ``output_length`` tokens, the most probable ones.
 
-        Made ahead of time, so that sending takes none.
+        Called in advance, so that sending takes no time.
         """
         ...
 
     def stream(self, payload: bytes) -> AsyncGenerator[Frame, None]:
-        """Send a request, yield what arrives as it does; closing the generator cancels it.
+        """Send a request, and yield frames as they arrive; closing the generator cancels the
+        request.
 
-        Never queues on this side. Raises TargetError when the answer is not whole.
+        Never queues requests here. Raises TargetError for an incomplete answer.
         """
         ...
 

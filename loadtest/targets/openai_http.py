@@ -1,9 +1,9 @@
-"""Any OpenAI-compatible endpoint as a target, streamed as server-sent events: completions, and chat
-for prompts that are messages.
+"""Any OpenAI-compatible endpoint as a target, streamed as server-sent events: completions, and
+chat for prompts of messages.
 
-How many tokens an event carries, the protocol does not say. Where the event has token ids, logprobs
-or a usage so far, they are counted; where it has none of them, the frame says how much text it is.
-Events that arrive in one read are one frame: nobody could have seen the first of them earlier.
+The protocol does not tell how many tokens an event carries. An event's token ids, logprobs or usage
+so far are counted; without them, the frame has only the length of the text. Events that arrive in
+one read are one frame, as nobody could have seen the first one earlier.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from loadtest.targets.base import (
     Usage,
 )
 
-PROBE = [1]  # the prompt of the one request that is sent before a run
+PROBE = [1]  # prompt of the one request that is sent before a run
 _START_TIMEOUT_S = 10.0
 _MAX_ERROR_CHARS = 200
 
 
-_CHAT = b'{"messages":'  # how the payload of a chat begins
+_CHAT = b'{"messages":'  # beginning of a chat's payload
 
 
 class _PromptTokensDetails(msgspec.Struct):
@@ -63,12 +63,12 @@ class _CallDelta(msgspec.Struct):
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: Any = None  # the newer name; some servers put an object here
+    reasoning: Any = None  # newer name; some servers send an object here
     refusal: str | None = None
     tool_calls: list[_CallDelta] | None = None
 
     def texts(self) -> Iterator[str | None]:
-        """Yield each text that the model wrote, once; servers may give reasoning two names."""
+        """Yield each text that the model wrote, once; reasoning may come under two names."""
         reasoning = self.reasoning if isinstance(self.reasoning, str) else None
         yield from (self.content, self.reasoning_content or reasoning, self.refusal)
         for call in self.tool_calls or ():
@@ -84,7 +84,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def num_chars(self) -> int:
-        """Count the characters of its text, wherever the server put it."""
+        """Count the characters of the piece's text, in whichever field it is."""
         delta = self.delta or _Delta()
         return sum(len(text or "") for text in (self.text, *delta.texts()))
 
@@ -112,10 +112,10 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class EventReader:
-    """The events of one stream, and how many tokens were in them.
+    """Reads the events of one stream, and counts their tokens.
 
     Attributes:
-        is_finished: the output has ended.
+        is_finished: whether the output has ended.
     """
 
     def __init__(self) -> None:
@@ -125,10 +125,10 @@ class EventReader:
         self._rest = b""
 
     def read(self, data: bytes) -> Frame | None:
-        """Read what arrived, as one frame; None when it was no whole event with anything in it.
+        """Read arrived bytes as one frame; None if they complete no event with content.
 
         Raises:
-            TargetError: the data is not understood, or says that the request failed.
+            TargetError: the data cannot be parsed, or tells that the request failed.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         num_tokens: int | None = 0
@@ -158,7 +158,7 @@ class EventReader:
         return Frame(num_tokens, num_chars, finish_reason, usage, receipt)
 
     def _count(self, choice: _Choice, usage: _Usage | None) -> int | None:
-        """Count the tokens of a choice's piece; None: it has text and no number."""
+        """Count the tokens of a choice's piece; None if it has text without a count."""
         counted: int | None = None
         if choice.token_ids is not None:
             counted = len(choice.token_ids)
@@ -171,7 +171,7 @@ class EventReader:
         elif not choice.num_chars():
             counted = 0
         else:
-            self._has_uncounted = True  # a usage that comes yet is that of all
+            self._has_uncounted = True  # a later usage then includes uncounted pieces
         self._num_tokens += counted or 0
         return counted
 
@@ -196,10 +196,10 @@ class OpenAITarget:
     """A `Target` over OpenAI's HTTP API.
 
     Args:
-        session: open; is closed with the target.
-        base_url: ends in /v1.
-        body: what every request has.
-        count_tokens_by: how it asks for the number of tokens in a frame, for the report.
+        session: an open session; closed with the target.
+        base_url: URL that ends in /v1.
+        body: common fields of all requests.
+        count_tokens_by: how the target asks for token counts, for the report.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class OpenAITarget:
                         if frame is not None:
                             yield frame
                 except BaseException:
-                    response.close()  # the server is to see at once that nobody reads on
+                    response.close()  # so that the server notices at once that nobody reads
                     raise
         except aiohttp.ClientPayloadError as error:
             raise TargetError("CUT_SHORT", str(error)) from None
@@ -275,9 +275,9 @@ async def open_target(options: TargetOptions) -> Target:
     if tls is not None and not base_url.startswith("https:"):
         raise ConfigError(f"target: must be https:// with TLS options, got {options.url!r}")
     session = aiohttp.ClientSession(
-        # No limit: requests that wait for a connection here would make the server look slow. Idle
-        # ones are closed before any usual server does it (uvicorn after 5 s): while that happens a
-        # request sent on one is lost.
+        # No limit: requests that wait here for a connection would make the server look slow. Idle
+        # connections are closed earlier than usual servers do it (uvicorn after 5 s), because a
+        # request sent on a closing connection is lost.
         connector=aiohttp.TCPConnector(
             limit=0, keepalive_timeout=4, ssl=True if tls is None else client_context(tls)
         ),
@@ -316,7 +316,7 @@ async def open_target(options: TargetOptions) -> Target:
 async def _takes_continuous_usage(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> bool:
-    """Say whether the server takes the option; OpenAI's own refuses what it does not know."""
+    """Return whether the server takes the option; OpenAI's own refuses unknown options."""
     asked = body | {
         "prompt": PROBE,
         "max_tokens": 1,

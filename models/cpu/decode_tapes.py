@@ -40,7 +40,7 @@ class _Taped:
 
     @property
     def has_states(self) -> bool:
-        """Whether recording left states as they were, which only a run takes on."""
+        """Return whether recording changed no state, so that only a run advances the states."""
         return any(isinstance(metadata, StateMetadata) for metadata in self.metadata)
 
     def copy_results(self) -> Results:
@@ -61,9 +61,10 @@ class DecodeTapes:
 
     def __init__(self, ops: NativeOps) -> None:
         self._ops = ops
-        self._tapes: dict[_Key, _Taped | None] = {}  # None: cannot be taped; used last is last
+        self._tapes: dict[_Key, _Taped | None] = {}  # by use, latest last; None: cannot be taped
         self._latest: deque[_Key | None] = deque(maxlen=_SOON)
-        self._caches: tuple[tuple[LayerCache, ...], _Key] = ((), ())  # last seen, where they are
+        # Caches seen last, and their addresses.
+        self._caches: tuple[tuple[LayerCache, ...], _Key] = ((), ())
 
     @torch.no_grad()
     def run(
@@ -96,7 +97,7 @@ class DecodeTapes:
         return taped.copy_results()
 
     def _key(self, inputs: Inputs, context: ForwardContext) -> _Key | None:
-        """Return what a tape depends on besides its inputs' values; None: no decode step alone."""
+        """Return a tape's key: all but input values; None: not a plain decode step."""
         num_tokens = len(inputs[0])
         first = context.groups[0][0]
         assert isinstance(first, AttentionMetadata)
@@ -110,7 +111,8 @@ class DecodeTapes:
         )
         if context.layer_caches is not self._caches[0]:
             self._caches = (context.layer_caches, _addresses(context.layer_caches))
-        return num_tokens, inputs[0].dtype, torch.get_num_threads(), widths, self._caches[1]
+        threads, caches = torch.get_num_threads(), self._caches[1]
+        return num_tokens, inputs[0].dtype, threads, widths, caches, context.adapters
 
     def _record(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> _Taped | None:
         with torch.inference_mode(mode=False):
@@ -136,7 +138,7 @@ class DecodeTapes:
 
 
 def _addresses(caches: tuple[LayerCache, ...]) -> _Key:
-    """Return where the layers' caches are; looking them up takes as long as a small kernel."""
+    """Return the addresses of the layers' caches; finding them takes as long as a small kernel."""
     return tuple(
         tensor.data_ptr()
         for cache in caches
@@ -152,7 +154,7 @@ def _plan(groups: tuple[GroupStep, ...]) -> None:
 
 
 def _static_group(group: GroupStep) -> GroupStep:
-    """Copy a group's metadata to memory of its own."""
+    """Copy a group's metadata to separate memory."""
     metadata, backend = group
     if isinstance(metadata, StateMetadata):
         return _static_states(metadata), None
@@ -161,9 +163,9 @@ def _static_group(group: GroupStep) -> GroupStep:
 
 
 def _static_states(metadata: StateMetadata) -> StateMetadata:
-    """Copy the metadata; what is computed with the copy as it is leaves all states as they are.
+    """Copy metadata, without slots to write, so that computing with the copy changes no state.
 
-    What is recorded is computed twice, but a state may go on by a token once only.
+    A recorded step is computed twice, but states must advance by each token only once.
     """
     return replace(
         metadata,
@@ -175,12 +177,12 @@ def _static_states(metadata: StateMetadata) -> StateMetadata:
 
 
 def _width(metadata: AttentionMetadata) -> int:
-    """Round the columns of a block table up, so that its tape lasts for a while."""
+    """Round up the columns of a block table, so that its tape lasts for a while."""
     return int(max(16, 1 << (metadata.block_table.shape[1] - 1).bit_length()))
 
 
 def _static(metadata: AttentionMetadata) -> AttentionMetadata:
-    """Copy the metadata to memory of its own, with room for longer requests."""
+    """Copy the metadata to separate memory, with room for longer requests."""
     num_requests = metadata.num_requests
     static = replace(
         metadata,
@@ -196,7 +198,7 @@ def _static(metadata: AttentionMetadata) -> AttentionMetadata:
 def _copy_metadata(
     to: AttentionMetadata | StateMetadata, metadata: AttentionMetadata | StateMetadata
 ) -> None:
-    """Copy what changes between two decode steps of as many requests."""
+    """Copy the values that differ between two decode steps with the same number of requests."""
     if isinstance(metadata, StateMetadata):
         assert isinstance(to, StateMetadata)
         to.read_slots.copy_(metadata.read_slots)

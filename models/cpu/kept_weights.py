@@ -1,7 +1,7 @@
 """Files of packed weights for CPUs, which all processes of a machine map.
 
-The first process packs, writes the file and maps it; the others map it. Pages are in memory once.
-Refuses to know: how weights are packed, where the file lies.
+The first process packs the weights, writes the file and maps it; the others map it, so all share
+one copy in memory. Refuses to know: how weights are packed, where the file lies.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_kept(entry: CacheEntry, kept: Kept, more: Mapping[str, int]) -> None:
     """Write packed weights to their file.
 
     Args:
-        more: numbers that the file keeps beside them.
+        more: further numbers to store in the file.
 
     Raises WeightsCacheError where they cannot be written.
     """
@@ -97,7 +97,7 @@ def write_kept(entry: CacheEntry, kept: Kept, more: Mapping[str, int]) -> None:
 
 
 def read_kept(file: PackedFile) -> tuple[Kept, Mapping[str, int]]:
-    """Return the weights in a file, whose pages they are, and the numbers beside them."""
+    """Return the weights in a file, as pages of the file, and the file's further numbers."""
     content = _as_tensor(file)
 
     def tensor(place: Mapping[str, Any] | None) -> Tensor | None:
@@ -134,7 +134,7 @@ def read_kept(file: PackedFile) -> tuple[Kept, Mapping[str, int]]:
 
 
 def _as_tensor(file: PackedFile) -> Tensor:
-    """Return the bytes of all tensors, every page of which is in memory now."""
+    """Return the bytes of all tensors, with every page in memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         content = torch.frombuffer(file.content, dtype=torch.uint8)
@@ -142,6 +142,6 @@ def _as_tensor(file: PackedFile) -> Tensor:
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         size = -(-content.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        for advice in (_HUGE_PAGE, _POPULATE_READ):  # wishes
+        for advice in (_HUGE_PAGE, _POPULATE_READ):  # only advice
             madvise(content.data_ptr(), size, advice)
     return content

@@ -35,8 +35,8 @@ _MIB = 2**20
 # Formats that cost small models several percent of perplexity (log, 2026-11-28); heads become INT8.
 _COARSE = (WeightFormat.INT4, WeightFormat.FP8)
 _FEW_WEIGHTS = 10**9
-_ROWS = 64  # of a weight, that are looked at together
-_WIDTH = 16  # of panels, where no kernels want another
+_ROWS = 64  # rows of a weight that are checked together
+_WIDTH = 16  # outputs in a panel if there are no kernels
 # Suffixes of a layer's name in files of packed weights.
 _KEYS, _VALUES, _NARROW = ".keys", ".values", ".narrow"
 _COARSE_KEY = "coarse"
@@ -48,8 +48,9 @@ class CpuPacker:
 
     Attributes:
         dtype: the dtype in which the model computes.
-        weights: format of all linear layers; None: the checkpoint's format if kernels take it, else
-            ``dtype``. With ``INT4`` and ``FP8`` the head is ``INT8``: low precision hurts it most.
+        weights: format of all linear layers; None: the checkpoint's format if kernels support it,
+            else ``dtype``. With ``INT4`` and ``FP8`` the head is ``INT8``: low precision hurts it
+            most.
         native: the kernels that will read the weights; None: there are none.
     """
 
@@ -126,7 +127,7 @@ class _Packing:
         return True
 
     def _map_kept(self, entry: CacheEntry) -> bool:
-        """Map the weights that were packed before; return whether there are any."""
+        """Map the weights that were packed before; return whether there were any."""
         file = entry.open()
         if file is None:
             return False
@@ -160,7 +161,7 @@ class _Packing:
             self.take_kept(owner)
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """See ``PackingModel``; of a tied embedding the head is made."""
+        """See ``PackingModel``; a tied embedding becomes the head."""
         if owner is self._model.model.embed_tokens:
             return self._take_embedding(owner, parts)
         if not isinstance(owner, nn.Linear):
@@ -197,7 +198,7 @@ class _Packing:
             head = self._packed.pop(decoder.embed_tokens)
             model.lm_head = PackedLinear(_as_head(head))
             size = sum(tensor.numel() * tensor.itemsize for tensor in model.lm_head.parameters())
-            logger.info("the tied output head is the embedding too: %.0f MiB", size / _MIB)
+            logger.info("the packed output head is also the embedding: %.0f MiB", size / _MIB)
         for parent in list(model.modules()):
             for name, child in parent.named_children():
                 if child in self._packed:
@@ -256,7 +257,7 @@ class _Packing:
     ) -> PackedLatentProjection:
         """Pack both matrices; the one applied to queries is transposed, so no groups are kept.
 
-        Each head's rows are filled up with zeros to whole panels.
+        Each head's rows are padded with zeros to whole panels.
         """
         format_, width = self._exact_format(parts), self._packer.width
         keys, values = owner.parts(torch.cat([rows for part in parts for _, rows in part.pieces()]))

@@ -19,9 +19,9 @@ class HeadsDrafter(Protocol):
     num_heads: int
 
     def draft(self, states: Tensor, num_drafts: int) -> Tensor:
-        """``[n, hidden_size]``, the model's last states -> ``[n, num_drafts, vocab_size]``.
+        """``[n, hidden_size]``, the model's last states -> logits ``[n, num_drafts, vocab_size]``.
 
-        The first draft is of the token behind the one that the state itself gives.
+        The first draft follows the token that the model itself predicts from the state.
         """
         ...
 
@@ -31,9 +31,9 @@ class LayersDrafter(Protocol):
 
     Attributes:
         kv_layers: layout of what each layer keeps of earlier tokens.
-        reads_states: whether it reads the model's states. Its KV at a position then belongs to the
-            state there and the token behind it; else to the token there.
-        state_layers: the model's layers before which states are read; empty: states behind the
+        reads_states: whether it reads the model's states. If so, its KV at a position depends on
+            the state there and on the next token; otherwise, on the token there.
+        state_layers: layers of the model before which states are read; empty: the states after the
             last norm are read.
     """
 
@@ -50,8 +50,8 @@ class LayersDrafter(Protocol):
 
         Args:
             token_ids: ``[n]`` int64.
-            states: ``[n, width]``, of the model or of what this returned for the token before;
-                None where it reads none.
+            states: ``[n, width]``, states of the model, or this method's results for the previous
+                tokens; None if the drafter reads no states.
             context: forward context of the drafter's own layers.
 
         Returns:
@@ -70,5 +70,5 @@ class GreedyDrafter(Protocol):
     def draft_greedily(
         self, token_ids: Tensor, states: Tensor, context: ForwardContext, num_drafts: int
     ) -> list[int]:
-        """Draft ``num_drafts`` tokens: see ``StateDrafter``."""
+        """Draft ``num_drafts`` tokens; see ``StateDrafter.draft_greedily``."""
         ...

@@ -40,12 +40,13 @@ class DraftModel:
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
         """See ``LayersDrafter``."""
-        if self._model.config.vocab_size < self._vocab_size:  # padding that it does not have
+        # The target may have padding that the drafter lacks.
+        if self._model.config.vocab_size < self._vocab_size:
             token_ids = token_ids.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(token_ids, context)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See ``LayersDrafter``; of padding that it alone has nothing is told."""
+        """See ``LayersDrafter``; omits padding that only the drafter has."""
         return self._model.compute_logits(hidden)[:, : self._vocab_size]
 
 
@@ -57,9 +58,9 @@ def load_draft_model(source: DrafterSource) -> DraftModel:
     own, vocab_size = model.config.vocab_size, source.model.config.vocab_size
     if abs(own - vocab_size) > MOST_PADDING:
         raise ConfigError(
-            f"speculative_model: its vocabulary has {own} tokens, the model's {vocab_size}; a "
-            "draft model has the model's own"
+            f"speculative_model: its vocabulary has {own} tokens, the model's {vocab_size}; "
+            "a draft model needs the same vocabulary"
         )
     if any(isinstance(kv, StateKV) for kv in model.kv_layers):
-        raise ConfigError("speculative_model: a draft model's states cannot be taken back")
+        raise ConfigError("speculative_model: states of a draft model cannot be rolled back")
     return DraftModel(model, vocab_size)

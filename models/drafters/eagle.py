@@ -1,8 +1,8 @@
 """EAGLE (Li et al., arXiv 2401.15077, with EAGLE-2 and HASS) and EAGLE-3 (arXiv 2503.01840).
 
 Layouts: the authors' own (``fc``, ``layers.0`` or ``midlayer``), and that of ``speculators``
-(``fusion_fc``, ``transformer``; its EAGLE-3 as the authors', with ``layers.0``). What a checkpoint
-has is seen by its tensors, for its config does not always say.
+(``fusion_fc``, ``transformer``; its EAGLE-3 is like the authors', with ``layers.0``). The tensors
+show a checkpoint's layout, as its config does not always name it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _layout(
     names: Mapping[str, str],
     config: ModelConfig,
 ) -> StateLayout:
-    """See by its tensors what a checkpoint has."""
+    """Find a checkpoint's layout by its tensors."""
     target, fields = source.model.config, source.fields()
     is_third = _layer_name(names, "hidden_norm.weight") in stored
     state_layers: tuple[int, ...] = ()
@@ -148,7 +148,7 @@ def _layer_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
     if not isinstance(found, list) or not all(
         isinstance(one, int) and 0 <= one < num_layers for one in found
     ):
-        raise fields.wrong(name, f"expected layers of a model that has {num_layers}")
+        raise fields.wrong(name, f"expected indices of the model's {num_layers} layers")
     return tuple(found)
 
 
@@ -185,5 +185,5 @@ def _picked(source: DrafterSource, stored: Mapping[str, StoredTensor], head_size
         raise ModelLoadError(f"{source.where}: {_PICKED}: {len(offsets)} for {head_size} tokens")
     picked = torch.arange(head_size) + offsets
     if int(picked.min()) < 0 or int(picked.max()) >= source.model.config.vocab_size:
-        raise ModelLoadError(f"{source.where}: {_PICKED}: names tokens that the model has not")
+        raise ModelLoadError(f"{source.where}: {_PICKED}: names tokens that the model lacks")
     return picked.to(source.device)

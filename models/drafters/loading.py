@@ -25,7 +25,7 @@ class DrafterSource:
     Attributes:
         folder: the drafter's folder; None: the target model's folder.
         model_folder: the target model's folder.
-        model: the target model, loaded, and packed if it is to be.
+        model: the loaded target model, packed if its weights are to be packed.
         dtype, device, packer, max_model_len: see `models.load_model`.
     """
 
@@ -78,12 +78,12 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_shape(where: Path, what: str, found: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise ModelLoadError unless a drafter's matrix is as its model wants it."""
+    """Raise ModelLoadError unless a drafter's matrix has the shape that its model needs."""
     if tuple(found.shape) != expected:
         raise ModelLoadError(f"{where}: {what}: {list(found.shape)}, not {list(expected)}")
 
 
 def check_width(where: Path, name: str, found: int, expected: int) -> None:
-    """Raise ModelLoadError unless a drafter's number is its model's."""
+    """Raise ModelLoadError unless a drafter's number equals its model's."""
     if found != expected:
         raise ModelLoadError(f"{where}: {name}: {found}, but the model's is {expected}")

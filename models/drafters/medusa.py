@@ -1,12 +1,12 @@
 """Medusa heads: Cai et al., arXiv 2401.10774.
 
-Head i drafts the token i + 2 places behind the one whose state it looks at:
+Head i drafts the token i + 2 places behind the token whose state it reads:
 
-    logits_i = W_i (h + silu(A_i h + b_i))       residual blocks one behind the other, one or more
+    logits_i = W_i (h + silu(A_i h + b_i))       one or more residual blocks in sequence
 
-Checkpoints as the authors write them (``0.0.linear.weight``, ``0.1.weight``), and as vLLM takes
-them (``blocks.0.layers.0.weight``, ``lm_heads.0.weight``); where heads have no matrix ``W`` the
-model's own is theirs.
+Reads checkpoints in the authors' layout (``0.0.linear.weight``, ``0.1.weight``) and in vLLM's
+(``blocks.0.layers.0.weight``, ``lm_heads.0.weight``). Heads without a matrix ``W`` use the model's
+head.
 """
 
 from __future__ import annotations

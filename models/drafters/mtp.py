@@ -1,9 +1,9 @@
-"""MTP: a layer of the model's own kind that was trained with it (DeepSeek-AI, arXiv 2412.19437).
+"""MTP: a layer of the model's own kind, trained together with it (DeepSeek-AI, arXiv 2412.19437).
 
 It is in the model's checkpoint, or in a folder of its own, in one of two layouts: DeepSeek's
 (``model.layers.N``, behind the last layer: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head``) and
-Qwen's (``mtp``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). Of several
-such layers the first is taken, again and again.
+Qwen's (``mtp``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). If there are
+several such layers, the first one makes all drafts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def load_mtp(source: DrafterSource) -> StateDrafter:
 
 
 def _recipe(target: ModelConfig) -> Recipe:
-    """Return the model's own recipe for one layer, its last, without a window."""
+    """Return the recipe of a single layer: the model's last one, without a window."""
     own, last = target.recipe, target.layers[-1]
     mixer = last.mixer
     if isinstance(mixer, AttentionSpec):

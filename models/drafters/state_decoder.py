@@ -1,11 +1,11 @@
-"""Layers that draft the next token from a state of the model and the token behind it: EAGLE, MTP.
+"""Layers that draft a token from the model's state and the next known token: EAGLE, MTP.
 
     token t+1 -> embedding (norm) --+
                                     +--> fc --> layer(s) --> (norm) --> head --> token t+2
     state of t ---------- (norm) ---+
 
-What of it there is, and how it is called, is a checkpoint's layout (``eagle.py``, ``mtp.py``).
-EAGLE-3's layer attends over both halves, which no ``fc`` joins.
+A checkpoint's layout (``eagle.py``, ``mtp.py``) tells which of these parts exist, and their names.
+EAGLE-3's layer attends over both halves, without an ``fc``.
 Refuses to know: layouts, files.
 """
 
@@ -32,13 +32,14 @@ class StateLayout:
 
     Attributes:
         names: prefix of our parameters' names -> prefix in the checkpoint, in order.
-        state_layers: the target model's layers, see ``LayersDrafter``; not empty: EAGLE-3.
-        residual_is_normed: EAGLE-3's layer adds to the normed state.
+        state_layers: see ``LayersDrafter``; not empty for EAGLE-3 only.
+        residual_is_normed: whether EAGLE-3's layer adds to the normed state.
         has_embedding, has_head: whether the drafter has its own; else it uses the model's.
-        head_size: tokens that its head gives; they are a part of the vocabulary if ``picks``.
-        fc_bias: the bias of ``fc``.
+        head_size: tokens that the drafter's head predicts; fewer than the vocabulary if ``picks``.
+        fc_bias: whether ``fc`` has a bias.
         embedding_norm, state_norm, final_norm: whether there are such norms.
-        goes_on_normed: whether its last result is normalized before it drafts the next token.
+        goes_on_normed: whether the last result is normed before it serves as the next token's
+            state.
         state_size: size of the target model's states.
     """
 
@@ -79,7 +80,7 @@ class WideLayer(DecoderLayer):
     def attend(
         self, joined: Tensor, residual: Tensor, rotations: Rotations, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Run the rest of ``DecoderLayer.forward`` on what `join` returned."""
+        """Run the part of ``DecoderLayer.forward`` that follows `join`."""
         before, _ = self._feed_forward_norms
         assert self.mlp is not None, "a drafter's layer has one"
         normed, residual = before.add(self.self_attn(joined, rotations, step), residual)
@@ -111,8 +112,8 @@ class StateDecoder(Decoder):
         """Compute tokens: ``[n, hidden_size]``.
 
         Args:
-            embedded: ``[n, hidden_size]``, of the tokens.
-            states: ``[n, hidden_size]``, of the tokens before.
+            embedded: ``[n, hidden_size]``, embeddings of the tokens.
+            states: ``[n, hidden_size]``, states of the tokens before.
         """
         inputs = [embedded, states, *self.angles(context, embedded.dtype)]
 
@@ -124,13 +125,13 @@ class StateDecoder(Decoder):
     def run(
         self, layers: Layers, inputs: Inputs, context: ForwardContext, *, comes_again: bool = False
     ) -> Results:
-        """Compute ``layers(inputs, context)``, by a tape where there are tapes."""
+        """Compute ``layers(inputs, context)``, by a tape if possible."""
         if self.tapes is None:
             return layers(inputs, context)
         return self.tapes.run(layers, inputs, context, comes_again=comes_again)
 
     def angles(self, context: ForwardContext, dtype: torch.dtype) -> list[Tensor]:
-        """Compute cosines and sines of a context's positions, by each rotary embedding."""
+        """Compute cosines and sines of a context's positions, for each rotary embedding."""
         angles: list[Tensor] = []
         for rotary_emb in self.rotary_embs:
             angles += rotary_emb(context.positions, context.max_seq_len, dtype)
@@ -208,7 +209,7 @@ class StateDrafter(DecoderForCausalLM):
         return name
 
     def take_states(self, states: Tensor) -> Tensor:
-        """See ``LayersDrafter``; of states of several layers one is made."""
+        """See ``LayersDrafter``; states of several layers are reduced to one."""
         if not self.model.is_wide:
             return states
         joined: Tensor = self.model.fc(states)
@@ -225,14 +226,14 @@ class StateDrafter(DecoderForCausalLM):
     ) -> list[int]:
         """Compute one request's tokens and draft the most probable ones behind them, in one tape.
 
-        All passes are recorded at once, as positions and blocks are known before the tokens are.
+        All passes are recorded at once, because positions and blocks are known before the tokens.
 
         Args:
             token_ids: ``[n]`` int64.
             states: see `compute`.
             num_drafts: number of tokens to draft; all but the last are computed, too.
-            context: forward context of all passes, one behind the other: positions
-                ``[n + num_drafts - 1]``, and groups of each pass.
+            context: forward context of all passes in sequence: positions ``[n + num_drafts - 1]``,
+                and groups of each pass.
         """
         num_tokens, embed = len(token_ids), self._embed or self.model.embed
         num_groups = len(context.groups) // num_drafts
@@ -252,7 +253,7 @@ class StateDrafter(DecoderForCausalLM):
             return tuple(drafts)
 
         inputs = [token_ids, states, *self.model.angles(context, states.dtype)]
-        # Only these few shapes come again: at most one new token more than drafts.
+        # Only these few shapes recur: up to one new token more than drafts.
         comes_again = num_tokens <= num_drafts + 1
         return torch.cat(
             self.model.run(draft_all, inputs, context, comes_again=comes_again)

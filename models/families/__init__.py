@@ -1,1 +1,1 @@
-"""Families of models: one file holds all that is known of one; `registry.py` lists their names."""
+"""Families of models, one file each with all knowledge of it; `registry.py` lists their names."""

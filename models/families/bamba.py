@@ -1,4 +1,4 @@
-"""Bamba: layers of Mamba 2, and of attention in which half of a head turns."""
+"""Bamba: layers of Mamba 2, and of attention in which half of each head is rotated."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _gguf_heads(keys: Keys) -> Mapping[str, Any]:
     return {"head_dim": found["head_dim"]}
 
 
-# Bamba's files say granitehybrid; the row of that name chooses this one.
+# Bamba's files have the architecture granitehybrid, whose entry chooses this family.
 GGUF_ROW = Architecture(
     "BambaForCausalLM",
     _gguf,

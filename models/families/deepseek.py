@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, R1 and Kimi K2: latent attention, and experts but for the first layers."""
+"""DeepSeek V2 and V3, R1 and Kimi K2: latent attention; experts in all but the first layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUM_KV_HEADS, _V3_KV_HEADS = "num_key_value_heads", 128
 
 
 def _turning_heads(fields: Fields, default_kv_heads: int | None = None) -> Fields:
-    """Return the fields with the part of a head that turns as ``head_dim``.
+    """Return the fields with the size of a head's rotated part as ``head_dim``.
 
     Args:
         fields: fields of config.json.
@@ -108,7 +108,7 @@ def _recipe(model: ModelFields, latents: LatentSpec, experts: ExpertsSpec) -> Re
 
 
 def _v2(model: ModelFields) -> Recipe:
-    """Return V2's recipe: no field says how heads turn, so neighbours turn together."""
+    """Return V2's recipe; without a field for it, RoPE rotates neighbours together."""
     return _recipe(model, _latents(model, rope_interleave=True), _experts_of_v2(model.fields))
 
 

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, text: norms on both sides of each part, soft caps, windows in most layers."""
+"""Gemma 2 and 3, text: norms before and after each part, soft caps, windows in most layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NORMS = LayerNorms(
 
 
 def _recipe(model: ModelFields, *, qk_norm: bool) -> Recipe:
-    """Return the recipe; layers with a window turn by their own base where the file has one."""
+    """Return the recipe; layers with a window have a RoPE base of their own if the file has one."""
     fields, bias, local = model.fields, model.attention_bias, model.sliding_rope
     scalar = fields.optional_number("query_pre_attn_scalar")
     mixers = [

@@ -1,4 +1,4 @@
-"""GLM-4, dense and with experts: half of a head turns, and no output projection has a bias."""
+"""GLM-4, dense and with experts: half of each head is rotated; output projections have no bias."""
 
 from __future__ import annotations
 

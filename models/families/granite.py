@@ -53,7 +53,7 @@ def _dense(model: ModelFields) -> Recipe:
 
 
 def _in_common_words(fields: Fields) -> Fields:
-    """Return a hybrid's fields by the names that other families have for them."""
+    """Return a hybrid's fields under the names that other families use."""
     turning = fields.text("position_embedding_type", "nope")
     if turning not in ("nope", "rope"):
         problem = f"{turning!r} is not supported; supported: nope, rope"
@@ -64,7 +64,7 @@ def _in_common_words(fields: Fields) -> Fields:
 
 
 def _experts(fields: Fields) -> ExpertsSpec | None:
-    """Read the experts beside the shared MLP; None: the MLP is all there is."""
+    """Read the experts beside the shared MLP; None: there is only the MLP."""
     if fields.integer("num_local_experts", 8, minimum=0) == 0:
         return None
     experts = ExpertsSpec(

@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def _in_common_words(fields: Fields) -> Fields:
-    """Return the fields by the names that other families have for them."""
+    """Return the fields under the names that other families use."""
     name = "tie_embedding" if fields.has("tie_embedding") else "tie_word_embeddings"
     return fields.with_values(
         {

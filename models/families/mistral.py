@@ -1,6 +1,6 @@
-"""Mistral, a Llama without biases, whose layers, or some of them, may have a sliding window.
+"""Mistral, a Llama without biases; all or some layers may have a sliding window.
 
-Ministral 8B says in ``layer_types`` which layers have one. Mixtral has experts, too.
+Ministral 8B's ``layer_types`` tells which layers have one. Mixtral has experts, too.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _gguf_of_mixtral(keys: Keys) -> Mapping[str, Any]:
     }
 
 
-# Files of the first Mistral and of Mixtral say llama; the row of that name chooses these.
+# Files of the first Mistral and of Mixtral claim to be llama, whose entry chooses these.
 GGUF_MISTRAL = Architecture("MistralForCausalLM", window, changes=PAIRS)
 GGUF_MIXTRAL = Architecture(
     "MixtralForCausalLM",

@@ -1,9 +1,9 @@
-"""Nemotron-H: Mamba 2, attention without RoPE, MLPs of squared ReLUs or experts of these.
+"""Nemotron-H: Mamba 2, attention without RoPE, and MLPs of squared ReLUs or experts of these.
 
-Its files have layers of one part each, which are read as layers of two parts::
+In a file each layer has one part; here, up to two parts form a layer::
 
-    in the file    M  -  M  *  -  M  E        of Mamba 2, a MLP, attention, experts
-    here           M  -| M |*  -| M  E        a mixer, and what follows it, if anything does
+    in the file    M  -  M  *  -  M  E        of Mamba 2, an MLP, attention, experts
+    here           M  -| M |*  -| M  E        a mixer, and the MLP or experts behind it, if any
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _STORED_NAMES = {
 
 
 def _in_common_words(fields: Fields) -> Fields:
-    """Return the fields by the names that other families have for them.
+    """Return the fields under the names that other families use.
 
     Raises:
-        ModelLoadError: a field that is not computed with, or of the wrong type.
+        ModelLoadError: a field has the wrong type, or a value that is not supported.
     """
     found = {new: old for old, new in _OLDER_NAMES.items() if old in fields.names()}
     fields = fields.with_values({new: fields.get(old) for new, old in found.items()})
@@ -95,7 +95,7 @@ def _refuse_time_step_min(fields: Fields) -> None:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Return the kind of each part of the file; raises ModelLoadError if no mixer comes first."""
+    """Return the kind of each part in the file; raises ModelLoadError if the first is no mixer."""
     # As in transformers, layer_types wins when a file has both.
     name = next((n for n in ("layer_types", _PARTS) if fields.has(n)), _PATTERN)
     known = _LETTERS if name == _PATTERN else _NAMES
@@ -106,9 +106,9 @@ def _kinds(fields: Fields) -> list[str]:
         kinds.append(known[kind])
         is_mixer = [one in (_MAMBA, _ATTENTION) for one in kinds[-2:]]
         if not is_mixer[-1] and is_mixer != [True, False]:
-            raise fields.wrong(name, f"{kind!r} at {index} does not follow a mixer of tokens")
+            raise fields.wrong(name, f"{kind!r} at {index} must follow an attention or Mamba part")
     if _ATTENTION not in kinds:
-        raise fields.wrong(name, "some of the layers have to attend")
+        raise fields.wrong(name, "must have an attention part")
     return kinds
 
 
@@ -129,7 +129,7 @@ def _mamba2(fields: Fields) -> Mamba2Spec:
 
 
 def _experts(fields: Fields, mlp_bias: bool) -> ExpertsSpec:
-    """Read experts without gates, routed as DeepSeek V3's."""
+    """Read experts without gates, routed like DeepSeek V3's."""
     latent_size = fields.optional_integer("moe_latent_size")
     if latent_size is not None and mlp_bias:
         raise fields.wrong("mlp_bias", "true is not supported with moe_latent_size")
@@ -153,7 +153,7 @@ def _experts(fields: Fields, mlp_bias: bool) -> ExpertsSpec:
 
 
 def _stored_names(layer: int, mixer: int, feed_forward: int) -> dict[str, str]:
-    """Return the names of a layer's parts, by their places among the parts of the file."""
+    """Return the names of a layer's parts, given their indices in the file."""
     return {
         f"model.layers.{layer}.self_attn.": f"backbone.layers.{mixer}.mixer.",
         f"model.layers.{layer}.input_layernorm.": f"backbone.layers.{mixer}.norm.",

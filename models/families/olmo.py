@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind each part, and one over all heads of queries and of keys."""
+"""OLMo 2 and 3: norms after each part, and norms over all query heads and over all key heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NORMS = LayerNorms(
 
 
 def _recipe(model: ModelFields, windows: list[int | None], **options: Any) -> Recipe:
-    """Return the recipe; layers with a window turn by the second rotation."""
+    """Return the recipe; layers with a window use the second rotary embedding."""
     mixers = [
         model.attention(
             window=window,

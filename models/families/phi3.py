@@ -1,4 +1,4 @@
-"""Phi-3: a Llama with joined projections, of which a part of a head may turn."""
+"""Phi-3: a Llama with joined projections, which may rotate only a part of each head."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from models.recipe import (
     Recipe,
 )
 
-_INTERVAL = 4  # one layer of this many attends, where a file names no types
+_INTERVAL = 4  # one layer of this many attends, if a file names no types
 # Weights that a text model ignores: multi-token prediction layers, and the vision part.
 _ELSEWHERE = ("mtp.", "model.visual.")
 
@@ -118,7 +118,7 @@ def _qwen3_5_moe(model: ModelFields) -> Recipe:
 
 
 def _beside_images(recipe: Recipe) -> Recipe:
-    """Return the recipe of the text of a model that sees images, too."""
+    """Return the recipe of the text part of a model that also sees images."""
     return replace(recipe, stored_prefix="model.language_model.")
 
 

@@ -1,4 +1,4 @@
-"""Seed-OSS by ByteDance: a Llama whose attention may have biases before it, behind it, or both."""
+"""Seed-OSS by ByteDance: a Llama whose attention may have input biases, output biases, or both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama in which some layers do not turn (Yang et al., arXiv:2501.18795)."""
+"""SmolLM3: a Llama in which some layers lack RoPE (Yang et al., arXiv:2501.18795)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.model_fields import ModelFields
 from models.recipe import Recipe
 from models.rope_config import NO_ROPE
 
-_INTERVAL = 4  # one of so many layers has no rotary embedding
+_INTERVAL = 4  # one layer of this many has no rotary embedding
 
 
 def _smollm3(model: ModelFields) -> Recipe:
@@ -33,7 +33,7 @@ def _smollm3(model: ModelFields) -> Recipe:
 
 
 def _no_rope_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
-    """Return 0 for each layer that does not turn, else 1; None: the file does not say it."""
+    """Return 0 for each layer without a rotary embedding, else 1; None: the file has no list."""
     if not fields.has("no_rope_layers"):
         return None
     values = fields.get("no_rope_layers")

@@ -1,1 +1,1 @@
-"""Smaller models on GPUs: weights of 4 and 8 bits."""
+"""Packers for GPUs: weights of 4 and 8 bits, and batch-invariant layers."""

@@ -1,7 +1,7 @@
-"""GpuPacker: keeps linear layers on a GPU in 4 or 8 bits, as stored in the checkpoint or as chosen.
+"""GpuPacker: keeps linear layers on a GPU in 4 or 8 bits, in the checkpoint's or a chosen format.
 
-These stay ordinary parameters: embeddings and heads tied to them, experts, routers, projections of
-latents. Refuses to know: architectures, files, how a product is computed.
+Embeddings and heads tied to them, experts, routers, and projections of latents stay ordinary
+parameters. Refuses to know: architectures, files, how a product is computed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GpuPacker:
 
     Attributes:
         device: the weights' device.
-        weights: format of all linear layers but a tied head; None: the checkpoint's format. With
+        weights: format of all linear layers except a tied head; None: the checkpoint's format. With
             ``INT4`` and ``FP8`` a head is ``INT8``, as low precision hurts the head most.
         has_float8: whether the device multiplies float8.
     """
@@ -127,8 +127,8 @@ class _Packing:
     def _keep(
         self, parts: Sequence[WeightPart], wanted: QuantizedFormat | None
     ) -> QuantizedWeight | None:
-        """Keep a checkpoint's format if it is the wanted one; None if it is not, or if kernels
-        have no form for it.
+        """Keep a checkpoint's format if it is the wanted one; None if it is another one, or if
+        kernels do not support it.
         """
         kept, layout = integers_alike(parts)
         if layout is None:

@@ -41,7 +41,7 @@ class Attention(nn.Module):
         super().__init__()
         self._layer_index = layer_index
         self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
-        self.can_share = not spec.qk_norm_of_all_heads  # which would need all ranks' heads
+        self.can_share = not spec.qk_norm_of_all_heads  # such a norm would need all ranks' heads
         self._eps = eps
         self._scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self._soft_cap = spec.soft_cap
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         self._num_heads = heads[1] - heads[0]
 
     def keep_loaded(self, sinks: Tensor) -> Tensor:
-        """Return what is kept of a checkpoint's sinks ``[num_heads]``."""
+        """Return a checkpoint's sinks ``[num_heads]`` in the form to store."""
         return sinks.float()
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: ForwardContext) -> Tensor:

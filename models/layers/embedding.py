@@ -1,4 +1,4 @@
-"""Embeddings of models that are packed for a CPU: in the head's panels (tied), or in fewer bits.
+"""Embeddings of models that are packed for a CPU: in the head's panels (tied), or in 16 bits.
 
 Refuses to know: what else is packed, files.
 """

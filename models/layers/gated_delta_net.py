@@ -21,10 +21,11 @@ from models.recipe import DeltaNetSpec
 class GatedDeltaNet(nn.Module):
     """Gated delta net: a mixer with a state, in place of attention.
 
-    Checkpoints of Qwen3-Next keep the rows of a projection by key head, with those of its value
-    heads, those of Qwen3.5 one by one; here they lie as the convolution and the rule take them::
+    In checkpoints of Qwen3-Next, the rows of a projection are grouped by key head, each with its
+    value heads; in those of Qwen3.5, by projection. Here they lie in the order of the convolution
+    and the rule::
 
-        | query | key | value | gate (as value) | b (value heads) | a (the same) |
+        | query | key | value | gate (as value) | b (value heads) | a (as b) |
 
     Args:
         spec: shape of the layer, and how checkpoints store it.

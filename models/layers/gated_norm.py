@@ -1,4 +1,4 @@
-"""The norm with a gate at the end of recurrent mixers. Refuses to know: the gate's origin."""
+"""The gated norm at the end of recurrent mixers. Refuses to know: where the gate comes from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GatedRMSNorm(nn.Module):
         weight_size: size of all groups together, or of one group if they share the weight.
         group_size: elements that are normalized together.
         eps: added to the mean square.
-        norm_before_gate: whether the gate comes last.
+        norm_before_gate: whether the gate is applied after the norm.
     """
 
     def __init__(

@@ -23,12 +23,12 @@ _EPS = 1e-6
 
 
 class LatentProjection(nn.Linear):
-    """The projection of latents to keys and values: a checkpoint's ``kv_b_proj``.
+    """The projection of latents to keys and values: ``kv_b_proj`` of a checkpoint.
 
     Args:
         num_heads: heads; each has rows for its key, then for its value.
         rank: size of a latent.
-        key_dim: size of a head's key, without the part that carries the position.
+        key_dim: size of a head's key, without the rotated part.
         value_dim: size of a head's value.
     """
 
@@ -43,22 +43,22 @@ class LatentProjection(nn.Linear):
         self._sizes = (heads[1] - heads[0], key_dim, value_dim, rank)
 
     def parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut ``[out_features, rank]`` into `[num_heads, key_dim or value_dim, rank]` of each."""
+        """Cut ``[out_features, rank]`` into keys and values, each ``[num_heads, dim, rank]``."""
         num_heads, key_dim, value_dim, rank = self._sizes
         heads = weight.view(num_heads, key_dim + value_dim, rank)
         return heads[:, :key_dim], heads[:, key_dim:]
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
-        """``[num_tokens, num_heads, key_dim]`` to ``out``, ``[num_tokens, num_heads, rank]``."""
+        """Multiply ``[num_tokens, num_heads, key_dim]`` by the key matrices; write to ``out``."""
         out.copy_(torch.einsum("thk,hkr->thr", query, self.parts(self.weight)[0]))
 
     def expand(self, attended: Tensor, out: Tensor) -> None:
-        """``[num_tokens, num_heads, rank]`` to ``out``, ``[num_tokens, num_heads, value_dim]``."""
+        """Multiply ``[num_tokens, num_heads, rank]`` by the value matrices; write to ``out``."""
         out.copy_(torch.einsum("thr,hvr->thv", attended, self.parts(self.weight)[1]))
 
 
 class PackedLatentProjection(nn.Module):
-    """A ``LatentProjection`` on a CPU: each of its two matrices once, in panels.
+    """A ``LatentProjection`` on a CPU; each of its two matrices is packed once.
 
     Args:
         keys: ``num_heads`` times ``rank`` outputs of ``key_dim`` inputs.
@@ -118,7 +118,7 @@ class LatentAttention(nn.Module):
     def shard(self, rank: Rank) -> None:
         """See ``Shareable``: each rank keeps some heads.
 
-        All of them make and keep the latents, of which each makes its heads' keys and values.
+        All ranks compute and keep the latents, and each makes keys and values of its own heads.
         """
         spec = self._spec
         heads = rank.span(self._num_heads)
@@ -134,7 +134,7 @@ class LatentAttention(nn.Module):
 
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
-            rotations: the step's rotations; the layer uses the first.
+            rotations: the step's rotations; the layer uses the first one.
             context: the step; this layer's cache is ``[num_blocks, block_size, width]``.
 
         Returns:

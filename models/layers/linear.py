@@ -1,6 +1,6 @@
-"""Linear layers beyond torch's own: several projections in one product, packed weights.
+"""Linear layers that torch lacks: several projections in one product, packed weights.
 
-One large product reads its input once and is launched once. Refuses to know: what the parts mean.
+One large product reads its input once and takes one launch. Refuses to know: the parts' meaning.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class JoinedLinear(nn.Linear):
 
     Args:
         in_features: inputs of all parts.
-        parts: name of each in the checkpoint -> its rows, in the order of the output.
-        bias: whether each has one.
-        stored_joined: checkpoints have them joined already, by this layer's own name.
+        parts: name of each part in the checkpoint -> its rows, in output order.
+        bias: whether each part has one.
+        stored_joined: whether checkpoints have the parts joined already, under this layer's name.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class JoinedLinear(nn.Linear):
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """Rows of each part."""
+        """Number of rows of each part."""
         return tuple(self._parts.values())
 
     def part_rows(self) -> Iterator[tuple[str, slice]]:
@@ -59,11 +59,11 @@ class JoinedLinear(nn.Linear):
             start += size
 
     def row_order(self, name: str) -> Tensor | None:
-        """Return the checkpoint's row of each row of a part, int64; None: they are the same."""
+        """Return each row's index in a part's checkpoint tensor, int64; None: the same index."""
         return None
 
     def stored_name(self, name: str) -> str:
-        """Return whose rows a part is of in a checkpoint, if not the part's own."""
+        """Return the name of the part whose tensor in a checkpoint contains this part's rows."""
         return name
 
     def stored_rows(self, name: str) -> int:
@@ -71,7 +71,7 @@ class JoinedLinear(nn.Linear):
         return self._parts[name]
 
     def keep_parts(self, spans: Sequence[Span]) -> KeptParts:
-        """Keep some rows of each part; returns which of a checkpoint's tensors those are."""
+        """Keep some rows of each part; return the matching parts of a checkpoint's tensors."""
         kept: KeptParts = {}
         rows: list[int] = []
         for (name, of_part), (first, end) in zip(self.part_rows(), spans, strict=True):
@@ -89,22 +89,22 @@ class JoinedLinear(nn.Linear):
 
 
 class ExpertsLinear(JoinedLinear):
-    """Projections of all experts, of equal sizes; when packed, each begins a new panel."""
+    """Projections of all experts, of equal sizes; when packed, each expert begins a new panel."""
 
 
 class HeadsInPairs(JoinedLinear):
-    """Projections to heads that turn, which checkpoints keep so that neighbours turn together::
+    """Projections to rotated heads, of which checkpoints store the dims in adjacent pairs::
 
-        in a checkpoint    | 0 1 | 2 3 | 4 5 | 6 7 |  of a head's dims that turn, then the others
+        in a checkpoint    | 0 1 | 2 3 | 4 5 | 6 7 |  of a head's rotated dims; then the others
         here               | 0 2 4 6 | 1 3 5 7 |
 
     Args:
         in_features: inputs of all parts.
-        parts: name of each in the checkpoint -> its rows.
+        parts: name of each part in the checkpoint -> its rows.
         turning: parts whose heads rotate.
         head_dim: rows of a head.
-        rotary_dim: rows of a head that turn.
-        bias: whether each has one.
+        rotary_dim: rows of a head that are rotated.
+        bias: whether each part has one.
     """
 
     def __init__(
@@ -137,9 +137,9 @@ class HeadsWithGates(JoinedLinear):
 
     Args:
         in_features: inputs of all parts.
-        parts: name of each in the checkpoint -> its rows here, without gates; queries first.
+        parts: name of each part in the checkpoint -> its rows here, without gates; queries first.
         head_dim: rows of a head.
-        bias: whether each has one.
+        bias: whether each part has one.
     """
 
     _GATES = "gates"
@@ -176,8 +176,8 @@ class RegroupedLinear(JoinedLinear):
     Args:
         in_features: inputs of all parts.
         num_groups: groups of each projection.
-        parts: name of each in the checkpoint -> rows of its pieces within a group.
-        bias: whether each has one.
+        parts: name of each part in the checkpoint -> rows of its pieces within a group.
+        bias: whether each part has one.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class RegroupedLinear(JoinedLinear):
 
 
 class GatedLinear(JoinedLinear):
-    """``activation(first part) * second part`` of one product, the parts of equal size.
+    """``activation(first part) * second part`` of one product; both parts have equal sizes.
 
     Args:
         in_features: see ``JoinedLinear``.
@@ -225,22 +225,23 @@ class GatedLinear(JoinedLinear):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer on a CPU whose weight is kept in panels; made from a loaded layer.
+    """A linear layer on a CPU with its weight in panels; made from a loaded layer.
 
     Args:
         weight: the layer's parameters; they are only read.
-        activation: activation of the original ``GatedLinear``; None: the layer was none.
+        activation: activation of the original ``GatedLinear``; None: another kind of layer.
         exact: whether it was an ``ExactLinear``.
 
     Attributes:
         packed: the weight.
+        activation: as given.
     """
 
     def __init__(
         self, weight: ops.PackedWeight, *, activation: str | None = None, exact: bool = False
     ) -> None:
         super().__init__()
-        self._activation, self._is_exact = activation, exact
+        self.activation, self._is_exact = activation, exact
         self.packed = weight
         # The panels as parameters, so that their memory is counted.
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
@@ -255,18 +256,18 @@ class PackedLinear(nn.Module):
         """Compute the original layer's result from its packed weight."""
         if self._is_exact:
             return ops.packed_scores(x, self.packed)
-        if self._activation is None:
+        if self.activation is None:
             return ops.packed_linear(x, self.packed)
-        return ops.packed_gated_linear(x, self.packed, self._activation)
+        return ops.packed_gated_linear(x, self.packed, self.activation)
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer on a GPU with 4 or 8 bits a number; made from a loaded layer.
+    """A linear layer on a GPU with 4 or 8 bits per number; made from a loaded layer.
 
     Args:
         weight: on the device of the layer.
         bias: ``[out_features]``.
-        activation: activation of the original ``GatedLinear``; None: the layer was none.
+        activation: activation of the original ``GatedLinear``; None: another kind of layer.
     """
 
     def __init__(
@@ -293,7 +294,7 @@ class InvariantLinear(nn.Module):
     Args:
         weight: ``[out_features, in_features]``, shared with the original layer.
         bias: ``[out_features]``.
-        activation: activation of the original ``GatedLinear``; None: the layer was none.
+        activation: activation of the original ``GatedLinear``; None: another kind of layer.
         exact: whether it was an ``ExactLinear``.
     """
 
@@ -330,7 +331,7 @@ class InvariantLinear(nn.Module):
 
 
 def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
-    """Make a layer without weights column-parallel: it computes some of its outputs.
+    """Make an unloaded layer column-parallel: it computes some of its outputs.
 
     Args:
         linear: the layer.
@@ -349,7 +350,7 @@ def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
 
 
 def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
-    """Make a layer without weights row-parallel: it reads some of its inputs.
+    """Make an unloaded layer row-parallel: it reads some of its inputs.
 
     Args:
         linear: the layer, whose results are added over all ranks.
@@ -379,7 +380,7 @@ def _resize(linear: nn.Linear, kept: KeptParts) -> None:
 
 
 def keep_elements(module: nn.Module, attribute: str, span: Span) -> None:
-    """Keep some of a parameter without content yet, along its first axis."""
+    """Keep some elements of an unloaded parameter along its first axis."""
     parameter = getattr(module, attribute)
     kept: KeptParts = dict(getattr(module, "kept", {}))
     kept[attribute] = Kept(tuple(parameter.shape), slice(*span))

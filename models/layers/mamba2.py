@@ -18,9 +18,9 @@ from models.recipe import Mamba2Spec
 class Mamba2(nn.Module):
     """Mamba 2: a mixer with a state, in place of attention.
 
-    One projection makes all that a token brings along; the convolution takes the middle of it::
+    One projection makes all inputs of a token; the convolution takes ``x``, ``b`` and ``c``::
 
-        | gate (inner_size) | x (inner_size) | b (groups * state_dim) | c (the same) | dt (heads) |
+        | gate (inner_size) | x (inner_size) | b (groups * state_dim) | c (as b) | dt (heads) |
 
     Args:
         spec: shape of the layer.

@@ -1,4 +1,4 @@
-"""The feed-forward part of a decoder layer: gated (SwiGLU and its like), or a squared ReLU.
+"""The feed-forward part of a decoder layer: gated (such as SwiGLU), or a squared ReLU.
 
 Refuses to know: norms, residuals.
 """

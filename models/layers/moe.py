@@ -1,6 +1,6 @@
-"""A mixture of experts in place of a decoder layer's MLP: a router, experts, and what all share.
+"""A mixture of experts in place of a layer's MLP: a router, routed experts and shared experts.
 
-Refuses to know: how tokens are sorted, which checkpoint layout names what.
+Refuses to know: how tokens are sorted, the names in checkpoints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SparseMoe(nn.Module):
         hidden_size: size of input and output.
 
     Attributes:
-        invariant: whether a token's results may not depend on others, on a GPU, too.
+        invariant: whether a token's results must not depend on others, even on a GPU.
     """
 
     float32_parameters: ClassVar = frozenset({"e_score_correction_bias"})
@@ -55,7 +55,7 @@ class SparseMoe(nn.Module):
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(spec.num_experts))
-        # Width of the experts' input and output: the stream's, or that of a projection.
+        # Width of the experts' input and output: the stream's, or a projection's.
         width = hidden if spec.latent_size is None else spec.latent_size
         self.fc1_latent_proj: nn.Module | None = None
         self.fc2_latent_proj: nn.Module | None = None
@@ -83,7 +83,7 @@ class SparseMoe(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some of each expert's middle; all route alike."""
+        """See ``Shareable``: ranks divide each expert's middle; each routes all tokens."""
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self._inner_size)

@@ -1,4 +1,4 @@
-"""RMSNorm as a module: a weight and an epsilon around the op. Refuses to know: where it stands."""
+"""RMSNorm as a module: a weight and an epsilon around the op. Refuses to know: its place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         self._kind = kind
 
     def keep_loaded(self, weight: Tensor) -> Tensor:
-        """Return what is kept of a checkpoint's weight ``[size]``, given in the model's dtype."""
+        """Return a checkpoint's weight ``[size]`` in the form that this module stores."""
         if self._kind == NormWeight.OWN:
             return weight
         return weight.float() + (1.0 if self._kind == NormWeight.OFFSET else 0.0)
@@ -35,12 +35,12 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-        """``(norm(sum), sum)`` of ``residual + x * factor``, each ``[num_tokens, size]``."""
+        """Return ``(norm(sum), sum)`` of ``residual + x * factor``, each ``[num_tokens, size]``."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps, factor)
 
 
 class NoNorm(nn.Module):
-    """Placeholder where other architectures have a norm."""
+    """Placeholder in places where other architectures have a norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what it was given."""

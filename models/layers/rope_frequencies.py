@@ -1,7 +1,7 @@
-"""The angle per position of each rotary pair, for every scaling that Hugging Face knows.
+"""The angle per position of each rotary pair, for every scaling that Hugging Face supports.
 
 Formulas and order of operations follow ``transformers.modeling_rope_utils``, so that float32
-frequencies are the same bits. Refuses to know: positions, heads, config files.
+frequencies have the same bits. Refuses to know: positions, heads, config files.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, a ramp in between.
+    """Llama 3.1: long wavelengths are stretched, short ones kept, and those in between mixed.
 
     ::
 
@@ -81,7 +81,7 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN (Peng et al., arXiv:2309.00071): a ramp over the pairs, by turns per original length."""
+    """YaRN (Peng et al., arXiv:2309.00071): a ramp over pairs, by rotations per original length."""
     original = rope.original_max_position_embeddings
     assert original is not None
 

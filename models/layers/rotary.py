@@ -1,8 +1,8 @@
 """Positions to cosines and sines, once per step for all layers.
 
-A step looks them up in a table, which is one op in place of seven: on a CPU these take a
-hundredth of a decode step. A CPU's table grows with the sequences that come; a GPU's graphs hold
-its address, so it is whole from the beginning. What would be too large is computed from positions.
+A step looks them up in a table, which is one op instead of seven; on a CPU, the seven take a
+hundredth of a decode step. A CPU's table grows with the sequences; a GPU's graphs hold its address,
+so it is complete from the beginning. If a table would be too large, each step computes them.
 Refuses to know: queries, keys, scaling rules.
 """
 
@@ -24,7 +24,7 @@ class RotaryEmbedding(nn.Module):
     Args:
         rope: type and scaling.
         head_dim: size of one attention head.
-        max_model_len: positions that there may be.
+        max_model_len: number of positions.
     """
 
     frequencies: Tensor  # [rotary_dim / 2] float32
@@ -48,7 +48,7 @@ class RotaryEmbedding(nn.Module):
             dtype: dtype of the result; angles are computed in float32.
 
         Returns:
-            ``(cos, sin)``, each ``[num_tokens, rotary_dim]``, both halves alike.
+            ``(cos, sin)``, each ``[num_tokens, rotary_dim]``, with equal halves.
         """
         assert self._max_len is None or max_seq_len <= self._max_len, (
             f"sequence of {max_seq_len} tokens, but ModelConfig.max_model_len is {self._max_len}"
@@ -60,7 +60,7 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def _table(self, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """Return a table of so many positions, ``[2, positions, rotary_dim]``; None: too large."""
+        """Return a table of enough positions, ``[2, positions, rotary_dim]``; None: too large."""
         table = self._tables.get(dtype)
         if table is not None and min(max_seq_len, self._num_positions) <= table.shape[1]:
             return table

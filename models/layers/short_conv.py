@@ -20,7 +20,7 @@ class ShortConv(nn.Module):
         num_channels: channels of input and of output.
         kernel_size: inputs that a token sees, its own included.
         bias: whether each channel has one.
-        has_silu: whether the result goes through ``silu``.
+        has_silu: whether ``silu`` is applied to the result.
     """
 
     def __init__(self, num_channels: int, kernel_size: int, *, bias: bool, has_silu: bool) -> None:
@@ -72,7 +72,7 @@ class GatedShortConv(nn.Module):
         self.out_proj = nn.Linear(size, size, bias=bias)
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: StateContext) -> Tensor:
-        """Mix ``[num_tokens, hidden_size]``, normalized, into the same; rotations are not used."""
+        """Mix ``[num_tokens, hidden_size]``, normalized; return the same shape."""
         metadata, (states,) = context.state_layer(self._layer_index)
         in_gate, out_gate, x = self.in_proj(hidden).chunk(3, dim=-1)  # [num_tokens, hidden_size]
         mixed = self.conv(x, states, metadata, in_gate=in_gate, out_gate=out_gate)

@@ -1,1 +1,1 @@
-"""From files of weights to modules."""
+"""Load weights from files into modules."""

@@ -1,4 +1,4 @@
-"""Numbers of four bits, e2m1 (OCP Microscaling Formats, 1.0), and those that a power of two scales.
+"""Numbers of four bits, e2m1 (OCP Microscaling Formats, 1.0), in groups with scales.
 
 Refuses to know: files, names of tensors.
 """
@@ -24,14 +24,14 @@ def fp4(packed: Tensor) -> Tensor:
 
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Unpack MXFP4, groups of 32 with powers of two, to ``[out, in]`` bfloat16.
+    """Unpack MXFP4, groups of 32 with a power of two each, to ``[out, in]`` bfloat16.
 
     Args:
         packed: ``[out, in / 2]`` uint8, see `fp4`.
         scale: ``[out, in / 32]`` uint8, exponents.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the shapes do not fit.
     """
     _check(packed, scale)
     exponents = scale.to(torch.int32) - _BIAS
@@ -40,9 +40,9 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
-    """Return what `mxfp4` does as integers in groups: twice each number, of half of its scale.
+    """Return `mxfp4`'s numbers as integers in groups: each number doubled, and each scale halved.
 
-    None where a scale is no number.
+    None if a scale is NaN.
     """
     _check(packed, scale)
     if scale.numel() and int(scale.max()) == _NOT_A_NUMBER:
@@ -54,7 +54,7 @@ def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
 
 
 def nvfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
-    """Return numbers in groups of 16 as integers: twice each number, of half of its scale.
+    """Return numbers in groups of 16 as integers: each number doubled, and each scale halved.
 
     Args:
         packed: ``[out, in / 2]`` uint8, see `fp4`.

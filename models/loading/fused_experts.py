@@ -1,16 +1,16 @@
-"""Experts that a checkpoint keeps fused, as the tensors of one expert each that others keep.
+"""Fused experts of a checkpoint, presented as one tensor per expert like in other checkpoints.
 
     mlp.experts.gate_up_proj [experts, 2 * size, hidden]  ──  mlp.experts.0.gate_proj.weight, ...
     mlp.experts.down_proj    [experts, hidden, size]      ──  mlp.experts.0.down_proj.weight, ...
 
-In gpt-oss inputs come before outputs, and gates and ups by turns; with biases, and perhaps MXFP4:
+In gpt-oss, inputs come before outputs, and gates and ups alternate; with biases, maybe MXFP4:
 
     mlp.experts.gate_up_proj        [experts, hidden, 2 * size]
     mlp.experts.gate_up_proj_blocks [experts, 2 * size, hidden / 32, 16 bytes], in place of that,
     mlp.experts.gate_up_proj_scales [experts, 2 * size, hidden / 32]
     mlp.experts.gate_up_proj_bias   [experts, 2 * size]
 
-In Granite 4 they are as the first ones, but by names of their own:
+In Granite 4 they are like the first ones, but under names of their own:
 
     block_sparse_moe.input_linear.weight, block_sparse_moe.output_linear.weight
 
@@ -32,7 +32,7 @@ from models.loading.fp4 import mxfp4, mxfp4_integers
 from models.loading.stored_weights import StoredTensor, release_pages
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-# The parts of one expert: names, and which half of the fused one's outputs they are; None: all.
+# The parts of one expert: names, and their half of the fused tensor's outputs; None: all of them.
 _PARTS: Mapping[str, Mapping[str, int | None]] = {
     _GATE_UP: {"gate_proj": 0, "up_proj": 1},
     _DOWN: {"down_proj": None},
@@ -52,16 +52,16 @@ def split_fused_experts(
     by_turns: bool = False,
     as_linears: bool = False,
 ) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors, by name, those that are fused as parts that are read alone.
+    """Return a checkpoint's tensors by name, with fused ones replaced by parts to read alone.
 
-    Where experts are fused, names are those of the modules of ``transformers``, not of checkpoints.
+    Fused experts have the names of the modules of ``transformers``, not of checkpoints.
 
     Args:
         tensors: tensors by name.
         num_experts: number of experts in each layer with experts.
-        rename: makes a checkpoint's name of a module's.
-        by_turns: fused experts are as in gpt-oss.
-        as_linears: they are as in Granite 4.
+        rename: turns a module's name into a checkpoint's.
+        by_turns: whether fused experts are stored as in gpt-oss.
+        as_linears: whether they are stored as in Granite 4.
     """
     if as_linears:
         tensors = {one.name: one for one in map(_renamed, tensors.values())}
@@ -106,7 +106,7 @@ def _read(stored: StoredTensor, num_experts: int, expert: int, half: int | None)
 def _by_turns(
     stored: StoredTensor, tensors: Mapping[str, StoredTensor], num_experts: int
 ) -> Iterator[StoredTensor]:
-    """Yield the parts of a tensor as gpt-oss has it; nothing of scales, which blocks go with."""
+    """Yield the parts of a tensor of gpt-oss; none for scales, which belong to blocks."""
     name = stored.name
     kind = name[name.rfind(".experts.") :]
     base = next((one for one in _PARTS if kind.startswith(one)), None)
@@ -176,12 +176,12 @@ def _expert(stored: StoredTensor, num_experts: int, expert: int, *, num_dims: in
 
 
 def _copied(stored: StoredTensor, found: Tensor, outputs: Tensor, half: int | None) -> Tensor:
-    """Copy every second output of an expert, or all, and let go of the file's pages.
+    """Copy every second output of an expert, or all of them, and release the file's pages.
 
     Args:
         stored: the fused tensor.
         found: the expert's part of it.
-        outputs: a view of that, ``[out, ...]``.
+        outputs: a view of ``found``, ``[out, ...]``.
         half: 0 for gates, 1 for ups, None for all.
     """
     if half is not None:

@@ -1,6 +1,6 @@
-"""Blocks of a quantized GGUF tensor as integers in groups that stand for the same numbers.
+"""Blocks of a quantized GGUF tensor as integers in groups that represent the same numbers.
 
-What a weight is, in each type, is GGML's (`ggml-quants.c`); the names are those of its fields.
+GGML (`ggml-quants.c`) defines the meaning of each type; names are those of its fields.
 Refuses to know: files, names of tensors.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from baton_kernels import GroupedIntegers, Groups
 from models.loading.fp4 import mxfp4_integers
 
-# From blocks, [rows, blocks of a row, bytes of a block]: bits, numbers [rows, columns], their
+# Turns blocks, [rows, blocks of a row, bytes of a block], into bits, numbers [rows, columns], their
 # groups, and a group's size.
 _Unpacked = tuple[int, Tensor, Groups, int]
-_BLOCK = 32  # weights of the types without K
+_BLOCK = 32  # weights per block of the types that are no K-quants
 
 
 def unpack_blocks(kind: str, blocks: Tensor) -> GroupedIntegers | None:
-    """Return the integers of a tensor; None: of another kind.
+    """Return the integers of a tensor; None: its type is not supported.
 
     Args:
         kind: the type's name.
@@ -49,7 +49,7 @@ def _nibbles(quads: Tensor) -> Tensor:
 
 
 def _neighbours(packed: Tensor) -> Tensor:
-    """Pack numbers in pairs: a byte had one of a block's first half and one of its second.
+    """Pack numbers in pairs of neighbours; a stored byte pairs the two halves of a block.
 
     ``[rows, blocks, 16]`` -> ``[rows, blocks * 16]``.
     """
@@ -73,7 +73,7 @@ def _q4_1(blocks: Tensor) -> _Unpacked:
 
 
 def _five_bits(blocks: Tensor, start: int) -> Tensor:
-    """Four bytes with the highest bits of 32 numbers, 16 with the others."""
+    """Unpack four bytes with the highest bits of 32 numbers, and 16 with the other bits."""
     places = torch.arange(8, dtype=torch.uint8)
     highest = (blocks[:, :, start : start + 4, None] >> places & 1).flatten(2)
     return (_nibbles(blocks[:, :, start + 4 :]) | highest << 4).flatten(1)
@@ -108,14 +108,14 @@ def _q3_k(blocks: Tensor) -> _Unpacked:
 
 
 def _scales_of_six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack eight scales and minima from ``[rows, blocks, 12]`` bytes."""
+    """Unpack eight 6-bit scales and minima from ``[rows, blocks, 12]`` bytes."""
     first, second, rest = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
     scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], dim=2)
     return scales, torch.cat([second & 63, rest >> 4 | second >> 6 << 4], dim=2)
 
 
 def _offset_groups(scales: Tensor, minima: Tensor, blocks: Tensor, start: int) -> Groups:
-    """Multiples of a block's `d`, and of its `dmin`, which are subtracted."""
+    """Return groups: multiples of a block's `d`, minus multiples of its `dmin`."""
     scales, minima = (one.flatten(1).to(torch.int8) for one in (scales, minima))
     return Groups(scales, minima, _halves(blocks, start), -_halves(blocks, start + 2))
 
@@ -159,7 +159,7 @@ def _iq4_xs(blocks: Tensor) -> _Unpacked:
 
 
 def _unevenly(codes: Tensor) -> Tensor:
-    """The integers that four bits stand for where steps are not of one size."""
+    """Return the integers for codes of four bits whose steps are uneven."""
     return torch.tensor(_UNEVEN, dtype=torch.int8)[codes.int()]
 
 

@@ -33,7 +33,7 @@ def is_order(changes: Sequence[Change]) -> bool:
 
 
 def changed(tensor: Tensor, changes: Sequence[Change], config: ModelConfig) -> Tensor:
-    """Apply changes, one after the other; raises ValueError for values that cannot be."""
+    """Apply changes one after the other; raises ValueError for impossible values."""
     for change in changes:
         tensor = (_ORDERS.get(change) or _VALUES[change])(tensor, config)
     return tensor
@@ -72,7 +72,7 @@ def _halves_of_heads(tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 def _value_heads(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder the rows of value heads: those of one key head follow each other."""
+    """Reorder the rows of value heads, so that those of one key head are adjacent."""
     net = _delta_net(config)
     if net is None or tensor.shape[0] % net.num_value_heads:
         return tensor
@@ -94,7 +94,7 @@ def _value_columns(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _by_key_head(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder ``| queries | keys | values | gates |``: each key head has its own of all four."""
+    """Reorder ``| queries | keys | values | gates |`` by key head; each has a part of all four."""
     net = _delta_net(config)
     if net is None:
         return tensor

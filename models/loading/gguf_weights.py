@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, one tensor at a time: dequantized, by the names of Hugging Face.
+"""Weights of a GGUF file, one tensor at a time: dequantized, with Hugging Face's names.
 
 Refuses to know: modules, dtypes to compute in, metadata and names (`baton/checkpoint/gguf`).
 """
@@ -44,7 +44,7 @@ _SIXTEEN_BITS = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of a checkpoint, made of a file's.
+    """A tensor of a checkpoint, made from a file's tensors.
 
     Attributes:
         name: the name in Hugging Face layout.
@@ -60,13 +60,13 @@ class _Tensor:
 def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
     """Yield every tensor; they are read in float32 or in the file's 16-bit type.
 
-    Quantized values are what `gguf.dequantize` makes of them, in float32.
+    Quantized values are those of `gguf.dequantize`, in float32.
 
     Raises:
         ModelLoadError: the file is broken, or the `gguf` package is not installed.
     """
     try:
-        import gguf  # here: few checkpoints need it
+        import gguf  # here, as few checkpoints need it
     except ModuleNotFoundError as error:
         raise ModelLoadError(
             f"{path}: {error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
@@ -86,7 +86,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             return numbers.view(sixteen_bits).view(place.shape)
         rows = blocks.reshape(*place.shape[:-1], -1)  # [..., bytes of a row]
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType(place.type_id))
-        # Copied, as the loader does not release pages of the file itself.
+        # Copied, as the loader cannot release pages of the file itself.
         return torch.from_numpy(numpy.array(values)).view(place.shape)
 
     def read(tensor: _Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
 
 
 def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
-    """Return the shape that a tensor will have; None: it is known once the tensor is read."""
+    """Return the shape that a tensor will have; None: unknown before the tensor is read."""
     inner = {part.shape[1:] for part in tensor.parts}
     if len(inner) > 1 or not is_order(tensor.changes):
         return None
@@ -124,7 +124,7 @@ def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
 
 
 def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedIntegers | None:
-    """Unpack matrices of one kind of storage, one below the other; None: there are no integers."""
+    """Unpack matrices of one storage type, one below the other; None: not as integers."""
     kinds = {(part.type_id, part.shape[1:]) for part in parts}
     if len(kinds) > 1 or len(parts[0].shape) != 2:
         return None
@@ -146,7 +146,7 @@ class _Tensors:
         self._num_layers = Keys.of(file).num_layers()
 
     def all(self) -> Iterator[_Tensor]:
-        """Yield every tensor; what is not known keeps its name: the loader refuses it."""
+        """Yield every tensor; unknown ones keep their names, and the loader refuses them."""
         for name, place in self._file.tensors.items():
             found = _NAME.fullmatch(name)
             if name in _IN_CONFIG or found is None:
@@ -156,7 +156,7 @@ class _Tensors:
                 outer = self._row.outer_name(part)
                 changes = self._row.changes_of(part, kind)
                 yield _Tensor(name if outer is None else outer + kind, (place,), changes)
-            elif int(layer) < self._num_layers:  # others predict several tokens
+            elif int(layer) < self._num_layers:  # further layers are for multi-token prediction
                 yield from self._of_layer(name, place, (layer, part, kind))
 
     def _of_layer(self, name: str, place: Place, words: tuple[str, str, str]) -> Iterator[_Tensor]:
@@ -197,7 +197,7 @@ class _Tensors:
             yield _Tensor(full.replace(EXPERT, str(expert)), (place,), changes)
 
     def _cut(self, name: str, place: Place, part: str) -> Iterator[tuple[str, list[Place]]]:
-        """Cut the rows of a tensor, or of each of its experts, among the parts that are fused."""
+        """Cut the rows of a tensor, or of each of its experts, into the parts fused there."""
         parts = FUSED_PARTS[part]
         wholes = [place] if part == _QKV else list(_stacked(place))
         num_rows = wholes[0].shape[0]
@@ -217,7 +217,7 @@ class _Tensors:
 
 
 def _stacked(place: Place) -> Iterator[Place]:
-    """Yield the experts' tensors that one tensor stacks; one without experts stays as it is."""
+    """Yield the tensors that a stacked tensor contains, one per expert; others stay as they are."""
     if len(place.shape) < 2:
         yield place
         return

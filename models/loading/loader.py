@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Buffers that old checkpoints carry and that every model computes itself.
+# Buffers in old checkpoints that every model computes itself.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN_NAMES = 3
-# Where checkpoints keep the scales of an fp8 KV cache, within a layer's attention: one number each.
+# Names, within a layer's attention, of the scales of an fp8 KV cache: one number each.
 _SCALES = {
     **dict.fromkeys(("k_scale", "attn.k_scale", "k_proj.k_scale"), "k_scale"),
     **dict.fromkeys(("v_scale", "attn.v_scale", "v_proj.v_scale"), "v_scale"),
@@ -110,7 +110,7 @@ def _hold_entry(
     ranks: Ranks,
     files: ExitStack,
 ) -> CacheEntry | None:
-    """Hold a model's place in the cache until ``files`` is closed; None: it gets no place."""
+    """Hold a model's place in the cache until ``files`` is closed; None: there is no place."""
     sources = gguf_files(folder) or _weight_files(folder)
     size = sum(path.stat().st_size for path in sources)
     if packer.cache_key is None or not cache.takes(size):
@@ -135,7 +135,7 @@ def _content_digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def on_meta_device() -> Iterator[None]:
-    """Make modules without weights."""
+    """Create modules without memory for weights."""
     with torch.device("meta"), _NoInitialWeights():
         yield
 
@@ -148,9 +148,9 @@ def fill_model(
     device: torch.device,
     packer: WeightPacker | None,
 ) -> None:
-    """Load a model that was made without weights from what a folder has of it.
+    """Load the weights of a folder into a model that was made without weights.
 
-    Raises ModelLoadError where the folder lacks a tensor, or one has another shape.
+    Raises ModelLoadError if the folder lacks a tensor, or one has another shape.
     """
     missing = [name for name, _ in _checkpoint_parameters(model) if name not in stored]
     if missing:
@@ -162,8 +162,8 @@ def fill_model(
 class _NoInitialWeights(TorchFunctionMode):
     """Skips random initial weights, which loading would overwrite.
 
-    On the meta device torch goes through its compiler for them, whose import takes longer than to
-    load a small model.
+    On the meta device, torch would run them through its compiler, whose import takes longer than
+    loading a small model.
     """
 
     def __torch_function__(
@@ -182,7 +182,7 @@ class PackingModel(Protocol):
     """The linear layers of one model while they are packed.
 
     Attributes:
-        takes_float8: whether weights of float8 are to be given to it as they are stored.
+        takes_float8: whether `take` accepts weights as stored in float8.
     """
 
     takes_float8: bool
@@ -191,29 +191,29 @@ class PackingModel(Protocol):
         """Use the weight that another process packed for ``owner``; return whether there is one."""
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Keep ``owner.weight``, if it is to be kept packed; say whether nothing else needs it."""
+        """Pack ``owner.weight`` if it is to be packed; return whether nothing else needs it."""
 
     def finish(self) -> None:
         """Replace the layers whose weights were taken."""
 
 
 class WeightPacker(Protocol):
-    """Packs the linear layers that are not kept as torch parameters."""
+    """Packs linear layers, in place of torch parameters."""
 
     @property
     def cache_key(self) -> str | None:
-        """Return a key of all that decides a packed weight; None: no files are kept."""
+        """Return a key for everything that decides a packed weight; None: keep no files."""
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
         """Begin with a model that has no weights yet.
 
         Args:
-            entry: place of the packed weights in the user's cache; None: they get none.
+            entry: place of the packed weights in the user's cache; None: there is none.
         """
 
 
 def pack_loaded(packer: WeightPacker, model: CausalLM) -> None:
-    """Pack a model that was loaded without a packer; what is packed already stays."""
+    """Pack a model that was loaded without a packer; packed layers stay."""
     assert isinstance(model, DecoderForCausalLM)
     packing = packer.start(model)
     for module in model.modules():
@@ -224,24 +224,24 @@ def pack_loaded(packer: WeightPacker, model: CausalLM) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of one tensor of a checkpoint: some rows of a parameter, or all of it."""
+    """The place of a checkpoint's tensor: some or all rows of a parameter."""
 
     owner: nn.Module
     attribute: str
     rows: slice
-    kept: Kept | None = None  # the part of the tensor that belongs there; None: all of it
+    kept: Kept | None = None  # the part of the tensor to use; None: all of it
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape that the checkpoint's tensor must have."""
+        """Shape that the tensor in the checkpoint must have."""
         parameter: nn.Parameter = getattr(self.owner, self.attribute)
         return tuple(parameter[self.rows].shape) if self.kept is None else self.kept.shape
 
 
 def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Place]]:
-    """Return every tensor that a checkpoint must have, by its name there.
+    """Return every tensor that a checkpoint must have, by its name in the checkpoint.
 
-    A tensor whose rows belong to several parts comes once for each.
+    A tensor whose rows belong to several parts occurs once for each part.
     """
     rename = model.checkpoint_name
     for path, module in model.named_modules():
@@ -267,16 +267,16 @@ class _Names(NamedTuple):
     """Names of all tensors in a whole model's checkpoint, including those of other ranks."""
 
     places: Sequence[str]
-    scales: Sequence[str]  # there may be
+    scales: Sequence[str]  # optional
 
 
 def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, tuple[int, ...]]:
-    """Return what a checkpoint of a model must have: the shape of every tensor, by its name."""
+    """Return the shape of every tensor that a model's checkpoint must have, by its name there."""
     return {name: place.shape for name, place in _checkpoint_parameters(model)}
 
 
 def _kv_scales(model: DecoderForCausalLM) -> dict[str, tuple[Attention | LatentAttention, str]]:
-    """Return every scale that a checkpoint may have, by its names there; latents need none."""
+    """Return every scale that a checkpoint may have, by its name there; latents need none."""
     return {
         model.checkpoint_name(f"{path}.{name}"): (module, attribute)
         for path, module in model.named_modules()
@@ -386,7 +386,7 @@ def _fill_parameter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Make a parameter of copies: the file's pages would otherwise stay the weight's memory."""
+    """Make a parameter from copies; otherwise the file's pages would stay in use as its memory."""
     shape = getattr(owner, attribute).shape
     if attribute in getattr(owner, "float32_parameters", ()):
         dtype = torch.float32
@@ -400,7 +400,7 @@ def _fill_parameter(
 
 
 def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, StoredTensor]:
-    """Open a checkpoint's tensors, by their names there in Hugging Face layout."""
+    """Open a checkpoint's tensors, by their names in Hugging Face layout."""
     gguf = folder / WEIGHTS
     if gguf.exists():
         return {stored.name: stored for stored in read_gguf(gguf, config)}
@@ -430,7 +430,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_scale(stored: StoredTensor) -> float:
-    """Read the scale with which a layer's stored numbers are to be multiplied."""
+    """Read a scale, a factor of a layer's stored numbers."""
     tensor = stored.read()
     scale = float(tensor) if tensor.numel() == 1 else math.nan
     if not 0 < scale < math.inf:
@@ -441,7 +441,7 @@ def _read_scale(stored: StoredTensor) -> float:
 
 
 def _check_tied(folder: Path, stored: Mapping[str, StoredTensor], embed: str) -> None:
-    """Raise ModelLoadError if a tied head was saved and is not what the embedding is."""
+    """Raise ModelLoadError if a tied head was saved and differs from the embedding."""
     head = WeightPart(0, stored[_HEAD].read(), stored[_HEAD].is_mapped)
     embedding = stored[embed].read()
 

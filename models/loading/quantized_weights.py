@@ -1,12 +1,12 @@
-"""Weights that a checkpoint keeps quantized, as floating-point numbers, one layer at a time.
+"""Read a checkpoint's quantized weights as floating-point numbers, one layer at a time.
 
     layer.weight_packed  ┐
-    layer.weight_scale   ├─ the storage that needs just these parts ── layer.weight [out, in]
+    layer.weight_scale   ├─ the storage with exactly these parts ── layer.weight [out, in]
     layer.weight_shape   ┘
 
-Which way a layer is stored its own tensors say: what a checkpoint leaves alone stays as it is.
-Numbers are made as the formats' own tools make them, in the scales' type, so that they are the same
-to the bit. Refuses to know: modules, and in which type they compute.
+A layer's own tensors tell how it is stored: layers that were not quantized are read as they are.
+Numbers equal those of the formats' own tools to the bit, as they are made in the scales' type.
+Refuses to know: modules, and in which type they compute.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Storage:
     Attributes:
         parts: required tensors, by suffix of their names.
         may_have: optional tensors, by suffix.
-        restore: makes ``weight`` of them, ``[out, in]``; raises ValueError for what does not fit.
-        keep: returns them as integers that kernels multiply, or None where they are not that.
-        keep_float8: likewise, as float8.
+        restore: makes ``weight`` from the parts, ``[out, in]``; raises ValueError for bad shapes.
+        keep: returns them as integers that kernels multiply, or None if they are not.
+        keep_float8: returns them as float8, or None if they are not.
     """
 
     parts: frozenset[str]
@@ -54,17 +54,16 @@ class Storage:
     keep_float8: Callable[[Parts, QuantizationConfig], Float8Rows | None] = lambda *_: None
 
 
-# Errors that parts of wrong shapes cause; a file may hold anything.
+# Errors that parts of wrong shapes cause; a file may contain anything.
 _DO_NOT_FIT = (ValueError, RuntimeError, LookupError, ArithmeticError)
 
 
 def read_quantized(
     tensors: Mapping[str, StoredTensor], quantization: QuantizationConfig
 ) -> Iterator[StoredTensor]:
-    """Yield every weight; what is quantized is read as floating-point numbers.
+    """Yield every weight; quantized ones are read as floating-point numbers.
 
-    Reading one raises ModelLoadError where a layer is stored in a way that is not known, or its
-    parts do not fit.
+    Reading one raises ModelLoadError if the layer's storage is unknown, or its parts do not fit.
     """
     storages = STORAGES.get(quantization.method, ())  # none: see `fused_experts.py`
     suffixes = frozenset().union(*(one.parts | one.may_have for one in storages))
@@ -73,7 +72,7 @@ def read_quantized(
         layer, _, suffix = name.rpartition(".")
         layers[layer if suffix in suffixes else name].append(stored)
     for layer, parts in layers.items():
-        if parts[0].name == layer:  # no part of anything
+        if parts[0].name == layer:  # not a part of a quantized weight
             yield parts[0]
         else:
             yield StoredTensor(
@@ -177,7 +176,7 @@ def _unpack(words: Tensor, num_bits: int, num_columns: int) -> Tensor:
 
 
 def _num_bits(num_words: int, num_columns: int) -> int:
-    """Return the bits of a number, given how many numbers fill how many words."""
+    """Return the bits of a number, given the count of numbers in a count of words."""
     for num_bits in range(1, 9):
         if -(-num_columns * num_bits // 32) == num_words:
             return num_bits
@@ -195,9 +194,9 @@ def _scaled(
 
     Args:
         numbers: ``[out, in]``.
-        scale: one; or one per row, per row and group of columns, or per block.
-        zero_point: likewise; None: 0.
-        columns: each column's group; None: groups of neighbours.
+        scale: a single one; or one per row, per row and group of columns, or per block.
+        zero_point: shaped like ``scale``; None: 0.
+        columns: each column's group; None: groups of adjacent columns.
         block_shape: rows and columns of a block; None: no blocks.
     """
     shape = (numbers.shape[0], numbers.shape[1])
@@ -257,7 +256,7 @@ def _factors(parts: Parts) -> Tensor:
 
 
 def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Keep int8 with one scale for all, per row, or per group of a row."""
+    """Keep int8 with a single scale, or one per row, or per group of a row."""
     weight = parts["weight"]
     if weight.dtype != torch.int8 or "weight_g_idx" in parts:
         return None
@@ -265,7 +264,7 @@ def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntege
 
 
 def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows | None:
-    """Keep e4m3 with one scale for all, per row, per group of a row, or per block."""
+    """Keep e4m3 with a single scale, or one per row, per group of a row, or per block."""
     weight = parts["weight"]
     if weight.dtype != FLOAT8 or "weight_g_idx" in parts or "weight_zero_point" in parts:
         return None
@@ -280,7 +279,7 @@ def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows |
     elif quantization.block_shape is not None:
         high, size = quantization.block_shape
         if len(scale) != -(-rows // high):
-            return None  # `_plain` says what does not fit
+            return None  # `_plain` reports the mismatch
         scale = scale.repeat_interleave(high, dim=0)[:rows]
     else:
         return None
@@ -296,8 +295,8 @@ def _integers_in_groups(
     Args:
         num_bits: bits of one number.
         numbers: ``[out, in]``, from ``-2 ** (num_bits - 1)``.
-        scale: one, or ``[out]``, or ``[out, groups]``.
-        zero_point: likewise, counted as the numbers are; None: 0.
+        scale: a single one, ``[out]``, or ``[out, groups]``.
+        zero_point: shaped like ``scale``, in units of the numbers; None: 0.
     """
     rows, size = numbers.shape
     found = [_in_rows(one, rows) for one in (scale, zero_point) if one is not None]
@@ -318,14 +317,14 @@ def _integers_in_groups(
 
 
 def _in_rows(one: Tensor, num_rows: int) -> Tensor:
-    """Reshape one number, or one per row, to ``[rows, 1]``; return others unchanged."""
+    """Reshape a single number, or one per row, to ``[rows, 1]``; return others unchanged."""
     if one.numel() == 1:
         return one.reshape(1, 1).expand(num_rows, 1)
     return one[:, None] if one.dim() == 1 else one
 
 
 def _dense_integers(parts: Parts) -> tuple[int, Tensor]:
-    """Return their bits, and integers above ``-2 ** (bits - 1)``, in rows."""
+    """Return the number of bits, and integers from ``-2 ** (bits - 1)`` on, in rows."""
     num_columns = int(parts["weight_shape"][1])
     packed = parts["weight_packed"]
     num_bits = _num_bits(packed.shape[1], num_columns)
@@ -349,7 +348,7 @@ def _dense_zero_point(parts: Parts, num_bits: int) -> Tensor | None:
 
 
 def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Restore dense integers, perhaps with zero points."""
+    """Restore densely packed integers, maybe with zero points."""
     num_bits, numbers = _dense_integers(parts)
     zero_point, columns = _dense_zero_point(parts, num_bits), parts.get("weight_g_idx")
     scale = parts["weight_scale"]
@@ -357,7 +356,7 @@ def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Restore e2m1 in groups of 16 with e4m3 scales and one scale for all."""
+    """Restore e2m1 in groups of 16 with e4m3 scales and one scale for the whole weight."""
     numbers = fp4(parts["weight_packed"])
     scale = parts["weight_scale"].to(numbers.dtype) / parts["weight_global_scale"]
     return _scaled(numbers, scale).to(numbers.dtype)
@@ -372,7 +371,7 @@ def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _bits_by_zeros(parts: Parts) -> int:
-    """Return the bits of a number, from zero points that are packed along the output."""
+    """Return the bits of a number, given zero points that are packed along the output."""
     num_words, num_outputs = parts["qzeros"].shape[1], parts["scales"].shape[1]
     num_bits, rest = divmod(32 * num_words, num_outputs)
     if rest or not 1 <= num_bits <= 8:
@@ -399,15 +398,15 @@ def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> Tensor:
-    """Return each column's group, ``[size]``, where no tensor lists it.
+    """Return each column's group, ``[size]``, if no tensor lists them.
 
-    A layer's groups may be of another size than the rest's; then they are all as large.
+    A layer may differ from the configured group size; then all its groups have equal sizes.
     """
     wanted = quantization.group_size or size
     if -(-size // wanted) != num_groups:
         wanted, rest = divmod(size, num_groups)
         if rest or (num_groups > 1 and wanted & (wanted - 1)):
-            raise ValueError(f"{num_groups} groups of {size} columns: of which size is not known")
+            raise ValueError(f"{num_groups} groups of {size} columns: the group size is unknown")
     return torch.arange(size) // wanted
 
 
@@ -427,7 +426,7 @@ def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedInteger
 def _awq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:
     """Return numbers, ``[in, out]``, and zero points, ``[groups, out]``.
 
-    They are packed along the output, eight neighbours in an order of their own.
+    They are packed along the output, eight neighbours in AWQ's own order.
     """
 
     def in_order(words: Tensor) -> Tensor:
@@ -452,9 +451,9 @@ def _keep_awq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers
 
 
 def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Return the numbers of a weight in one of ModelOpt's kinds; the types tell which.
+    """Return the numbers of a weight in one of ModelOpt's formats, told apart by their types.
 
-    Where inputs are scaled before the product (``pre_quant_scale``), the weight's columns are
+    If inputs are to be scaled before the product (``pre_quant_scale``), the weight's columns are
     scaled instead.
     """
     weight, scale = parts["weight"], parts["weight_scale"]
@@ -519,7 +518,7 @@ _ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale
 _FIRST_SCALE = frozenset({"weight", "weight_scale"})
 _SMOOTHED = frozenset({"input_scale", "pre_quant_scale"})
 
-# To add a format: one line, and the function that it names.
+# To add a format: one line here, and the function that it names.
 STORAGES: dict[str, tuple[Storage, ...]] = {
     "compressed-tensors": (
         Storage(

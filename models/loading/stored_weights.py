@@ -1,8 +1,7 @@
-"""Tensors of a checkpoint, each read when it is wanted; those of safetensors where the file lies.
+"""Tensors of a checkpoint, each read when it is wanted; safetensors files are read in place.
 
-A safetensors file is mapped: a tensor of it is the file's own pages, which are let go once they
-have been used, so that memory never holds a weight twice. Refuses to know: modules, formats of
-quantized weights.
+A safetensors file is mapped: a tensor is pages of the file, which are released after use, so that
+memory never holds a weight twice. Refuses to know: modules, formats of quantized weights.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.safetensors_header import read_header
 from baton_kernels import CodeLayout, Float8Rows, GroupedIntegers
 
-_PIECE_BYTES = 16 * 2**20  # bytes of a mapped tensor that are in memory at a time
+_PIECE_BYTES = 16 * 2**20  # most bytes of a mapped tensor in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +33,12 @@ class StoredTensor:
     Attributes:
         path: the file that holds the tensor.
         name: name in Hugging Face layout.
-        read: reads it as numbers; raises ModelLoadError.
-        is_mapped: whether what is read are pages of the file.
+        read: reads the tensor as numbers; raises ModelLoadError.
+        is_mapped: whether the read tensor is pages of the file.
         shape: the tensor's sizes as read; None if unknown before.
-        read_integers: reads it as it is kept; None, or returns None: not in groups of integers
-            that kernels multiply. Raises ModelLoadError.
-        read_float8: likewise, of float8.
+        read_integers: reads the tensor as stored; None, or returns None: not stored as integers in
+            groups that kernels multiply. Raises ModelLoadError.
+        read_float8: reads the tensor as stored; None, or returns None: not stored as float8.
     """
 
     path: Path
@@ -58,7 +57,7 @@ class WeightPart:
     Attributes:
         first_row: index of the first row within the weight.
         content: ``[n, ...]``.
-        is_mapped: whether it is pages of a file.
+        is_mapped: whether ``content`` is pages of the file.
     """
 
     first_row: int
@@ -72,7 +71,7 @@ class WeightPart:
 
     @property
     def tensor(self) -> Tensor:
-        """The rows as numbers."""
+        """The rows as floating-point numbers."""
         return self.content if isinstance(self.content, Tensor) else self.content.dequantized()
 
     def moved(self, rows: slice, first_row: int) -> WeightPart:
@@ -84,7 +83,7 @@ class WeightPart:
         return WeightPart(first_row, content, self.is_mapped)
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield rows with the number of the first, and let go of their pages afterwards."""
+        """Yield pieces of rows, each with its first row, and release their pages afterwards."""
         tensor = self.tensor
         row_bytes = tensor[:1].numel() * tensor.itemsize
         num_rows = max(_PIECE_BYTES // max(row_bytes, 1), 1)
@@ -99,7 +98,7 @@ class WeightPart:
 def integers_alike(
     parts: Sequence[WeightPart],
 ) -> tuple[list[GroupedIntegers], CodeLayout | None]:
-    """Return all parts' integers in one layout; None where some are none, or it cannot be had."""
+    """Return all parts' integers in one layout; None if some are not integers or cannot have it."""
     kept = [part.content for part in parts if isinstance(part.content, GroupedIntegers)]
     if len(kept) < len(parts):
         return [], None
@@ -109,17 +108,17 @@ def integers_alike(
 
 
 def float8_alike(parts: Sequence[WeightPart]) -> list[Float8Rows]:
-    """Return all parts' rows of float8; none where some are others, or cut into other groups."""
+    """Return all parts' rows of float8; None if some are not float8 or have other groups."""
     kept = [part.content for part in parts if isinstance(part.content, Float8Rows)]
     cuts = {(one.group_size, one.scales.shape[1]) for one in kept}
     return kept if len(kept) == len(parts) and len(cuts) == 1 else []
 
 
 def open_safetensors(paths: Iterable[Path], files: ExitStack) -> dict[str, StoredTensor]:
-    """Map the files, until ``files`` is closed; return their tensors by name.
+    """Map the files until ``files`` is closed; return their tensors by name.
 
     Raises:
-        ModelLoadError: a file is broken, or a tensor is in two of them.
+        ModelLoadError: a file is broken, or two files have the same tensor.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
@@ -149,18 +148,18 @@ def _unreadable(path: Path, error: Exception) -> ModelLoadError:
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Release the whole pages under a tensor that is no longer read."""
+    """Release the whole pages under a tensor that is no longer needed."""
     madvise = _madvise()
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = tensor.data_ptr() + tensor.numel() * tensor.itemsize
     size = (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     if madvise is not None and size > 0 and tensor.is_contiguous():
-        madvise(begin, size, mmap.MADV_DONTNEED)  # a wish: what fails costs memory, no more
+        madvise(begin, size, mmap.MADV_DONTNEED)  # only advice: if it fails, memory is not freed
 
 
 @functools.cache
 def _madvise() -> Any:
-    """Return the C library's function; None where pages are not let go by it."""
+    """Return the C library's function; None if it cannot release pages."""
     if not hasattr(mmap, "MADV_DONTNEED"):
         return None
     function = getattr(ctypes.CDLL(None), "madvise", None)

@@ -1,6 +1,6 @@
-"""Text parts: which text network a model that sees images has, and what its checkpoint calls it.
+"""Text parts: find the text network of a model that sees images, and its names in a checkpoint.
 
-Refuses to know: how a text network computes, and anything of images: no image is ever computed.
+Refuses to know: how a text network computes, anything about images, which are never processed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Stored = TypeVar("Stored")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
 _ROPES = ("rope_scaling", "rope_parameters")
-# How the names of the text network's tensors begin, and what a text model's begin with instead:
-# as transformers wrote them before 4.52, and since.
+# Prefixes of the text network's tensors, and a text model's prefixes for them: as transformers
+# wrote them before 4.52, and since.
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -54,7 +54,7 @@ def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
         part: the entry in the family's file.
 
     Raises:
-        ModelLoadError: the text network is none that there is here.
+        ModelLoadError: the text network is not supported.
     """
     fields = text_fields(fields, is_tied=part.is_tied)
     architecture = part.architecture
@@ -70,15 +70,15 @@ def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
 
 
 def _without_axes(rope: Fields) -> dict[str, object]:
-    """Return a rotary embedding of three axes as text has it."""
+    """Return a rotary embedding with three axes as one for text."""
     values = {n: rope.get(n) for n in rope.names() if not n.startswith("mrope_")}
     return {n: "default" if value == "mrope" else value for n, value in values.items()}
 
 
 def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors of a model's text part by the names that a text model has for them.
+    """Return the tensors of a model's text part, under the names that a text model has.
 
-    Tensors of the part that sees images are left out, which the log says once.
+    Tensors of the image part are left out, which is logged once.
     """
     kept: dict[str, Stored] = {}
     left_out: list[str] = []

@@ -1,4 +1,4 @@
-"""One model over several ranks: what each keeps of it, and what they tell each other.
+"""One model over several ranks: each rank's part of the model, and how ranks communicate.
 
 Refuses to know: what is computed, where ranks run, how they are started.
 """

@@ -1,4 +1,4 @@
-"""Collective: what the ranks of one model say to each other while they compute it.
+"""Collective: how the ranks of one model communicate while they compute it.
 
 Every rank makes the same calls in the same order. Refuses to know: what the numbers are.
 """
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 class Collective(Protocol):
-    """The ranks of one model, as one of them sees the others.
+    """The ranks of one model, from the view of one of them.
 
-    Calls raise `CollectiveError` when another rank is gone, or says nothing for too long.
+    Calls raise `CollectiveError` when another rank is gone, or silent for too long.
 
     Attributes:
         rank: this rank's number, from 0.
@@ -54,7 +54,7 @@ class CollectiveError(RuntimeError):
 
 
 class SingleRank:
-    """The only rank there is: a ``Collective`` of one."""
+    """A ``Collective`` of a single rank."""
 
     rank = 0
     size = 1
@@ -73,11 +73,11 @@ class SingleRank:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Raise AssertionError: a single rank has no peer."""
-        raise AssertionError("a rank of one sends to nobody")
+        raise AssertionError("a single rank has no peer to send to")
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """Raise AssertionError: a single rank has no sender."""
-        raise AssertionError("a rank of one hears nobody")
+        raise AssertionError("a single rank has no peer to receive from")
 
     def abort(self) -> None:
         """Do nothing, since no other rank waits."""
@@ -88,13 +88,13 @@ SINGLE_RANK = SingleRank()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks of a model, as one of them sees them: stages of layers, each shared by a group.
+    """All ranks of a model, from the view of one of them: stages of layers, each shared by a group.
 
         stage 0: ranks 0 1  ──  stage 1: ranks 2 3      the first rank of the last stage leads:
-                                                        it samples, and the engine is with it
+                                                        it samples, beside the engine
 
     Attributes:
-        everyone: all of them, stage by stage.
+        everyone: all ranks, stage by stage.
         group: ranks of this rank's stage.
     """
 
@@ -141,7 +141,7 @@ class Ranks:
         self.everyone.send(hidden, self.everyone.rank + self.group.size)
 
     def take_over(self, hidden: Tensor) -> Tensor:
-        """Receive the result of the stage before, written to ``hidden``."""
+        """Receive the previous stage's result, and write it to ``hidden``."""
         return self.everyone.receive(hidden, self.everyone.rank - self.group.size)
 
 

@@ -1,7 +1,7 @@
-"""What a rank keeps of a model's axes, and of the tensors of a checkpoint.
+"""A rank's part of a model's axes, and of the tensors of a checkpoint.
 
-Column-parallel layers keep outputs, row-parallel ones inputs, and of what these compute all ranks'
-sum is the result (Shoeybi et al., arXiv:1909.08053). Refuses to know: layers, files.
+Column-parallel layers keep some outputs, row-parallel ones some inputs; the results of row-parallel
+layers are summed over all ranks (Shoeybi et al., arXiv:1909.08053). Refuses to know: layers, files.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 from baton.api.errors import ConfigError
 from baton.kv.manifest import shard
 
-Span = tuple[int, int]  # the first of an axis, and the one behind the last
-# Small groups of integers in a checkpoint's weights, and blocks of inputs that kernels round
-# together, are of so many neighbours or fewer: where they can be, they are not cut.
+Span = tuple[int, int]  # first index of an axis, and the index behind the last
+# Kernels and checkpoints have groups of integers of this many neighbours or fewer. Cuts respect
+# this size where possible, so that no group is cut.
 _WHOLE_GROUPS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of the ranks that share a model's layers among them.
+    """One of the ranks that divide a model's layers.
 
     Attributes:
         rank: index of the rank, from 0.
@@ -43,7 +43,7 @@ class Rank:
         return shard(size, self.rank, self.size)
 
     def wide_span(self, size: int) -> Span:
-        """Return this rank's span of an axis with groups of integers, whole groups if possible."""
+        """Return this rank's span of an axis with groups of numbers; whole groups if possible."""
         if size % _WHOLE_GROUPS or size // _WHOLE_GROUPS < self.size:
             return self.span(size)
         first, end = self.span(size // _WHOLE_GROUPS)
@@ -80,7 +80,7 @@ def stage_layers(num_layers: int, stage: int, num_stages: int) -> Span:
 
 
 def scaled(span: Span, factor: int) -> Span:
-    """Return the span of numbers of a span of heads with ``factor`` numbers each."""
+    """Return the span of numbers for a span of heads with ``factor`` numbers each."""
     return span[0] * factor, span[1] * factor
 
 
@@ -92,7 +92,7 @@ class Kept:
         shape: shape of the whole tensor.
         rows: the rows that are kept.
         columns: the columns of these rows that are kept.
-        is_zero: whether the rank keeps zeros, as another rank adds the tensor.
+        is_zero: whether the rank keeps zeros, because another rank adds the tensor.
     """
 
     shape: tuple[int, ...]
@@ -108,4 +108,4 @@ class Kept:
         return rows.new_zeros(()).expand_as(rows) if self.is_zero else rows
 
 
-KeptParts = dict[str, Kept]  # by the name of a parameter, or of a parameter's part
+KeptParts = dict[str, Kept]  # by name of a parameter, or of a parameter's part

@@ -1,7 +1,8 @@
-"""SharedGroup: ranks of one machine that add through memory they share (kernels/csrc/ranks.c).
+"""SharedGroup: ranks of one machine that add through shared memory (kernels/csrc/ranks.c).
 
-The memory is a file without a name, which each rank inherits: nothing stays behind. What it cannot
-do, and what goes from one rank to one other, another group does. Refuses to know: how ranks start.
+The memory is a file without a name, which each rank inherits, so nothing is left behind. Another
+group does operations that this one lacks, and messages between two ranks. Refuses to know: how
+ranks start.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from models.parallel.group import Collective, CollectiveError
 SLOT_BYTES = 2**20  # bytes that a rank adds at once; each rank has two slots
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
-# Checks of another rank's word before this rank yields its core: some 20 us.
+# Checks of another rank's flag before this rank yields its core: some 20 us.
 _SPINS = 1000
 
 
@@ -32,7 +33,7 @@ def group_bytes(size: int) -> int:
 
 
 def open_shared(num_groups: int, size: int) -> int | None:
-    """Make memory for so many groups; return its descriptor, None where there is no such thing."""
+    """Make memory for several groups; return its descriptor, or None if this is not supported."""
     if not hasattr(os, "memfd_create") or size == 1:
         return None
     descriptor = os.memfd_create("baton-ranks")
@@ -98,7 +99,7 @@ class SharedGroup:
 
 
 def share_memory(group: Collective, descriptor: int | None, index: int) -> Collective:
-    """Return a group that adds through shared memory if all ranks can, else the given one."""
+    """Return a group that adds through shared memory if all ranks can, else ``group``."""
     if descriptor is None or group.size == 1:
         return group
     shared: SharedGroup | None = None

@@ -1,4 +1,4 @@
-"""TorchGroup: ranks that speak through ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
+"""TorchGroup: ranks that communicate by ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
 
 Refuses to know: how ranks are started, what is computed.
 """
@@ -31,8 +31,8 @@ class TorchGroup:
     Args:
         rank: this process's rank.
         size: size of the group.
-        meeting: where its ranks, and nobody else, find each other: a folder of theirs, or
-            ``tcp://HOST:PORT``, a ``TCPStore`` of the rank that leads.
+        meeting: where only its ranks find each other: a folder of theirs, or ``tcp://HOST:PORT``, a
+            ``TCPStore`` of the rank that leads.
         name: the group's name, unique at that meeting place.
         device: the tensors' device.
     """
@@ -76,7 +76,7 @@ class TorchGroup:
         return tensor
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """See ``Collective``; waits for what was sent there before."""
+        """See ``Collective``; waits until earlier tensors to that rank are sent."""
         before = self._sending.pop(to, None)
         if before is not None:
             self._wait(before[0])
@@ -99,7 +99,7 @@ class TorchGroup:
 
 
 def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
-    """Return the store of a group, and the address of this host that the others reach."""
+    """Return the store of a group, and the address at which others reach this host."""
     if not meeting.startswith(_TCP):
         return dist.FileStore(f"{meeting}/{name}", size), "127.0.0.1"
     host, _, port = meeting.removeprefix(_TCP).rpartition(":")
@@ -108,13 +108,13 @@ def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
 
 
 def host_store(host: str) -> tuple[Any, int]:
-    """Open the store of a meeting at this machine; return it, to be kept, and its port."""
+    """Open the store of a meeting on this machine; return it, to be kept alive, and its port."""
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
     return store, store.port
 
 
 def launchers_store(rank: int, size: int, host: str, port: int) -> Any:
-    """Return the store that all processes of a launcher share; of torchrun, the one it has.
+    """Return the store that all processes of a launcher share; torchrun has one already.
 
     Source: the ``env://`` rendezvous of ``torch.distributed``.
     """
@@ -125,7 +125,7 @@ def launchers_store(rank: int, size: int, host: str, port: int) -> Any:
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the address of this host from which it reaches another one; sends nothing."""
+    """Return this host's address on the route to another host; sends nothing."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -148,8 +148,8 @@ def connect(
         stage_size: ranks of one stage.
         meeting: see ``TorchGroup``.
         device: the tensors' device.
-        shared: descriptor of memory that ranks of this machine share (`open_shared`); sums on
-            GPUs do not go through it.
+        shared: descriptor of memory that ranks of this machine share (`open_shared`); not used for
+            sums on GPUs.
     """
     if device.type != "cpu":
         shared = None

@@ -34,7 +34,7 @@ from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.serving.connections import Listener
 from baton.serving.held_calls import HeldCalls
 from baton.serving.rpc import MAX_CLIENT_MESSAGE_BYTES
-from baton.telemetry.trace_context import TRACEPARENT, TRACESTATE
+from baton.telemetry.spans import TRACEPARENT, TRACESTATE
 from baton.telemetry.tracing import NO_TRACING, Tracing
 from baton.version import __version__
 from router.api.anthropic_messages.api import count_tokens, messages
@@ -50,7 +50,7 @@ from router.api.http.errors import (
     error_response,
     is_of_messages,
 )
-from router.api.http.exchange import BODIES, ENTRY, PRINCIPAL, HttpOptions, unknown_model
+from router.api.http.exchange import BODIES, ENTRY, PRINCIPAL, HttpOptions, find_name
 from router.api.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
 from router.api.http.responses import LoadObject, ModelList, ModelObject, VersionObject
 from router.api.http.schema import ChatRequest, CompletionRequest
@@ -63,12 +63,12 @@ from router.api.http.tokenization import (
 from router.api.openai_responses.api import responses
 from router.api.openai_responses.request import ResponsesRequest
 from router.api.ui.page import StatusPage
-from router.fleet.node_pool import NodePool
 from router.gate.overload import Overload
 from router.gate.rate_limits import REQUESTS, TOKENS, Rate
-from router.intake.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
-from router.intake.metrics import RouterMetrics
-from router.served_names import NameDefaults
+from router.intake.intake import MAX_REQUEST_ID_CHARS, check_name
+from router.names.metrics_page import MetricsPage
+from router.names.served_name import ServedName
+from router.names.table import NameTable
 
 if TYPE_CHECKING:
     from aiohttp.http_parser import RawRequestMessage
@@ -76,9 +76,7 @@ if TYPE_CHECKING:
 
 REQUEST_ID_HEADER = "X-Request-Id"
 UI = "/ui"
-_Serve = Callable[
-    [web.Request, Intake, HttpOptions], Awaitable[web.StreamResponse | msgspec.Struct]
-]
+_Serve = Callable[[web.Request, HttpOptions], Awaitable[web.StreamResponse | msgspec.Struct]]
 _Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _MakeRequest = Callable[..., web.BaseRequest]
 _SLASHES = re.compile("//+")
@@ -113,8 +111,8 @@ class HttpServer:
     """Serve the HTTP API.
 
     Args:
-        model_name: name that clients use for the model.
-        served: all names of the model, with defaults of their requests; `model_name` if not given.
+        names: what clients may call models.
+        metrics: the metrics page.
         strict_fields: whether a field without effect is an error.
         access: decides who may call.
         cors_origin: origin whose web pages may call ("*": any); empty: none.
@@ -129,12 +127,9 @@ class HttpServer:
 
     def __init__(
         self,
-        intake: Intake,
-        pool: NodePool,
-        metrics: RouterMetrics,
+        names: NameTable,
+        metrics: MetricsPage,
         *,
-        model_name: str,
-        served: Mapping[str, NameDefaults] | None = None,
         strict_fields: bool = False,
         access: Access | None = None,
         cors_origin: str = "",
@@ -146,13 +141,9 @@ class HttpServer:
         status_page: StatusPage | None = None,
         tracing: Tracing = NO_TRACING,
     ) -> None:
-        self._intake = intake
-        self._pool = pool
+        self._names = names
         self._metrics = metrics
-        self._model_name = model_name
-        self._options = HttpOptions(
-            model_name=model_name, served=served or {}, strict_fields=strict_fields
-        )
+        self._options = HttpOptions(names=names, strict_fields=strict_fields)
         self._ignored_fields = IgnoredFieldsLog()
         self._access = access or Access()
         self._cors_origin = cors_origin
@@ -349,7 +340,8 @@ class HttpServer:
             response.headers[IGNORED_FIELDS_HEADER] = ", ".join(ignored)
             self._ignored_fields.note(ignored, request_id or "")
         if principal := request.get(PRINCIPAL):
-            response.headers.update(_rate_headers(self._intake.rates_of(principal)))
+            admission = self._names.bases[0].dispatcher.admission
+            response.headers.update(_rate_headers(admission.rates_of(principal)))
         if self._cors_origin:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = self._cors_origin
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = "GET, POST"
@@ -365,7 +357,7 @@ class HttpServer:
         """Return a path's handler."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            answer = await serve(request, self._intake, self._options)
+            answer = await serve(request, self._options)
             return answer if isinstance(answer, web.StreamResponse) else _json(answer)
 
         return handle
@@ -374,18 +366,18 @@ class HttpServer:
         """Answer paths of OpenAI's or vLLM's API for other kinds of models."""
         raise ApiError(
             501,
-            f"path: {request.path} is for models of another kind: {self._model_name!r} writes text",
+            f"path: {request.path} is for models of another kind: {self._names.names[0]!r} writes "
+            "text",
             code="not_supported",
         )
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json(ModelList([self._model_object(name) for name in self._options.names]))
+        served = self._names.served_to(request[PRINCIPAL])
+        return _json(ModelList([self._model_object(one) for one in served]))
 
     async def _model(self, request: web.Request) -> web.Response:
-        model = request.match_info["model"]
-        if model not in self._options.names:
-            raise unknown_model(model, self._model_name)
-        return _json(self._model_object(model))
+        served = find_name(self._names, request.match_info["model"], request[PRINCIPAL])
+        return _json(self._model_object(served))
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer that the process lives."""
@@ -400,24 +392,26 @@ class HttpServer:
 
     async def _load(self, request: web.Request) -> web.Response:
         """Return the number of open requests in vLLM's form."""
-        return _json(LoadObject(self._intake.num_open))
+        return _json(LoadObject(sum(base.intake.num_open for base in self._names.bases)))
 
     async def _ready(self, request: web.Request) -> web.Response:
         """Answer whether a request could be served now."""
         if self._is_stopping:
             raise ApiError(503, "the router is stopping")
-        if self._intake.reader.is_starting:
+        bases = self._names.bases
+        if any(base.intake.reader.is_starting for base in bases):
             raise ApiError(503, "the processes that read requests are starting")
-        if not self._pool.fleet:
-            why = self._pool.why_no_pair() if self._access.is_open else "no nodes are ready"
+        if not any(base.pool.fleet for base in bases):
+            pool = bases[0].pool
+            why = pool.why_no_pair() if self._access.is_open else "no nodes are ready"
             raise ApiError(503, why)
         return web.Response(text="ready\n")
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={hdrs.CONTENT_TYPE: _METRICS_TYPE})
 
-    def _model_object(self, name: str) -> ModelObject:
-        return ModelObject(name, self._created, self._intake.max_model_len)
+    def _model_object(self, served: ServedName) -> ModelObject:
+        return ModelObject(served.name, self._created, served.intake.max_model_len)
 
 
 def _pages_of(page: StatusPage | None) -> list[tuple[str, str, Handler, Roles | None]]:

@@ -15,10 +15,9 @@ from baton.link.words import (
     PrefillCommand,
     RequestError,
 )
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import TraceContext
 from router.calls.call import Call
-from router.calls.delta_order import DeltaOrder
-from router.calls.output_buffer import OutputBuffer
+from router.calls.output_buffer import DeltaOrder, OutputBuffer
 from router.fleet.load.forecast import PrefillForecast
 from router.fleet.node import LegDelta, Node
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from baton.access.identity import ANYBODY, Principal
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import scoped_id
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import TraceContext
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
 from router.fleet.prefix.prompt_hashes import PromptHashes
 
@@ -24,6 +24,7 @@ class Terms:
         priority: order among waiting requests; smaller goes first.
         principal: the caller.
         cache_word: only prompts with an equal word share cached blocks; empty: no word.
+        adapter: digest of the bytes of the adapter to use; empty: none.
         text_options: how tokens become text.
         trace: the client's trace context; None: not traced.
     """
@@ -34,6 +35,7 @@ class Terms:
     priority: int = 0
     principal: Principal = ANYBODY
     cache_word: str = field(default="", repr=False)
+    adapter: str = ""
     text_options: DetokenizeOptions = DEFAULT_TEXT
     trace: TraceContext | None = None
 

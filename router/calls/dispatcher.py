@@ -9,21 +9,17 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
-from baton.api.errors import BatonError, InvalidRequestError, RequestCancelledError
+from baton.api.errors import BatonError, InvalidRequestError, RequestCancelledError, error_of
 from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.link.words import RequestError
 from router.calls.call import Call
 from router.calls.open_call import OpenCall
 from router.calls.placing import Placer
-from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
-from router.calls.recovery.suspects import Suspects
+from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following, RequestLog
-from router.calls.turns import Turns
-from router.calls.wake_ups import WakeUps
-from router.fleet.call_errors import error_of
+from router.calls.wake_ups import Turns, WakeUps
 from router.fleet.node_pool import NodePool
-from router.gate.admission import Admission
-from router.gate.capacity import Capacity
+from router.gate.admission import Admission, make_admission
 from router.gate.ticket import Ticket
 from router.policies.base import RoutingPolicy
 
@@ -69,7 +65,7 @@ class RunningCalls:
         if len(found) > 1:
             names = ", ".join(sorted(call.terms.principal.tenant for call in found))
             raise InvalidRequestError(
-                "tenant", f"must be said: {names} have a request {request_id!r} open"
+                "tenant", f"must be given: {names} have a request {request_id!r} open"
             )
         return found[0] if found else None
 
@@ -80,14 +76,13 @@ class Dispatcher:
     Args:
         pool: has the nodes and their links.
         policy: picks each attempt's nodes.
-        options: retry limits of one call.
-        budget: retry limit of all calls together.
+        recoveries: retries failed calls; with default limits if not given.
         admission: decides when a call may begin; the default one if not given.
 
     Attributes:
         placer: picks nodes; has the policy and the log of its decisions.
         log: records of the last calls.
-        suspects: calls that may have crashed nodes.
+        recoveries: as given; also knows the calls that may have crashed nodes.
         turns: limits how many calls are checked or placed in one round of the event loop.
     """
 
@@ -95,19 +90,16 @@ class Dispatcher:
         self,
         pool: NodePool,
         policy: RoutingPolicy,
-        options: RetryOptions | None = None,
-        budget: RetryBudget | None = None,
+        recoveries: Recoveries | None = None,
         admission: Admission | None = None,
     ) -> None:
         self.pool = pool
-        self.options = options or RetryOptions()
-        self.budget = budget or RetryBudget()
+        self.recoveries = recoveries or Recoveries(pool)
         self.log = RequestLog()
         self.wake_ups = WakeUps()
         self.turns = Turns()
-        self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
+        self.admission = admission or make_admission(pool)
         self.placer = Placer(pool, policy, lambda: self.admission.num_queued)
-        self.suspects = Suspects(pool)
         self._running = RunningCalls()
         self._open: dict[str, OpenCall] = {}  # by `Call.scoped_id`
         self._stopped: RequestError | None = None
@@ -132,7 +124,7 @@ class Dispatcher:
         await self.turns.wait_for_turn()
         if self._stopped is not None:
             raise error_of(self._stopped)
-        self.suspects.check(call)
+        self.recoveries.suspects.check(call)
         self._running.add_call(call)
         try:
             with self.log.follow(call) as following:
@@ -171,15 +163,12 @@ class Dispatcher:
     @contextlib.contextmanager
     def _opened(self, call: Call, ticket: Ticket, following: Following) -> Iterator[OpenCall]:
         """Open the call on nodes; add the receipt to an error that ends the call."""
-        self.budget.note_call()
         opened = self._open[call.scoped_id] = OpenCall(
             call,
             following,
             pool=self.pool,
             placer=self.placer,
-            suspects=self.suspects,
-            options=self.options,
-            budget=self.budget,
+            recoveries=self.recoveries,
             wake_ups=self.wake_ups,
             turns=self.turns,
             epochs=self.epochs,

@@ -11,22 +11,17 @@ from collections.abc import AsyncGenerator, Iterator
 
 import msgspec
 
-from baton.api.errors import NodeUnavailableError
+from baton.api.errors import NodeUnavailableError, error_of
 from baton.api.outputs import Receipt, TextDelta
-from baton.checkpoint.model_identity import Identity
 from baton.link.words import NodeRole, RequestError, failed_delta
 from router.calls.attempt import Attempt
 from router.calls.call import Call
 from router.calls.output_buffer import OutputBuffer
 from router.calls.placing import MAX_EXPECTING, Placer
-from router.calls.recovery.recovery import Recovery
-from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
-from router.calls.recovery.suspects import Suspects
+from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following
-from router.calls.turns import Turns
-from router.calls.wake_ups import WakeUps
-from router.fleet.call_errors import error_of
-from router.fleet.node import LegDelta
+from router.calls.wake_ups import Turns, WakeUps
+from router.fleet.node import LegDelta, Node
 from router.fleet.node_pool import NodePool
 from router.policies.base import Placement
 
@@ -43,9 +38,7 @@ class OpenCall:
         *,
         pool: NodePool,
         placer: Placer,
-        suspects: Suspects,
-        options: RetryOptions,
-        budget: RetryBudget,
+        recoveries: Recoveries,
         wake_ups: WakeUps,
         turns: Turns,
         epochs: Iterator[int],
@@ -53,15 +46,14 @@ class OpenCall:
         self.following = following
         self._pool = pool
         self._placer, self._turns = placer, turns
-        self._pair_timeout_s = options.pair_timeout_s
         self._epochs = epochs
         self._call = call
         self._buffer = OutputBuffer(call.request_id, wake_ups)
         self._output_token_ids = self._buffer.token_ids
         self._attempt: Attempt | None = None
         self._num_attempts = 0
-        self._recovery = Recovery(call, pool, suspects, options, budget, self._remaining_s)
-        self._identity: Identity = ()  # identity of the model that produced the client's tokens
+        self._recovery = recoveries.recover(call, self._remaining_s)
+        self._decode: Node | None = None  # the last one; its model made the client's tokens
         self._ttft_s = 0.0
         self._first_read_s = 0.0  # from request to first token read from a node's link
         self._ended_by: RequestError | None = None  # the reason, if ended from outside
@@ -156,12 +148,13 @@ class OpenCall:
         decode = pool.node(placement.decode.engine_id)
         assert decode is not None
         assert prefill is not None or placement.prefill is None
-        if self._output_token_ids and decode.identity != self._identity:
+        last = self._decode
+        if last is not None and self._output_token_ids and decode.identity != last.identity:
             raise NodeUnavailableError(
                 f"{failure}; its first {len(self._output_token_ids)} tokens are of a model that is "
                 "no longer served here"
             )
-        self._identity = decode.identity
+        self._decode = decode
         # The prefill node samples the next token. If that is the last one, no decode node is used.
         num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
         nodes = filter(None, (placement.prefill, placement.decode))
@@ -194,7 +187,7 @@ class OpenCall:
             NodeUnavailableError: no nodes were found in time, and none are expected.
         """
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
-        give_up_at = loop.time() + self._pair_timeout_s
+        give_up_at = loop.time() + self._recovery.pair_timeout_s
         await self._recovery.wait_to_be_tried()
         if self._num_attempts:  # a first attempt has its turn from admission
             await self._turns.wait_for_turn()

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from baton.api.errors import BatonError, status_name
 from baton.api.outputs import FinishReason, Receipt, TextDelta
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import TraceContext
 from router.calls.call import Call
 
 # Most characters kept of an error: thousands are kept, and nodes choose some of the texts.

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from baton.api.errors import NodeUnavailableError
+from baton.api.errors import NodeUnavailableError, error_of
 from baton.link.admin_answers import MAX_REPLY_BYTES
 from baton.link.words import AdminReply
 from baton.v1 import admin_pb2
 from baton.wire.parts import count_parts
-from router.fleet.call_errors import error_of
 
 # Most fields of one message and of a whole answer; each field takes some 100 bytes.
 MAX_PART_PARTS, MAX_REPLY_PARTS = 2**17, 2**19

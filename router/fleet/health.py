@@ -60,7 +60,7 @@ class NodeHealth:
         self._clock = clock
         self._until = 0.0  # end of the pause or of the warm-up
         self._num_pauses = 0  # ejections since the node was last healthy for the longest pause
-        # Of failures since the last success; "": this node's own fault.
+        # Partners in the failures since the last success, by engine id; "": this node failed alone.
         self._partners: list[str] = []
 
     @property

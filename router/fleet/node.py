@@ -103,6 +103,7 @@ class Node:
         is_stuck: whether one of the node's threads makes no progress, though the node sends beats.
         replies: the node's answers to operators.
         identity: entries that decide which tokens the node's model makes.
+        adapters: digests of the adapters that the node reports as loadable.
         address: remote address of the node's link, without the port.
         num_bytes: size of the node's registration.
     """
@@ -116,6 +117,7 @@ class Node:
     is_stuck: bool = False
     replies: AdminReplies = field(default_factory=AdminReplies)
     address: str = ""
+    adapters: frozenset[str] = frozenset()
     num_bytes: int = field(init=False)
     clock: Callable[[], float] = field(init=False)
     load: NodeLoad = field(init=False)

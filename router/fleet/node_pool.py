@@ -72,6 +72,8 @@ class NodePool:
             and much longer than in any round before.
         vocab_size: the model's; nodes that send larger token ids are hung up on.
         clock: monotonic seconds.
+        router_id: None: a random one.
+        gate: None: a gate of this pool's own. Pools of one router share a gate.
 
     Attributes:
         router_id: distinguishes this router's requests from other routers'.
@@ -94,10 +96,12 @@ class NodePool:
         engine_timeout_s: float = 10.0,
         vocab_size: int = 2**32,
         clock: Callable[[], float] = time.monotonic,
+        router_id: str | None = None,
+        gate: JoinGate | None = None,
     ) -> None:
-        self.router_id = secrets.token_hex(4)
+        self.router_id = router_id or secrets.token_hex(4)
         self.clock = clock
-        self.gate = JoinGate(clock)
+        self.gate = gate or JoinGate(clock)
         self.lost_nodes = LostNodes(clock)
         self.identity = ServedIdentity(own_identity, clock)
         self.rollout = Rollout(clock)
@@ -122,6 +126,15 @@ class NodePool:
     @property
     def nodes(self) -> list[Node]:
         return sorted(self._nodes.values(), key=lambda n: (n.registration.role.value, n.name))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes that have joined."""
+        return len(self._nodes)
+
+    def can_load_adapter(self, digest: str) -> bool:
+        """Return whether some joined node reports an adapter of this digest as loadable."""
+        return any(digest in node.adapters for node in self._nodes.values())
 
     @property
     def forecasts(self) -> ForecastCounts:
@@ -167,6 +180,10 @@ class NodePool:
             self._missing_since = max(since, default=-math.inf)
         return self._missing_since + return_s
 
+    def awaits_nodes(self, return_s: float) -> bool:
+        """Return whether a node of any role may come back; see `awaited_until`."""
+        return self.awaited_until(return_s) > self.clock()
+
     async def wait_for_change(self) -> None:
         """Wait until a node comes, goes or changes, or reports on a peer."""
         await self._changed.wait()
@@ -175,6 +192,15 @@ class NodePool:
         return self._nodes.get(engine_id)
 
     # ------------------------------------------------------------------ membership
+
+    @property
+    def own_identity(self) -> Mapping[str, str]:
+        """Entries of `model_identity` known from the router's own folder."""
+        return self.identity.own
+
+    def find_pool(self, registration: NodeRegistration) -> NodePool:
+        """Return this pool: all nodes of a router with one base model join one pool."""
+        return self
 
     def refusal(self, registration: NodeRegistration) -> str:
         """Return why a node can never join; empty if it can. `gate` decides whether it may now."""
@@ -234,7 +260,7 @@ class NodePool:
             return  # removed or replaced already
         del self._nodes[node.engine_id]
         if not (on_purpose or node.is_draining):
-            if not self._is_held_up:  # else the node hung up on this router and did not die
+            if not self._is_held_up:  # otherwise the node hung up and is alive
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
@@ -328,8 +354,8 @@ class NodePool:
 
     def hang_up(self, node: Node, problem: str) -> None:
         """Remove a node that said something impossible; it may join again."""
-        logger.warning("hung up on %s, which says what cannot be: %s", node.name, problem)
-        self.remove(node, "says what cannot be", on_purpose=True)
+        logger.warning("hung up on %s, which said something impossible: %s", node.name, problem)
+        self.remove(node, "said something impossible", on_purpose=True)
         node.hang_up()
 
     def on_event(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:

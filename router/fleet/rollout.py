@@ -148,7 +148,7 @@ class Rollout:
         shares = _shares_of_capacity(self._parts)
         if self._held is not None:
             held = {name: self._held.get(name, 0.0) for name in shares}
-            if sum(held.values()) > 0:  # else no held revision is left, and serving matters more
+            if sum(held.values()) > 0:  # otherwise none of them is left
                 shares = held
         total = sum(shares.values())
         return {name: share / total for name, share in shares.items()}
@@ -181,7 +181,7 @@ class Rollout:
         Returns its name. Raises NotFoundError, or InvalidRequestError if there is only one.
         """
         if len(self._seen) < 2:
-            raise InvalidRequestError("revision", "there is one only, and so nothing to undo")
+            raise InvalidRequestError("revision", "there is only one, so none can be undone")
         name = self._seen[-1] if revision is None else revision
         if name not in self._seen:
             known = ", ".join(one or '""' for one in self._seen)

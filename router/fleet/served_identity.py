@@ -51,6 +51,11 @@ class ServedIdentity:
         self._settled_at = math.inf  # until the first node joins
         self._is_given_up = False  # the last node of `served` drained or was removed
 
+    @property
+    def own(self) -> Mapping[str, str]:
+        """Entries known from the router's own folder."""
+        return self._own
+
     def admits(self, node: Node) -> bool:
         """Return whether a node has the identity that is served."""
         return node.identity == self.served
@@ -128,10 +133,17 @@ class ServedIdentity:
             )
         if not self._has_own(chosen):
             logger.warning(
-                "the --model of this router has other weights (%s): start it anew with those that "
-                "it is to serve, or after a restart it will not serve these nodes",
+                "the --model of this router has other weights (%s): replace them by the nodes' "
+                "weights, or after a restart the router will not serve these nodes",
                 self._own["weights"],
             )
+
+
+def count_fitting(own: Mapping[str, str], identity: Identity) -> int | None:
+    """Return how many known entries of a folder a node's identity has; None: one differs."""
+    theirs = dict(identity)
+    known = {key: own[key] for key in IDENTITY_KEYS if key in own}
+    return len(known) if all(_fits(key, theirs[key], one) for key, one in known.items()) else None
 
 
 def _fits(key: str, theirs: str, own: str) -> bool:

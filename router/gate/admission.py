@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import BatonError, DeadlineExceededError, OverloadedError
+from router.fleet.node_pool import NodePool
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
 from router.gate.fair_queue import FairQueue
@@ -104,7 +105,7 @@ class Admission:
             DeadlineExceededError: the deadline passed during the wait.
         """
         if priority > self._least_urgent:
-            raise self._refusal("overload", "the router is overloaded and takes urgent ones only")
+            raise self._refusal("overload", "the router is overloaded: urgent requests only")
         now = asyncio.get_running_loop().time()
         self.check_key(principal)
         self._check_open()
@@ -331,3 +332,17 @@ class Admission:
         return self._capacity.has_room(
             ticket.num_prompt_tokens, num_output_tokens, shares=ticket.leaves_room
         )
+
+
+def make_admission(
+    pool: NodePool, options: AdmissionOptions | None = None, rates: RateLimits | None = None
+) -> Admission:
+    """Make the gate before a pool's nodes, with the default limits if none are given."""
+    options = options or AdmissionOptions()
+    capacity = Capacity(
+        lambda: pool.fleet,
+        options.prefill_window_s,
+        shared_prefill_window_s=options.shared_prefill_window_s,
+        clock=pool.clock,
+    )
+    return Admission(capacity, options, rates)

@@ -17,34 +17,36 @@ class AdmissionOptions:
     max_queued_requests: int = option(
         4096,
         least=0,
-        help="Requests that wait while the nodes have all that they can take; then the least "
-        "urgent one of the tenant that waits for most, for its weight, is refused. 0: no limit.",
+        help="Most requests that wait while the nodes are full. Beyond it the tenant that waits "
+        "for most, for its weight, loses its least urgent request. 0: no limit.",
     )
     max_open_requests: int = option(
-        0, least=0, help="Requests that wait or are in progress; 0: no limit."
+        0, least=0, help="Most requests that wait or are in progress; 0: no limit."
     )
     max_open_requests_per_client: int = option(
         0,
         least=0,
-        help="The same, of one API key that does not say it for itself; 0: no limit.",
+        help="Most open requests (waiting or in progress) of one API key that sets no limit "
+        "itself; 0: no limit.",
     )
     max_ttft_s: float = option(
         0.0,
         least=0,
         help="A request whose first token is expected later than this is refused at once, "
-        "seconds; 0: no limit but its deadline.",
+        "seconds; 0: only its deadline limits it.",
     )
     prefill_window_s: float = option(
         PREFILL_WINDOW_S,
         least=0,
-        help="Seconds of work that each prefill node may have before it; what is more waits in "
-        "the router, by priority. More hides longer pauses of the router.",
+        help="Most work queued at each prefill node, seconds; other requests wait in the router, "
+        "by priority. More hides longer pauses of the router.",
     )
     shared_prefill_window_s: float = option(
         SHARED_PREFILL_WINDOW_S,
         least=0,
-        help="The same while several tenants ask for something, of those that have much before "
-        "the nodes already: what another tenant's next request may have to wait for.",
+        help="Instead of --prefill-window-s while several tenants send requests, for those that "
+        "have much work queued at nodes: bounds how long another tenant's next request waits for "
+        "them.",
     )
 
     def __post_init__(self) -> None:

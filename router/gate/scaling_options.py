@@ -14,14 +14,14 @@ class ScalingOptions:
     scaling_ttft_s: float = option(
         2.0,
         above=0,
-        help="For the scaling signal of prefill nodes: a prompt that has to wait so long for its "
-        "turn wants another node, seconds.",
+        help="For the scaling signal of prefill nodes: a prompt's wait for its turn at which "
+        "another node is wanted, seconds.",
     )
     scaling_itl_s: float = option(
         0.05,
         above=0,
-        help="For the scaling signal of decode nodes: steps that take so long want another node, "
-        "seconds.",
+        help="For the scaling signal of decode nodes: length of a step at which another node is "
+        "wanted, seconds.",
     )
 
     def __post_init__(self) -> None:

@@ -27,18 +27,13 @@ from baton.api.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
-from router.gate.rate_limits import Rate
-from router.intake.answers.call_text import CallText
+from router.gate.admission import Admission
+from router.intake.answers.answers import Answers
 from router.intake.cache_salts import CacheSalts
-from router.intake.early_readers import EarlyReaders
-from router.intake.long_answers import LongAnswers
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.base import OutputParser
 from router.intake.parsers.choice import OutputParsers
-from router.intake.prompt_log import PromptLog
-from router.intake.prompt_reader import Prompt, PromptReader
-from router.intake.texts import ChatPrompt
-from router.intake.usage import OwnPrompts, told
+from router.intake.prompt_reader import EarlyReaders, Prompt, PromptReader, is_chat
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
@@ -65,7 +60,7 @@ class Intake:
     Attributes:
         tokenizer, cache_salts, parsers, sampling_defaults: see above.
         reader: tokenizes prompts in worker processes.
-        long_answers: builds response parts that contain many logprobs.
+        answers: what clients get of outputs.
     """
 
     def __init__(
@@ -88,11 +83,9 @@ class Intake:
         self.tokenizer = tokenizer
         self._metrics = metrics or RouterMetrics()
         self.cache_salts = cache_salts or CacheSalts()
-        self.long_answers = LongAnswers()
         self.parsers = parsers or OutputParsers(tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
-        self._prompt_log = PromptLog(tokenizer) if logs_prompts else None
-        self._own_prompts = OwnPrompts(self.cache_salts)
+        self.answers = Answers(tokenizer, self.cache_salts, logs_prompts=logs_prompts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
         self.reader = PromptReader(
@@ -114,17 +107,14 @@ class Intake:
         """Largest number of tokens (prompt and output) of a request."""
         return self._dispatcher.pool.max_model_len
 
-    def rates_of(self, principal: Principal) -> dict[str, Rate]:
-        """Return what is left of a caller's rate limits; empty if there are none."""
-        return self._dispatcher.admission.rates_of(principal)
-
-    def check_key(self, principal: Principal) -> None:
-        """Raise OverloadedError if the caller's limits allow no request now."""
-        self._dispatcher.admission.check_key(principal)
+    @property
+    def admission(self) -> Admission:
+        """The gate, which knows what is left of callers' limits."""
+        return self._dispatcher.admission
 
     def close(self) -> None:
         """End the processes that read texts and grammars, and the thread of long answers."""
-        self.long_answers.close()
+        self.answers.close()
         self.reader.close()
 
     async def accept(
@@ -143,7 +133,7 @@ class Intake:
         self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str
     ) -> Call:
         principal = terms.principal
-        self.check_key(principal)  # before anything costs time
+        self.admission.check_key(principal)  # before anything costs time
         await self._dispatcher.turns.wait_for_turn()
         check_name("request_id", request_id, MAX_REQUEST_ID_CHARS)
         check_name("session_id", terms.session_id, MAX_SESSION_ID_CHARS)
@@ -175,7 +165,7 @@ class Intake:
             terms=terms,
             timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
             cache_salt=self.cache_salts.of(principal, terms.cache_word),
-            is_chat=isinstance(prompt, ChatPrompt),
+            is_chat=is_chat(prompt),
         )
 
     async def stream(
@@ -186,19 +176,12 @@ class Intake:
         Args:
             parser: divides the output; see `CallText`.
         """
-        text = CallText(self.tokenizer, call, parser, lambda: self._dispatcher.receipt(call))
-        num_own = self._own_prompts.num_tokens(call)
-        log = self._prompt_log
-        output_log = None if log is None else log.log_prompt(call)
+        answer = self.answers.open_answer(call, parser, lambda: self._dispatcher.receipt(call))
         try:
             with self._metrics.running() as record:
                 async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
                     async for item in outputs:
-                        delta = text.add(item)
-                        if delta.output_index == 0:
-                            self._own_prompts.note(call)
-                        if output_log is not None:
-                            output_log.note(delta)
+                        delta = answer.add(item)
                         if delta.finish_reason is None:
                             if delta.output_index == 0:
                                 self._dispatcher.note_handed_over(call)
@@ -207,12 +190,12 @@ class Intake:
                         # Counted here, as nodes do not see text and so no stop strings.
                         record.on_last_delta(delta)
                         assert delta.receipt is not None
-                        receipt = told(delta.receipt, num_own)
+                        receipt = answer.shown(delta.receipt)
                         yield msgspec.structs.replace(delta, receipt=receipt)
                         return
         except BatonError as error:
             if error.receipt is not None:
-                error.receipt = told(error.receipt, num_own)
+                error.receipt = answer.shown(error.receipt)
             raise
 
     async def tokenize_only(
@@ -222,12 +205,11 @@ class Intake:
 
         Raises OverloadedError, and what `tokenize` does.
         """
-        admission = self._dispatcher.admission
-        admission.charge(principal)
+        self.admission.charge(principal)
         token_ids = await self.reader.tokenize(
             prompt, principal, add_special_tokens=add_special_tokens
         )
-        admission.charge_tokens(principal, len(token_ids) - 1)
+        self.admission.charge_tokens(principal, len(token_ids) - 1)
         return token_ids
 
 

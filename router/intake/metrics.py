@@ -106,6 +106,10 @@ class RouterMetrics:
         admission: gate to collect from.
         overload: overload state to collect from.
         suspects: quarantine to collect from.
+
+    Attributes:
+        of_router: metrics of the router's process, its overload and its connections.
+        of_model: all others, which concern one base model.
     """
 
     def __init__(
@@ -115,8 +119,9 @@ class RouterMetrics:
         overload: Overload | None = None,
         suspects: Suspects | None = None,
     ) -> None:
-        registry = self._registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
+        self.of_router = CollectorRegistry()
+        registry = self.of_model = CollectorRegistry()
+        ProcessCollector(registry=self.of_router)
         self._admission = admission
         self._requests = Counter(
             f"{_PREFIX}_requests",
@@ -148,17 +153,17 @@ class RouterMetrics:
         if admission is not None:
             registry.register(_AdmissionCollector(admission))
         if overload is not None:
-            registry.register(_OverloadCollector(overload))
+            self.of_router.register(_OverloadCollector(overload))
         if suspects is not None:
             registry.register(_SuspectsCollector(suspects))
 
     def show_connections(self, counts: ConnectionCounts) -> None:
         """Add metrics of HTTP connections."""
-        self._registry.register(_ConnectionCollector(counts))
+        self.of_router.register(_ConnectionCollector(counts))
 
     def show_names_of(self, model: str) -> None:
         """Add vLLM's names for the metrics that exist in both."""
-        self._registry.register(VllmNames(self._of_other_engines, model))
+        self.of_model.register(VllmNames(self._of_other_engines, model))
 
     def _of_other_engines(self) -> Iterable[tuple[str, Metric]]:
         """Yield Baton's metric families by vLLM's names for them."""
@@ -177,11 +182,11 @@ class RouterMetrics:
 
     def show(self, collector: Collector) -> None:
         """Add a collector's metrics."""
-        self._registry.register(collector)
+        self.of_model.register(collector)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.of_router) + generate_latest(self.of_model)
 
     @contextmanager
     def accepting(self) -> Iterator[None]:

@@ -1,29 +1,71 @@
 """PromptReader: turns clients' prompts into token ids, and token ids back into text.
 
 Long texts, conversations and grammars go to worker processes, which this class starts and ends.
+`EarlyReaders` holds what a router loads and forks before it starts threads, so that these processes
+share the router's modules and tokenizer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import InvalidRequestError, PromptTooLongError
 from baton.api.prompt import check_token_ids
 from baton.api.structured_output import StructuredOutput
+from baton.processes.early_template import EarlyTemplate, may_fork
 from baton.text.detokenizer import Detokenizer
-from baton.text.grammar_trials import GrammarTrials
+from baton.text.grammar_trials import GrammarTrials, fork_trials
 from baton.text.tokenizer import Tokenizer
 from router.intake.changing_lines import without_changing_lines
-from router.intake.early_readers import EarlyReaders
 from router.intake.grammar_checks import GrammarChecks
-from router.intake.texts import ChatPrompt, Texts
+from router.intake.text_options import TextOptions
+from router.intake.texts import ChatPrompt, Texts, fork_texts
 
 _DECODED_AT_ONCE = 1024  # tokens per piece: some milliseconds, with any vocabulary
 
 Prompt = str | Sequence[int] | ChatPrompt
+
+
+def is_chat(prompt: Prompt) -> bool:
+    """Return whether a prompt is a conversation."""
+    return isinstance(prompt, ChatPrompt)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyReaders:
+    """Hold a router's tokenizer, and templates of the processes that read requests.
+
+    Attributes:
+        tokenizer: None for a checkpoint without one.
+        texts, grammars: for `Texts` and `GrammarTrials`; None if forking was not possible.
+    """
+
+    tokenizer: Tokenizer | None
+    texts: EarlyTemplate | None = None
+    grammars: EarlyTemplate | None = None
+
+
+def fork_readers(options: TextOptions, folder: Path) -> EarlyReaders:
+    """Load a checkpoint's tokenizer and fork the templates; call before threads start.
+
+    Raises:
+        ModelLoadError: the tokenizer is broken.
+        ConfigError: the given chat template is invalid.
+    """
+    tokenizer = options.make_tokenizer(folder)
+    if tokenizer is None or not may_fork():
+        return EarlyReaders(tokenizer)
+    texts = grammars = None
+    with contextlib.suppress(OSError):  # out of a resource: `PromptReader.start` reports it
+        texts = fork_texts(tokenizer)
+        grammars = fork_trials(folder)
+    return EarlyReaders(tokenizer, texts, grammars)
 
 
 class PromptReader:

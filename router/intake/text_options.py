@@ -29,34 +29,34 @@ class TextOptions:
     """Options of chat templates, output parsers and default sampling."""
 
     chat_template: str = option(
-        "", help="A Jinja file that is used instead of the checkpoint's chat template."
+        "", help="Jinja file to use instead of the checkpoint's chat template."
     )
     trust_request_chat_template: bool = option(
         False,
-        help="Let HTTP requests bring a chat template of their own (chat_template). It runs in "
+        help="Let HTTP requests bring their own chat template (chat_template). It runs in "
         "Jinja's sandbox, in a process with limits; still, it is a program.",
     )
     cut_changing_lines: bool = option(
         True,
-        help="Leave out lines that clients are known to write anew into each system message, such "
-        "as Claude Code's x-anthropic-billing-header: behind one no prompt is found in a cache.",
+        help="Leave out lines that some clients change in each request's system message, such as "
+        "Claude Code's x-anthropic-billing-header: no prompt that has them is found in a cache.",
     )
     generation_config: str = option(
         AUTO,
         choices=(AUTO, NONE),
-        help="Where HTTP requests get sampling parameters that they do not name. auto: from the "
-        "checkpoint's generation_config.json, or else temperature 0.7. none: from "
-        "OpenAI's API, temperature 1 and all else off.",
+        help="Source of sampling parameters that HTTP requests do not set. auto: the "
+        "checkpoint's generation_config.json, or else temperature 0.7. none: OpenAI's API, "
+        "temperature 1 and all else off.",
     )
     tool_call_parser: str = option(
         AUTO,
         choices=(AUTO, NONE, *TOOL_CALL_PARSERS.names()),
-        help="How the model writes calls of tools; auto: by its chat template.",
+        help="Format in which the model writes tool calls; auto: by its chat template.",
     )
     reasoning_parser: str = option(
         AUTO,
         choices=(AUTO, NONE, *REASONING_PARSERS.names()),
-        help="How the model writes its reasoning; auto: by its chat template.",
+        help="Format in which the model writes its reasoning; auto: by its chat template.",
     )
 
     def __post_init__(self) -> None:

@@ -42,7 +42,9 @@ class ChatPrompt:
         tools: functions that the model may call.
         template_options: additional template variables.
         continues_last: whether the output continues the last message.
-        template: the client's own template; None: the checkpoint's.
+        template: the client's own template; None: none.
+        named_template: template of the served name, if the client brings none; empty: the
+            checkpoint's.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -50,6 +52,7 @@ class ChatPrompt:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     continues_last: bool = False
     template: str | None = None
+    named_template: str = ""
 
 
 class Texts:
@@ -131,7 +134,7 @@ class Texts:
                     prompt.tools,
                     prompt.template_options,
                     prompt.continues_last,
-                    prompt.template,
+                    prompt.template or prompt.named_template or None,
                 ]
             )
         except UnicodeEncodeError as error:

@@ -146,7 +146,7 @@ class _Search:
     def _pairs_of_some(
         self, prefills: list[tuple[float, int, int]]
     ) -> Iterator[tuple[float, int, int]]:
-        """Do so if not all nodes reach each other: take each prefill node's best decode nodes."""
+        """Yield like `_pairs_best_first`, if not all nodes reach each other."""
         fleet, costs_s = self._fleet, self._decode_costs_s
         pairs: list[tuple[float, int, int, int]] = []
         for cost_s, _, i in prefills:

@@ -25,8 +25,8 @@ DECODE_WEIGHT = 0.5
 # delayed, assuming a utilization of one half.
 BUSY_FACTOR = 2.0
 # Computing a prompt on D must be faster by this margin, because the next prompt to arrive waits for
-# it. On an idle D the margin shrinks with the share of the prompt that D misses: a conversation
-# whose rest is short stays where its KV is, and no prefill node computes again what D has.
+# it. On an idle D the margin shrinks with the share of the prompt that D lacks: a conversation
+# with a short new part stays where its KV is, and no prefill node computes that KV again.
 LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
 

@@ -24,5 +24,5 @@ class LeastTokens:
 
 
 def load_with(node: NodeLoad, num_tokens: int) -> tuple[float, int]:
-    """Return a node's tokens with this many more, by its weight, and its requests; to compare."""
+    """Return a sort key: tokens with this many added, divided by weight; then requests."""
     return (node.num_open_tokens + num_tokens) / node.weight, node.num_open_requests

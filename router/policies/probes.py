@@ -30,7 +30,7 @@ PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
 DEADLINE_SHARE = 0.1  # fraction of the time until the request's deadline
 MAX_LOOKED_AT = 4  # nodes of each role, per request
-# Estimates are this exact: a node that looks slower by less is not kept waiting by its estimate.
+# Estimates are about this exact: a node that looks slower by less needs no probe.
 LEAST_SLOWNESS = 1.25
 
 
@@ -76,7 +76,7 @@ def _due(terms: CostTerms, nodes: Sequence[NodeLoad], best: Place) -> list[NodeL
 
 
 def _looks_slower(terms: CostTerms, node: NodeLoad, chosen: NodeLoad) -> bool:
-    """Return whether what a node lacks of the prompt is expected to take longer than on another."""
+    """Return whether computing a prompt's missing tokens looks slower here than on ``chosen``."""
     num_missing = terms.num_missing(node)
     chosen_s = chosen.prefill.seconds(num_missing)
     return node.prefill.seconds(num_missing) >= LEAST_SLOWNESS * chosen_s

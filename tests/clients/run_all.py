@@ -17,13 +17,12 @@ from rich.console import Console
 
 from baton.checkpoint.gguf.folder import folder_of_gguf
 from baton.checkpoint.packaged_model import SMOLLM2
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeployment
 from examples.demo import fetch_model
 from tests.clients.environments import installed_version, interpreter
 from tests.clients.table import CLIENTS, Client
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import READY_TIMEOUT_S
+from tests.fakes.processes.deployments import run_deployment
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(1800)]
 
@@ -38,16 +37,14 @@ def system() -> Iterator[LocalDeployment]:
     """A router, a prefill node and a decode node; every prompt is handed over."""
     model = fetch_model(Console(), SMOLLM2)
     assert model is not None, f"{SMOLLM2.requirement} cannot be had"
-    config = LocalDeploymentConfig(
+    with run_deployment(
+        "--kv-cache-memory", "512M", "--long-prefill-token-threshold", "256",
         model=model,
-        listen=free_address(),
-        http_listen=free_address(),
-        router_args=["--no-local-prefill", "--served-model-name", SMOLLM2.name],
-        node_args=["--kv-cache-memory", "512M", "--long-prefill-token-threshold", "256"],
+        dtype="auto",
+        http=True,
+        router_args=["--served-model-name", SMOLLM2.name],
         decode_args=["--local-prefill-threshold", "0"],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    ) as running:  # fmt: skip
         yield running
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kvconnector import KV_CONNECTORS
 from kvconnector.ends import Receiver, Sender
-from tests.fakes.kv_link import (
+from tests.fakes.handoff.kv_link import (
     BLOCK_SHAPE,
     CONNECTORS,
     NUM_D_BLOCKS,
@@ -19,7 +19,7 @@ from tests.fakes.kv_link import (
     Link,
     numbers,
 )
-from tests.fakes.kv_memories import memory_of
+from tests.fakes.handoff.kv_memories import memory_of
 
 
 @pytest.fixture(params=CONNECTORS)

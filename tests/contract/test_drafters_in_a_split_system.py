@@ -17,8 +17,8 @@ from engine import LLM
 from engine.core.outputs import SchedulerOutput
 from engine.engine import Engine
 from engine.speculation import PROPOSERS
-from tests.fakes import drafters
-from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
+from tests.fakes.engine import drafters
+from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_split_in_any_company import Alone, folder
 
 pytestmark = pytest.mark.medium

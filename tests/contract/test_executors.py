@@ -19,8 +19,8 @@ from baton.engine_config import EngineConfig
 from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
 from engine.executors import EXECUTORS
 from engine.executors.base import Executor
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -65,7 +65,7 @@ def start(
         pipeline_parallel_size=num_stages,
     )
     with mock.patch.dict(os.environ, own_place):
-        return EXECUTORS.load(name)(DEMO, config)
+        return EXECUTORS.load(name)(DEMO_MODEL, config)
 
 
 _launched: list[subprocess.Popen[bytes]] = []

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from kvconnector.blocks import LayerRange
-from tests.fakes.kv_link import (
+from tests.fakes.handoff.kv_link import (
     UNTOUCHED,
     Kind,
     Link,
 )
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = pytest.mark.medium
 

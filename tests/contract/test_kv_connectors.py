@@ -12,7 +12,7 @@ from kvconnector import KV_CONNECTORS
 from kvconnector.base import HandoffRecord, TransferEvent
 from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
-from tests.fakes.kv_link import (
+from tests.fakes.handoff.kv_link import (
     BLOCK_SHAPE,
     BLOCK_SIZE,
     CONNECTORS,
@@ -23,8 +23,8 @@ from tests.fakes.kv_link import (
     Link,
     numbers,
 )
-from tests.fakes.kv_memories import memory_of
-from tests.fakes.waiting import wait_until
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = pytest.mark.medium
 
@@ -387,7 +387,7 @@ def test_a_slow_path_within_one_host_is_warned_of(
     ]
     for end, other in (ends, ends[::-1]):
         assert end.connect(other.peer_info) == "nixl/ucx tcp"
-        assert f"{other.peer_info.engine_id} is on this host, but bytes take" in caplog.text
+        assert f"{other.peer_info.engine_id} is on this host, but its bytes travel" in caplog.text
     for end in ends:
         end.close()
 

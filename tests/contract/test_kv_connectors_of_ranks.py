@@ -27,7 +27,7 @@ from kvconnector.ranks.service import RankService, open_transport
 from kvconnector.ranks.transport import RanksTransport
 from kvconnector.transports.base import KVTransport
 from models.base import LayerCache
-from tests.fakes.kv_link import Kind, Link, numbers
+from tests.fakes.handoff.kv_link import Kind, Link, numbers
 
 pytestmark = pytest.mark.medium
 

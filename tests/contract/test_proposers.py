@@ -8,8 +8,9 @@ from baton.api.outputs import Completion
 from baton.engine_config import SPECULATIVE_METHODS
 from engine import LLM
 from engine.speculation import PROPOSERS
-from tests.fakes.drafters import options_of
-from tests.unit.engine.test_several_samples import DEMO, REQUESTS, SMALL
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.drafters import options_of
+from tests.unit.engine.test_several_samples import REQUESTS, SMALL
 
 pytestmark = pytest.mark.medium
 
@@ -20,7 +21,7 @@ def test_the_option_names_all_of_them() -> None:
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[Completion], int]:
-    llm = LLM(str(DEMO), **SMALL)
+    llm = LLM(str(DEMO_MODEL), **SMALL)
     return llm.generate(*REQUESTS), llm.engine.num_steps
 
 
@@ -43,11 +44,11 @@ def test_speculation_changes_no_token(
 ) -> None:
     expected, num_steps = plain
     llm = LLM(
-        str(DEMO),
+        str(DEMO_MODEL),
         async_scheduling=asynchronous,
         num_speculative_tokens=num_drafts,
         adaptive_speculation=adaptive,
-        **options_of(method, DEMO),
+        **options_of(method, DEMO_MODEL),
         **SMALL,
     )
     found = llm.generate(*REQUESTS)

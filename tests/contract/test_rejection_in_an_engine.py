@@ -14,7 +14,7 @@ import torch
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.speculation import PROPOSERS
-from tests.fakes import drafters
+from tests.fakes.engine import drafters
 from tests.property.num_examples import num_draws
 from tests.property.test_split_in_any_company import folder
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from router.fleet.fleet import Fleet
 from router.policies import POLICIES
 from router.policies.base import Placement, RouteQuery
-from tests.fakes.fleets import FleetBook, names
+from tests.fakes.router.fleets import FleetBook, names
 
 QUERY = RouteQuery(num_prompt_tokens=100, max_tokens=20)
 EVERY = pytest.mark.parametrize("name", POLICIES.names())

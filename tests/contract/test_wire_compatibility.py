@@ -23,7 +23,7 @@ from baton.link.node_end import NodeEnd
 from baton.link.words import NodeRole, protocol_problem
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, node_pb2_grpc, types_pb2
 from router.api.grpc.link_service import NodeLinkService
-from tests.fakes.nodes import make_pool, make_registration
+from tests.fakes.router.nodes import make_pool, make_registration
 from tools.record_wire import DESCRIPTORS, MESSAGES, top_messages
 
 RELEASES = sorted(path for path in (Path(__file__).parent / "wire").iterdir() if path.is_dir())

@@ -15,7 +15,7 @@ import pytest
 from baton.processes.child_processes import PYTHON_MODULE
 from tests.deploy.conftest import Document, render
 from tests.deploy.pods import Cluster, Pod, allowed_ports
-from tests.integration.conftest import DEMO_MODEL
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 logger = logging.getLogger(__name__)
 # (Processes that import torch, one after the other, on a machine that may be busy.)

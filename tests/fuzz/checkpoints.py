@@ -37,8 +37,9 @@ from baton.checkpoint.model_identity import folder_identity
 from baton.checkpoint.sampling_defaults import read_sampling_defaults
 from baton.text.tokenizer import Tokenizer
 from engine.offline.llm import LLM
-from tests.fakes.gguf_conversion import converted, write_checkpoint
-from tests.fakes.gguf_files import write_model
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.checkpoints.gguf_conversion import converted, write_checkpoint
+from tests.fakes.checkpoints.gguf_files import write_model
 from tests.numerics.gguf_families import GGUF_FAMILIES, SHAPE, common_fields
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
@@ -296,9 +297,8 @@ def make_original(kind: str, folder: Path) -> Path:
         return _make_gguf_of_family(folder, GGUF_KINDS[kind])
     model = make_hugging_face_model("Qwen2MoeForCausalLM" if kind == "moe" else "LlamaForCausalLM")
     save(model, folder, max_shard_size="20KB" if kind == "json" else "5GB")
-    demo = Path(__file__).parents[2] / "examples" / "demo_model"
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo / name, folder / name)
+        shutil.copy(DEMO_MODEL / name, folder / name)
     return folder
 
 

@@ -29,11 +29,11 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.registry import Registry
 from baton.text.tokenizer import Tokenizer
-from tests.fakes.asked_chats import AskedChat, Said, ask
-from tests.fakes.call_texts import read_calls, read_common_call
-from tests.fakes.drawn_schemas.drawn import DrawnSchema
-from tests.fakes.drawn_schemas.writers import draw_schema
-from tests.fakes.thinking_model import FAMILIES, write_thinking_model
+from tests.fakes.answers.asked_chats import AskedChat, Said, ask
+from tests.fakes.answers.call_texts import read_calls, read_common_call
+from tests.fakes.answers.drawn_schemas.drawn import DrawnSchema
+from tests.fakes.answers.drawn_schemas.writers import draw_schema
+from tests.fakes.checkpoints.thinking_model import FAMILIES, write_thinking_model
 from tests.fuzz.answer_writers.base import AnswerWriter, Written
 
 FORMS = ("schema", "regex", "required", "auto", "strict")

@@ -17,8 +17,8 @@ from baton.wire.types import sampling_params_to_proto
 from kvconnector.base import HandoffRecord
 from kvconnector.protocol import messages
 from kvconnector.transports.in_memory import InMemoryTransport
-from tests.fakes.kv_memories import memory_of
-from tests.fakes.nodes import make_registration
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.router.nodes import make_registration
 
 PARAMS = SamplingParams(
     max_tokens=7,

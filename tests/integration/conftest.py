@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeployment
 from sim_node.node import Simulation
-from tests.fakes.dead_engines import let_die
-from tests.fakes.tool_model import link_model_with_tools
-
-DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
-READY_TIMEOUT_S = 90.0
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.checkpoints.tool_model import link_model_with_tools
+from tests.fakes.engine.dead_engines import let_die
+from tests.fakes.processes.deployments import run_deployment
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +35,7 @@ def demo_model() -> Path:
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[LocalDeployment]:
     """One router, one prefill and one decode node; blocks and chunks small enough to matter."""
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        router_args=["--no-local-prefill"],  # what is tested is the split
-        node_args=["--dtype", "float32", "--long-prefill-token-threshold", "256"],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with run_deployment("--long-prefill-token-threshold", "256") as running:
         yield running
 
 
@@ -59,13 +50,10 @@ def model_with_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def api(model_with_tools: Path) -> Iterator[LocalDeployment]:
     """A router with HTTP and one pair of nodes."""
-    config = LocalDeploymentConfig(
-        model=str(model_with_tools),
-        listen=free_address(),
-        http_listen=free_address(),
+    with run_deployment(
+        model=model_with_tools,
+        http=True,
+        local_prefill=True,
         router_args=["--served-model-name", "demo"],
-        node_args=["--dtype", "float32"],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    ) as running:
         yield running

@@ -27,11 +27,10 @@ from baton.api.errors import RequestCancelledError
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeployment
 from baton.serving.rpc import bearer, open_sync_channel
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.processes.deployments import run_deployment
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(200)]
 
@@ -69,18 +68,15 @@ class Operator:
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeployment]:
     """Two decode nodes, and a token."""
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
+    with run_deployment(
+        # A node that gets a signal has no time to drain: a removed node has all that it needs.
+        "--drain-timeout-s",
+        "0",
         num_decode=2,
-        router_args=["--policy", "cost", "--no-local-prefill"],
-        # (No time to drain for who gets a signal: what is removed has all that it needs.)
-        node_args=["--dtype", "float32", "--drain-timeout-s", "0"],
+        router_args=["--policy", "cost"],
         log_folder=tmp_path_factory.mktemp("logs"),
         admin_token=TOKEN,
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    ) as running:
         yield running
 
 
@@ -324,7 +320,7 @@ def test_drain_under_load_loses_nothing_then_resume_serves_and_remove_ends_the_p
     assert operator.run("node", "d0", code=3) == "error: there is no node 'd0'\n"
     # The last decode node is busy for longer than somebody wants to wait.
     busy = asyncio.run(_drain_for_too_short_a_time(router, operator))
-    assert busy.startswith("error: d1 is draining after the time is up: d1 is draining: 1 requests")
+    assert busy.startswith("error: d1 is still draining after --timeout-s: d1 is draining: 1")
     operator.run("remove", "d1", "--force")
     assert operator.run("node", "d1", code=3) == "error: there is no node 'd1'\n"
     assert deployment.child("d1").process.wait(20) == 0

@@ -26,11 +26,12 @@ from safetensors.torch import load_file, save_file
 
 from baton import Client, SamplingParams
 from baton.api.errors import BatonError
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
-from tests.fakes.prometheus import NEEDS_PROMETHEUS, Prometheus, scraping, wait_for_targets
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.outside.prometheus import NEEDS_PROMETHEUS, Prometheus, scraping, wait_for_targets
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, run_deployment
+from tests.fakes.time.waiting import wait_until
 from tests.integration.test_prometheus import RULES
 
 pytestmark = [
@@ -191,35 +192,28 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     for pattern, shorter in SHORTER:
         rules = re.sub(pattern, shorter, rules)
     (folder / "rules.yaml").write_text(rules)
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        http_listen=free_address(),
+    targets = folder / "targets.json"
+    with run_deployment(
+        "--num-blocks", "200", "--kv-digests", "--engine-timeout-s", "0",
+        "--metrics-listen", "127.0.0.1:0", "--inject-faults", f"@{faults}",
+        "--drain-timeout-s", "5",
+        http=True,
         num_prefill=2,
         num_decode=2,
         router_args=[
-            "--no-local-prefill", "--pair-timeout-s", "1", "--return-timeout-s", "1",
-            "--max-queued-requests", "40",
-            # Who stands still for a second here waits for the processor, as often as not.
+            "--pair-timeout-s", "1", "--return-timeout-s", "1", "--max-queued-requests", "40",
+            # A node that stands still for a second here often waits for the processor.
             "--node-timeout-s", "4",
         ],
-        node_args=[
-            "--dtype", "float32", "--num-blocks", "200", "--kv-digests", "--engine-timeout-s", "0",
-            "--metrics-listen", "127.0.0.1:0", "--inject-faults", f"@{faults}",
-            "--drain-timeout-s", "5",
-        ],
         log_folder=folder / "logs",
-    )  # fmt: skip
-    targets = folder / "targets.json"
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
-        pages = {"baton-router": [config.http_listen], "baton-node": []}
+    ) as running:  # fmt: skip
+        pages = {"baton-router": [running.config.http_listen], "baton-node": []}
         with scraping(
             pages, folder, free_address(), folder / "rules.yaml", SCRAPE_S, targets_file=targets
         ) as prometheus:
             made = Fleet(running, prometheus, faults, folder)
             made.tell_targets()
-            with Load(config.listen, 2) as made.load:
+            with Load(running.config.listen, 2) as made.load:
                 wait_for_targets(prometheus, 1 + len(NODES))
                 time.sleep(20)  # so that windows are full
                 yield made

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from baton import AsyncClient, SamplingParams
 from baton.cli.app import app
 from baton.deployment.local_deployment import LocalDeployment
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.processes.free_address import free_address
-from tests.integration.conftest import DEMO_MODEL
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(240)]
 

@@ -13,22 +13,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 
 from baton import Client, SamplingParams
 from baton.api.errors import BatonError, ConfigError
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from baton.v1 import admin_pb2, admin_pb2_grpc
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from baton.deployment.local_deployment import LocalDeployment
+from tests.fakes.processes.deployments import (
+    READY_TIMEOUT_S,
+    described_nodes,
+    run_deployment,
+)
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 logger = logging.getLogger(__name__)
 
-TROUBLED = Path(__file__).parents[1] / "fakes" / "troubled_process"
+TROUBLED = Path(__file__).parents[1] / "fakes" / "processes" / "troubled_process"
 PARAMS = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7]
 NUM_CLIENTS = 2
@@ -49,17 +50,10 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeployment]:
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        num_prefill=2,
-        num_decode=2,
-        router_args=["--no-local-prefill"],
-        node_args=["--dtype", "float32", "--num-blocks", "400"],
-        log_folder=tmp_path_factory.mktemp("logs"),
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    logs = tmp_path_factory.mktemp("logs")
+    with run_deployment(
+        "--num-blocks", "400", num_prefill=2, num_decode=2, log_folder=logs
+    ) as running:
         yield running
 
 
@@ -117,7 +111,7 @@ def test_a_death_is_noticed_at_once_whatever_the_system_refuses(
         began_at = time.monotonic()
         file.write_text(f"{'none' if trouble == 'read-only root' else trouble}, {thread}")
         wait_until(
-            lambda: node not in node_names(address), "the router to miss it", timeout_s=NOTICED_S
+            lambda: node not in node_names(deployment), "the router to miss it", timeout_s=NOTICED_S
         )
         noticed_s = time.monotonic() - began_at
         wait_until(lambda: process.poll() is not None, "the end of the process", timeout_s=ENDED_S)
@@ -168,9 +162,6 @@ def tokens_of(client: Client) -> list[int]:
     return found
 
 
-def node_names(address: str) -> set[str]:
+def node_names(deployment: LocalDeployment) -> set[str]:
     """Return the names of the nodes that the router has."""
-    with grpc.insecure_channel(address) as channel:
-        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-        nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=5).nodes
-    return {node.node_name for node in nodes if not node.lost}
+    return {name for name, node in described_nodes(deployment).items() if not node.lost}

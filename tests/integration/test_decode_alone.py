@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import subprocess
 import sys
@@ -14,13 +13,11 @@ import grpc
 import pytest
 
 from baton import SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM
-from tests.fakes.deployments import complete_each
-from tests.fakes.foreign_model import make_foreign_model
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.checkpoints.foreign_model import make_foreign_model
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, complete_all, run_deployment
 
 pytestmark = [pytest.mark.thorough, pytest.mark.nixl, pytest.mark.timeout(400)]
 
@@ -34,19 +31,15 @@ def test_a_decode_node_without_prefill_nodes_equals_one_process(tmp_path: Path) 
     assert llm.tokenizer is not None
     text = llm.tokenizer.encode(GREEDY.__class__.__doc__ or "")
     prompts = [(text * 20)[7 * index : 7 * index + 1 + 43 * index] for index in range(16)]
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        num_prefill=0,
-        node_args=["--dtype", "float32", "--long-prefill-token-threshold", "256"],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
-        params = [GREEDY if index % 2 else SAMPLED for index in range(len(prompts))]
-        with foreign_node(config.listen, tmp_path) as foreign:
-            split = asyncio.run(complete_each(config.listen, prompts, params))
-            assert (foreign().health, foreign().num_requests) == ("not serving", 0)
-            assert "weights differs: it has " in foreign().health_why
+    params = [GREEDY if index % 2 else SAMPLED for index in range(len(prompts))]
+    chunks = ["--long-prefill-token-threshold", "256"]
+    with (
+        run_deployment(*chunks, num_prefill=0, local_prefill=True) as running,
+        foreign_node(running.config.listen, tmp_path) as foreign,
+    ):
+        split = complete_all(running, prompts, params)
+        assert (foreign().health, foreign().num_requests) == ("not serving", 0)
+        assert "weights differs: it has " in foreign().health_why
     for prompt, one, completion in zip(prompts, params, split, strict=True):
         [alone] = llm.generate([prompt], one)
         assert completion.token_ids == alone.token_ids

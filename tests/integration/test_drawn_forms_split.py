@@ -13,36 +13,29 @@ from typing import Any
 
 import pytest
 
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from tests.fakes.asked_chats import Said
+from baton.deployment.local_deployment import LocalDeployment
+from tests.fakes.answers.asked_chats import Said
+from tests.fakes.processes.deployments import run_deployment
+from tests.fakes.system.split_cases import FORM_FAMILIES
 from tests.fuzz.drawn_forms import FORMS, Asked, DrawnForms
-from tests.integration.conftest import READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(400)]
 
-FAMILIES = ("qwen3", "glm45", "gpt_oss")
 NUM_DRAWS = 4  # of each form, with and without a thought
 BUDGET = 150
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FORM_FAMILIES)
 def forms(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DrawnForms:
     return DrawnForms(request.param, tmp_path_factory.mktemp(request.param), seed=2)
 
 
 @pytest.fixture(scope="module")
 def deployment(forms: DrawnForms) -> Iterator[LocalDeployment]:
-    config = LocalDeploymentConfig(
-        model=str(forms.folder),
-        listen=free_address(),
-        http_listen=free_address(),
-        num_decode=2,
-        router_args=["--served-model-name", "tiny", "--no-local-prefill"],
-        node_args=["--dtype", "float32", "--num-blocks", "900"],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    names = ["--served-model-name", "tiny"]
+    with run_deployment(
+        "--num-blocks", "900", model=forms.folder, http=True, num_decode=2, router_args=names
+    ) as running:
         yield running
 
 

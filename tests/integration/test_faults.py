@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import run_deployment
 from tests.integration.test_storm import assert_nothing_is_held, storm
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]
@@ -18,20 +17,17 @@ pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]
 
 def test_a_storm_over_a_bad_network_ends_and_leaves_nothing_held() -> None:
     faults = "drop=0.03,delay=0ms-20ms,duplicate=0.05,reorder=0.05,fail_post=0.02,seed=4"
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        # Of a message that is lost nobody hears: the request ends at its deadline.
+    with run_deployment(
+        "--num-blocks", "150", "--max-num-requests", "16", "--inject-faults", faults,
+        local_prefill=True,
+        # Nobody hears of a lost message: the request ends at its deadline.
         router_args=["--request-timeout-s", "8"],
-        node_args=["--num-blocks", "150", "--max-num-requests", "16", "--inject-faults", faults],
-    )
-    with LocalDeployment(config) as deployment:
-        deployment.wait_ready(READY_TIMEOUT_S)
-        ends = asyncio.run(storm(config.listen, seed=3))
+    ) as deployment:  # fmt: skip
+        ends = asyncio.run(storm(deployment.config.listen, seed=3))
         assert ends.count("whole") > 0
         errors = {"DeadlineExceededError", "NodeUnavailableError", "OverloadedError"}
         assert set(ends) <= {"whole", "left"} | errors
-        assert_nothing_is_held(config.listen, num_nodes=2)
+        assert_nothing_is_held(deployment, num_nodes=2)
         for child in deployment.children:
             if child.name != "router":
                 assert "FAULTS ARE INJECTED" in child.log.read_text(encoding="utf-8")

@@ -22,7 +22,8 @@ from baton.processes.free_address import free_address
 from baton.processes.process import raise_descriptor_limit
 from baton.serving.rpc import open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(240)]
 

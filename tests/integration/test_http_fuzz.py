@@ -29,7 +29,8 @@ from router.api.anthropic_messages.request import CountTokensRequest, MessagesRe
 from router.api.http.schema import ChatRequest, CompletionRequest
 from router.api.http.tokenization import DetokenizeRequest, TokenizeRequest
 from router.api.openai_responses.request import ResponsesRequest
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S
 from tests.property.num_examples import num_examples
 
 pytestmark = pytest.mark.large

@@ -17,8 +17,8 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from baton.processes.free_address import free_address
-from tests.fakes.gguf_files import plain_vocabulary, write_gguf
-from tests.fakes.hub_server import HubServer, serve_hub
+from tests.fakes.checkpoints.gguf_files import plain_vocabulary, write_gguf
+from tests.fakes.outside.hub_server import HubServer, serve_hub
 
 pytestmark = pytest.mark.medium
 

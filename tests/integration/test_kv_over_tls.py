@@ -13,25 +13,28 @@ import psutil
 import pytest
 
 from baton import Client, SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.deployments import complete_all
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import (
+    complete_all,
+    described_nodes,
+    node_with,
+    run_deployment,
+)
+from tests.fakes.time.waiting import wait_until
 from tests.integration.test_recovery import (
     LONG_PROMPT,
     NODE_ARGS,
     PARAMS,
     Stream,
     all_blocks_free,
-    node_with,
-    nodes,
     send,
 )
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(300)]  # NIXL is not needed
 
+OVER_TLS = [*NODE_ARGS, "--kv-connector", "tls"]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 PROMPTS = [LONG_PROMPT[i * 20 : i * 20 + 1 + i * 30] for i in range(32)]
 
@@ -43,16 +46,7 @@ def llm() -> LLM:
 
 @pytest.fixture
 def deployment(request: pytest.FixtureRequest) -> Iterator[LocalDeployment]:
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        num_prefill=2,
-        num_decode=1,
-        router_args=["--no-local-prefill"],
-        node_args=[*NODE_ARGS, "--kv-connector", "tls", *getattr(request, "param", [])],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with run_deployment(*OVER_TLS, *getattr(request, "param", []), num_prefill=2) as running:
         yield running
 
 
@@ -83,7 +77,9 @@ def test_a_prefill_node_killed_in_the_middle_of_a_prompt(
         receipt = stream.deltas[-1].receipt
     assert receipt is not None
     assert receipt.num_attempts == 2
-    wait_until(lambda: nodes(deployment)["d0"].beat.num_free_blocks == 400, "all blocks free")
+    wait_until(
+        lambda: described_nodes(deployment)["d0"].beat.num_free_blocks == 400, "all blocks free"
+    )
 
 
 def test_blocks_of_a_prefill_node_that_stands_still_are_free_at_once(
@@ -94,12 +90,14 @@ def test_blocks_of_a_prefill_node_that_stands_still_are_free_at_once(
     with Client(deployment.config.listen) as client:
         stream = Stream(client, LONG_PROMPT)
         name = node_with(deployment, "p", lambda n: n.beat.num_running > 0)
-        wait_until(lambda: nodes(deployment)["d0"].beat.num_free_blocks < 400, "a grant")
+        wait_until(lambda: described_nodes(deployment)["d0"].beat.num_free_blocks < 400, "a grant")
         send(deployment, name, signal.SIGSTOP)
         try:
             assert stream.end() == expected
-            wait_until(lambda: nodes(deployment)["d0"].beat.num_free_blocks == 400, "free blocks")
-            assert not nodes(deployment)["d0"].beat.num_quarantined_blocks
+            wait_until(
+                lambda: described_nodes(deployment)["d0"].beat.num_free_blocks == 400, "free blocks"
+            )
+            assert not described_nodes(deployment)["d0"].beat.num_quarantined_blocks
         finally:
             send(deployment, name, signal.SIGCONT)
         deployment.wait_ready(20)  # every pair is connected again
@@ -112,18 +110,8 @@ def test_with_certificates_of_a_ca_both_ends_verify_them(tmp_path: Path, llm: LL
     folder = tmp_path / "certs"
     make = [sys.executable, "-m", "baton", "certs", "dev", "--out", str(folder)]
     subprocess.run(make, check=True)
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        num_prefill=1,
-        num_decode=1,
-        router_args=["--no-local-prefill"],
-        node_args=[*NODE_ARGS, "--kv-connector", "tls"],
-        tls_folder=folder,
-        log_folder=tmp_path / "logs",
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with run_deployment(*OVER_TLS, tls_folder=folder, log_folder=tmp_path / "logs") as running:
+        config = running.config
         with Client(config.listen, tls=config.tls_of("client")) as client:
             completion = client.generate(LONG_PROMPT, GREEDY)
     assert completion.token_ids == llm.generate([LONG_PROMPT], GREEDY)[0].token_ids

@@ -16,12 +16,13 @@ import pytest
 
 from baton import Client, SamplingParams
 from baton.api.errors import ConfigError
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import deployment_config
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(300)]
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 PROGRAM = """
 import sys
 from baton import LLM, SamplingParams
@@ -45,7 +46,7 @@ def tokens() -> str:
 
 
 def program(executor: str, tensor: int, stages: int) -> str:
-    return PROGRAM.format(model=str(DEMO), executor=executor, tensor=tensor, stages=stages)
+    return PROGRAM.format(model=str(DEMO_MODEL), executor=executor, tensor=tensor, stages=stages)
 
 
 def found(output: str) -> str:
@@ -150,14 +151,10 @@ def test_ray_places_ranks_as_actors(shape: tuple[int, int], tokens: str) -> None
 def test_ray_places_nodes_and_their_ranks(tokens: str) -> None:
     pytest.importorskip("ray")
     before = rays()
-    config = LocalDeploymentConfig(
-        model=str(DEMO),
-        listen=free_address(),
-        node_args=["--executor", "ray", "--kv-cache-memory", "32M"],
-        router_args=["--no-local-prefill"],
-        prefill_args=["--tensor-parallel-size", "2"],
-        ray_address="",
-    )
+    config = deployment_config(
+        "--executor", "ray", "--kv-cache-memory", "32M",
+        prefill_args=["--tensor-parallel-size", "2"], ray_address="",
+    )  # fmt: skip
     with LocalDeployment(config) as running:
         running.wait_ready(200)
         nodes = [running.child(name).process for name in ("p0", "d0")]

@@ -11,8 +11,8 @@ import pytest
 from baton import AsyncClient, Completion, SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.deployments import complete_all, split_deployment
-from tests.integration.conftest import DEMO_MODEL
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import complete_all, run_deployment
 
 pytestmark = [
     pytest.mark.nixl,
@@ -27,7 +27,7 @@ PROMPTS = [[2 + (7 * k + i) % 900 for i in range(50 + 60 * k)] for k in range(6)
 @pytest.mark.parametrize("lend_cores", [True, False])
 def test_a_request_alone_is_computed_on_the_cores_of_both_nodes(lend_cores: bool) -> None:
     alone = LLM(str(DEMO_MODEL), dtype="float32", num_threads=1).generate(PROMPTS, PARAMS)
-    with split_deployment(DEMO_MODEL, lend_cores=lend_cores) as running:
+    with run_deployment(lend_cores=lend_cores) as running:
         places = {name: placed_threads(running, name) for name in ("p0", "d0")}
         one_by_one = [complete(running.config.listen, prompt) for prompt in PROMPTS]
         new = {name: placed_threads(running, name) for name in ("p0", "d0")}

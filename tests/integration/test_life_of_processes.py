@@ -19,9 +19,10 @@ import pytest
 
 from baton import AsyncClient, Client, SamplingParams
 from baton.api.errors import NodeUnavailableError
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, deployment_config
 
 SOME = SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -57,7 +58,9 @@ def baton_up(
 def programs_of(up: subprocess.Popen[str]) -> list[psutil.Process]:
     """The router and the nodes, which may be children of a template."""
     children = psutil.Process(up.pid).children()
-    templates = [one for one in children if "baton.processes.program_template" in one.cmdline()]
+    # A template becomes a reaper when all nodes are ready.
+    names = ("program_template", "program_reaper")
+    templates = [one for one in children if any(name in str(one.cmdline()) for name in names)]
     forked = [program for template in templates for program in template.children()]
     return [one for one in children if one not in templates] + forked
 
@@ -118,10 +121,9 @@ def test_what_is_open_when_up_is_stopped_ends_by_itself(
 
 
 def test_a_second_ctrl_c_ends_at_once_what_would_take_its_time(tmp_path: Path) -> None:
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL), listen=free_address(), num_prefill=0, num_decode=0,
-        router_args=["--drain-delay-s", "60"], log_folder=tmp_path,
-    )  # fmt: skip
+    config = deployment_config(
+        num_prefill=0, num_decode=0, router_args=["--drain-delay-s", "60"], log_folder=tmp_path
+    )
     with LocalDeployment(config) as deployment:
         while "listens on" not in (tmp_path / "router.log").read_text():
             deployment.check()

@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from baton.processes.free_address import free_address
-from tests.fakes.sockets import Listening, listening
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.network.sockets import Listening, listening
+from tests.fakes.processes.deployments import READY_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "security.md"

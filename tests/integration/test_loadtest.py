@@ -11,21 +11,18 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton import Client, SamplingParams
-from baton.api.errors import BatonError
 from baton.processes.free_address import free_address
 from loadtest.load.generate import Lengths, Workload, gamma_arrivals, generate
 from loadtest.load.traces import write_trace
-from tests.fakes.load_servers import scripted_grpc
-from tests.fakes.load_targets import even
-from tests.integration.conftest import READY_TIMEOUT_S
+from tests.fakes.outside.load_servers import scripted_grpc
+from tests.fakes.outside.load_targets import even
+from tests.fakes.processes.deployments import wait_for_answer
 
 pytestmark = pytest.mark.large
 
@@ -73,18 +70,6 @@ def at(moved: dict[str, str], command: list[str]) -> list[str]:
     for before, after in moved.items():
         command = [word.replace(before, after) for word in command]
     return command
-
-
-def wait_for_answer(address: str) -> None:
-    give_up_at = time.monotonic() + READY_TIMEOUT_S
-    with Client(address) as client:
-        while True:
-            try:
-                client.generate([1, 2, 3], SamplingParams(max_tokens=2), timeout_s=10)
-                return
-            except BatonError:
-                assert time.monotonic() < give_up_at
-                time.sleep(0.2)
 
 
 @pytest.mark.timeout(500)
@@ -202,7 +187,7 @@ def test_requests_that_all_fail_are_counted_by_kind(
     done = baton("loadtest", "run", "--target", target, *options, *ANY_LAG, cwd=tmp_path)
     assert done.returncode == 1
     assert "10 x INVALID_ARGUMENT: " in done.stdout
-    assert done.stderr == "error: no request of the measured window came through\n"
+    assert done.stderr == "error: no request of the measured window succeeded\n"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import DEMO_MODEL
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.integration.test_loadtest import ANY_LAG, COMMANDS, at, baton
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(400)]

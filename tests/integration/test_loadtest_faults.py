@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import DEMO_MODEL
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.integration.test_loadtest import ANY_LAG, baton
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(300)]
@@ -48,7 +48,7 @@ def test_faults_come_at_their_times_and_leave_no_block(tmp_path: Path) -> None:
         (["--target", "x", "--find-max-goodput"], "--find-max-goodput: needs --slo, and --rate"),
         (
             ["--target", "x", "--find-max-goodput", "--slo", "ttft=1", "--save-requests", "r"],
-            "--save-requests: is of a single run",
+            "--save-requests: is for a single run",
         ),
     ],
 )

@@ -13,9 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from baton import AsyncClient, SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from baton.deployment.local_deployment import LocalDeployment
+from tests.fakes.processes.deployments import run_deployment
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 PROMPT, NUM_OUTPUTS, NUM_REQUESTS = [5, 6, 7] * 50, 20, 3
@@ -23,14 +22,7 @@ PROMPT, NUM_OUTPUTS, NUM_REQUESTS = [5, 6, 7] * 50, 20, 3
 
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[LocalDeployment]:
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        router_args=["--no-local-prefill"],  # each request is handed off, the first one too
-        node_args=["--dtype", "float32", "--metrics-listen", "127.0.0.1:0", "--no-prefix-cache"],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with run_deployment("--metrics-listen", "127.0.0.1:0", "--no-prefix-cache") as running:
         yield running
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from baton.checkpoint.packaged_model import SMOLLM2, fetch_packaged_model
 from baton.processes.free_address import free_address
-from tests.fakes.newcomers_site import (
+from tests.fakes.processes.newcomers_site import (
     BATON,
     DEMO_MODEL,
     KEY,

@@ -25,9 +25,9 @@ from openai.types.chat import ChatCompletionChunk
 from baton import SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.event_source import EventSourceReader
-from tests.fakes.tool_model import SAYS_A_CALL, SCHEMA, WEATHER
-from tests.fakes.waiting import wait_until
+from tests.fakes.checkpoints.tool_model import SAYS_A_CALL, SCHEMA, WEATHER
+from tests.fakes.network.event_source import EventSourceReader
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(180)]
 

@@ -6,13 +6,11 @@ import psutil
 import pytest
 import torch
 
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.kv.layers import PagedKV
-from baton.processes.free_address import free_address
 from engine.worker.host.pages_ahead import PagesAhead
 from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.processes.deployments import run_deployment
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 
@@ -26,13 +24,7 @@ def test_idle_nodes_find_memory_for_their_caches() -> None:
     spec = kv_cache_spec([PagedKV(4, 32)], 16, torch.float32)
     if not PagesAhead(allocate_kv_cache(spec, 1, torch.device("cpu"))).find(0):
         pytest.skip("a kernel without MADV_POPULATE_WRITE")
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        node_args=["--dtype", "float32", "--kv-cache-memory", "300M"],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with run_deployment("--kv-cache-memory", "300M", local_prefill=True) as running:
         for name in ("p0", "d0"):
             pid = running.child(name).process.pid
             wait_until(lambda pid=pid: largest_resident(pid) > 61 * 2**20)  # type: ignore[misc]

@@ -34,7 +34,8 @@ from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node import LegDelta, Node
 from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prompt_hashes import PromptHashes
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from baton import Client, SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
-from tests.fakes.prometheus import NEEDS_PROMETHEUS, Prometheus, scraping, wait_for_targets
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.outside.prometheus import NEEDS_PROMETHEUS, Prometheus, scraping, wait_for_targets
+from tests.fakes.processes.deployments import run_deployment
+from tests.fakes.time.waiting import wait_until
 from tools.dashboards import queries
 
 pytestmark = [
@@ -48,16 +48,11 @@ GAUGES = (
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """Run a Prometheus that scrapes a fleet under load."""
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        http_listen=free_address(),
-        router_args=["--no-local-prefill", *COMPAT],
-        node_args=["--dtype", "float32", "--metrics-listen", "127.0.0.1:0", *COMPAT],
-    )
     folder = tmp_path_factory.mktemp("prometheus")
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with run_deployment(
+        "--metrics-listen", "127.0.0.1:0", *COMPAT, http=True, router_args=COMPAT
+    ) as running:
+        config = running.config
         targets = {
             "baton-router": [config.http_listen],
             "baton-node": [page_of(running, name) for name in ("p0", "d0")],

@@ -17,9 +17,10 @@ from baton import Client, SamplingParams
 from baton.access.api_keys import entry_text
 from baton.api.errors import UnauthenticatedError
 from baton.checkpoint.packaged_model import SMOLLM2, fetch_packaged_model
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, run_deployment
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(180)]
 
@@ -33,17 +34,12 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeploymen
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     urgent = "limits = { most_urgent_priority = -1 }\n"
     keys.write_text(f"# Who may call.\n{entry_text(KEY, 'ali')}{urgent}", encoding="utf-8")
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        http_listen=free_address(),
-        router_args=[
-            "--api-keys-file", str(keys), "--served-model-name", "examples/demo_model",
-        ],
-        node_args=["--kv-cache-memory", "32M"],
-    )  # fmt: skip
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with run_deployment(
+        "--kv-cache-memory", "32M",
+        http=True,
+        local_prefill=True,
+        router_args=["--api-keys-file", str(keys), "--served-model-name", "examples/demo_model"],
+    ) as running:  # fmt: skip
         yield running
 
 

@@ -7,20 +7,18 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import grpc
 import pytest
 
 from baton import Client, SamplingParams, TextDelta
 from baton.api.errors import NodeUnavailableError
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from baton.v1 import admin_pb2, admin_pb2_grpc
+from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import described_nodes, node_with, run_deployment
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
@@ -29,7 +27,7 @@ LONG_PROMPT = [7 + (i * 31) % 4000 for i in range(1800)]
 SHORT_PROMPT = LONG_PROMPT[:40]
 # Small chunks, so that there is a middle of a prompt.
 NODE_ARGS = [
-    "--dtype", "float32", "--num-blocks", "400", "--long-prefill-token-threshold", "64",
+    "--num-blocks", "400", "--long-prefill-token-threshold", "64",
     "--metrics-listen", "127.0.0.1:0",
 ]  # fmt: skip
 
@@ -43,16 +41,13 @@ def expected() -> dict[int, tuple[int, ...]]:
 
 
 def start(num_prefill: int, num_decode: int, *router_args: str) -> Iterator[LocalDeployment]:
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
+    with run_deployment(
+        *NODE_ARGS,
+        local_prefill=True,
         num_prefill=num_prefill,
         num_decode=num_decode,
         router_args=router_args,
-        node_args=NODE_ARGS,
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    ) as running:
         yield running
 
 
@@ -97,26 +92,6 @@ class Stream:
             assert delta.output_index == len(token_ids)
             token_ids += delta.token_ids
         return tuple(token_ids)
-
-
-def nodes(deployment: LocalDeployment) -> dict[str, admin_pb2.NodeDescription]:
-    with grpc.insecure_channel(deployment.config.listen) as channel:
-        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-        return {n.node_name: n for n in stub.ListNodes(admin_pb2.ListNodesRequest()).nodes}
-
-
-def node_with(
-    deployment: LocalDeployment, role: str, is_it: Callable[[admin_pb2.NodeDescription], bool]
-) -> str:
-    """The node of a role ("p" or "d") that the request is on, as soon as it is."""
-    found: list[str] = []
-
-    def look() -> bool:
-        found[:] = [k for k, n in nodes(deployment).items() if k[0] == role and is_it(n)]
-        return bool(found)
-
-    wait_until(look, f"a node {role} with the request")
-    return found[0]
 
 
 def send(deployment: LocalDeployment, name: str, number: signal.Signals) -> None:
@@ -167,17 +142,17 @@ def test_a_stopped_decode_node_is_noticed_and_comes_back_by_itself(
         stream = Stream(client, SHORT_PROMPT)
         wait_until(lambda: len(stream.deltas) > 5, "token 6")
         name = node_with(two_decode_nodes, "d", lambda n: n.num_requests > 0)
-        engine_id = nodes(two_decode_nodes)[name].engine_id
+        engine_id = described_nodes(two_decode_nodes)[name].engine_id
         send(two_decode_nodes, name, signal.SIGSTOP)
         stopped_at = time.monotonic()
         try:
-            wait_until(lambda: nodes(two_decode_nodes)[name].lost, "lost")
+            wait_until(lambda: described_nodes(two_decode_nodes)[name].lost, "lost")
             assert time.monotonic() - stopped_at < 2.0
             assert stream.end() == expected[len(SHORT_PROMPT)]
         finally:
             send(two_decode_nodes, name, signal.SIGCONT)
         two_decode_nodes.wait_ready(20)  # every pair is connected again
-        assert nodes(two_decode_nodes)[name].engine_id == engine_id
+        assert described_nodes(two_decode_nodes)[name].engine_id == engine_id
         for _ in range(4):  # both decode nodes have their turn
             assert Stream(client, SHORT_PROMPT).end() == expected[len(SHORT_PROMPT)]
         wait_until(lambda: all_blocks_free(two_decode_nodes), "all blocks free")
@@ -186,7 +161,7 @@ def test_a_stopped_decode_node_is_noticed_and_comes_back_by_itself(
 def all_blocks_free(deployment: LocalDeployment) -> bool:
     return all(
         node.beat.num_free_blocks == 400 and not node.beat.num_quarantined_blocks
-        for node in nodes(deployment).values()
+        for node in described_nodes(deployment).values()
     )
 
 

@@ -27,7 +27,7 @@ from baton.processes.child_processes import PYTHON_MODULE
 from baton.processes.free_address import free_address
 from baton.serving.rpc import open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from tests.integration.conftest import DEMO_MODEL
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 logger = logging.getLogger(__name__)
 # (Processes that import torch, one after the other, on a machine that may be busy.)

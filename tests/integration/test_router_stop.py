@@ -20,7 +20,8 @@ from baton import AsyncClient, SamplingParams
 from baton.api.errors import NodeUnavailableError
 from baton.processes.free_address import free_address
 from sim_node.cluster import SimCluster
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S
 
 LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
 SOME = SamplingParams(max_tokens=600, ignore_eos=True)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.hosts import Hosts, can_make_hosts, hosts
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.network.hosts import Hosts, can_make_hosts, hosts
+from tests.fakes.processes.deployments import READY_TIMEOUT_S
 
 pytestmark = [
     pytest.mark.large,

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -16,9 +15,9 @@ from baton.api.errors import ConfigError
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.config import RouterConfig
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
-MODELS = (str(MODEL), str(MODEL.parent / "." / "demo_model") + "/")  # one model under two names
+MODELS = (str(DEMO_MODEL), f"{DEMO_MODEL}/")  # one model under two names
 
 
 @contextlib.contextmanager

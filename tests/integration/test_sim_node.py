@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,16 @@ import pytest
 
 import loadtest.load.generate as generate
 import loadtest.load.traces as traces
-from baton import AsyncClient, Client, Completion, SamplingParams
-from baton.api.errors import BatonError, NodeUnavailableError
+from baton import AsyncClient, Completion, SamplingParams
+from baton.api.errors import NodeUnavailableError
 from baton.checkpoint.model_folder import read_limits
 from baton.processes.free_address import free_address
 from sim_node.cluster import SimCluster
 from sim_node.faults import FaultSpec
 from sim_node.options import SimOptions
 from sim_node.sim_model import output_tokens
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, wait_for_answer
 
 pytestmark = pytest.mark.large
 
@@ -212,16 +212,3 @@ def test_the_commands_of_the_page_work() -> None:
         assert done.returncode == 0, done.stderr
     finally:
         assert [end(process) for process in reversed(processes)] == [0, 0]
-
-
-def wait_for_answer(address: str) -> None:
-    """Until nodes have joined and one of them answers."""
-    give_up_at = time.monotonic() + READY_TIMEOUT_S
-    with Client(address) as client:
-        while True:
-            try:
-                client.generate([1, 2, 3], SamplingParams(max_tokens=2), timeout_s=10)
-                return
-            except BatonError:
-                assert time.monotonic() < give_up_at
-                time.sleep(0.2)

@@ -18,9 +18,9 @@ from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess, start_time
 from kvconnector.transports.nixl.transport import NixlTransport
-from tests.fakes.kv_memories import memory_of
-from tests.fakes.unsealed import with_key
-from tests.fakes.waiting import wait_until
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.handoff.unsealed import with_key
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(120)]
 SHAPE = (128, 4, 2, 4, 64, 64)  # 64 MiB in blocks of 512 KiB
@@ -29,7 +29,7 @@ SENDER = f"""
 import base64, os, sys, threading, time, torch
 from kvconnector.transports.nixl.transport import NixlTransport
 from kvconnector.peer_info import PeerInfo
-from tests.fakes.kv_memories import memory_of
+from tests.fakes.handoff.kv_memories import memory_of
 transport = NixlTransport(f"p-{{os.getpid()}}", memory_of(torch.ones({SHAPE})))
 print(base64.b64encode(transport.peer_info.encode()).decode(), flush=True)
 peer = PeerInfo.decode(base64.b64decode(sys.stdin.readline()))

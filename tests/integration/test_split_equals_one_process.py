@@ -12,7 +12,7 @@ import transformers
 from baton import Completion, SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.deployments import complete_all
+from tests.fakes.processes.deployments import complete_all
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(400)]
 

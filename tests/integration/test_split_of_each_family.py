@@ -13,30 +13,18 @@ import pytest
 from baton import SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
 from loadtest.drills.audit import Auditor
-from tests.fakes.deployments import complete_all, split_deployment
-from tests.numerics.family_checkpoints import (
-    TinyCheckpoint,
-    make_tiny_checkpoint,
-    richest_variants,
-)
-from tests.numerics.family_hybrids import HYBRIDS
+from tests.fakes.processes.deployments import complete_all, run_deployment
+from tests.fakes.system.split_cases import FAMILY_CASES
+from tests.numerics.family_checkpoints import TinyCheckpoint, make_tiny_checkpoint
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 40
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-BLOCK_SIZE = 4
-# As long as a chunk, and so that some chunks end within a block.
-BLOCK_SIZES_OF_HYBRIDS = (16, 12)
-CASES = [
-    (architecture, variant, block_size)
-    for architecture, variant in richest_variants()
-    for block_size in (BLOCK_SIZE, *(BLOCK_SIZES_OF_HYBRIDS if architecture in HYBRIDS else ()))
-]
 QUIET_TIMEOUT_S = 20.0
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: ", ".join(map(str, case)))
+@pytest.fixture(scope="module", params=FAMILY_CASES, ids=lambda case: ", ".join(map(str, case)))
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TinyCheckpoint, int]:
@@ -54,14 +42,14 @@ def checkpoint(case: tuple[TinyCheckpoint, int]) -> TinyCheckpoint:
 @pytest.fixture(scope="module")
 def deployment(case: tuple[TinyCheckpoint, int]) -> Iterator[LocalDeployment]:
     """Blocks and chunks so small that every prompt is several of both."""
-    with split_deployment(
-        case[0].folder,
+    with run_deployment(
         "--block-size",
         str(case[1]),
         "--long-prefill-token-threshold",
         "16",
         "--kv-cache-memory",
         "16M",
+        model=case[0].folder,
     ) as running:
         yield running
 

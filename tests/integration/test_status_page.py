@@ -17,8 +17,9 @@ from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
 from baton.processes.child_processes import PYTHON_MODULE
 from baton.processes.free_address import free_address
-from tests.fakes.browser import CHROMIUM, Glance, SeenPage, look
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.outside.browser import CHROMIUM, Glance, SeenPage, look
+from tests.fakes.processes.deployments import READY_TIMEOUT_S
 
 pytestmark = [
     pytest.mark.large,

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from baton import Client, SamplingParams, StructuredOutput
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from baton.deployment.local_deployment import LocalDeployment
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, deployment_config
+from tests.fakes.time.waiting import wait_until
 from tests.integration.test_deaths import TROUBLED, node_names
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
@@ -41,12 +40,7 @@ def audit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def deployment(audit: Path) -> Iterator[LocalDeployment]:
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        router_args=["--no-local-prefill"],
-        node_args=["--dtype", "float32", "--num-blocks", "400"],
-    )
+    config = deployment_config("--num-blocks", "400")
     with pytest.MonkeyPatch.context() as patched:
         path = os.pathsep.join([str(TROUBLED), os.environ.get("PYTHONPATH", "")])
         patched.setenv("PYTHONPATH", path)
@@ -114,13 +108,11 @@ def stand_still(deployment: LocalDeployment, name: str) -> None:
     process = deployment.child(name).process
     process.send_signal(signal.SIGSTOP)
     try:
-        wait_until(
-            lambda: name not in node_names(deployment.config.listen), "the router to miss it"
-        )
+        wait_until(lambda: name not in node_names(deployment), "the router to miss it")
         time.sleep(STANDSTILL_S - 1.0)  # its peer misses it, too
     finally:
         process.send_signal(signal.SIGCONT)
-    wait_until(lambda: name in node_names(deployment.config.listen), "the node to be back")
+    wait_until(lambda: name in node_names(deployment), "the node to be back")
     deployment.wait_ready(READY_TIMEOUT_S)
 
 

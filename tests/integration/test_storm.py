@@ -8,14 +8,15 @@ import random
 import time
 from collections.abc import Iterator
 
-import grpc
 import pytest
 
 from baton import AsyncClient, BatonError, SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from baton.v1 import admin_pb2, admin_pb2_grpc
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from baton.deployment.local_deployment import LocalDeployment
+from tests.fakes.processes.deployments import (
+    described_nodes,
+    held_by,
+    run_deployment,
+)
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]
 
@@ -25,15 +26,10 @@ NUM_REQUESTS = 60
 @pytest.fixture(scope="module", params=["--no-async-scheduling", "--async-scheduling"])
 def deployment(request: pytest.FixtureRequest) -> Iterator[LocalDeployment]:
     """Two nodes of each kind with so few blocks that requests wait for each other."""
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        num_prefill=2,
-        num_decode=2,
-        node_args=["--num-blocks", "150", "--max-num-requests", "16", request.param],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    with run_deployment(
+        "--num-blocks", "150", "--max-num-requests", "16", request.param,
+        local_prefill=True, num_prefill=2, num_decode=2,
+    ) as running:  # fmt: skip
         yield running
 
 
@@ -65,19 +61,16 @@ async def storm(address: str, seed: int) -> list[str]:
         return await asyncio.wait_for(asyncio.gather(*calls), timeout=120)
 
 
-def assert_nothing_is_held(address: str, num_nodes: int) -> None:
+def assert_nothing_is_held(deployment: LocalDeployment, num_nodes: int) -> None:
     """Every block of every node is free, within a few seconds."""
     give_up_at = time.monotonic() + 10
     while True:
         held = {}
-        with grpc.insecure_channel(address) as channel:
-            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-            nodes = stub.ListNodes(admin_pb2.ListNodesRequest()).nodes
-            for node in nodes:
-                asked = admin_pb2.NodeRequest(node=node.node_name)
-                answer = stub.ListNodeRequests(asked, timeout=20)
-                if answer.requests or answer.num_free_blocks != answer.num_blocks:
-                    held[node.node_name] = answer
+        nodes = described_nodes(deployment)
+        for name in nodes:
+            answer = held_by(deployment, name)
+            if answer.requests or answer.num_free_blocks != answer.num_blocks:
+                held[name] = answer
         if len(nodes) == num_nodes and not held:
             return
         assert time.monotonic() < give_up_at, f"{len(nodes)} nodes, held: {held}"
@@ -90,7 +83,7 @@ def test_cancels_and_deadlines_leave_no_block_held(deployment: LocalDeployment) 
     # Refused: the router saw that a deadline could not be kept.
     assert {"whole", "left", "DeadlineExceededError"} <= set(ends)
     assert set(ends) <= {"whole", "left", "DeadlineExceededError", "OverloadedError"}
-    assert_nothing_is_held(address, num_nodes=4)
+    assert_nothing_is_held(deployment, num_nodes=4)
 
 
 def test_a_killed_prefill_node_leaves_no_block_held(deployment: LocalDeployment) -> None:
@@ -107,4 +100,4 @@ def test_a_killed_prefill_node_leaves_no_block_held(deployment: LocalDeployment)
     errors = {"DeadlineExceededError", "NodeUnavailableError", "OverloadedError"}
     assert set(ends) <= {"whole", "left"} | errors
     assert ends.count("whole") > 0
-    assert_nothing_is_held(address, num_nodes=3)
+    assert_nothing_is_held(deployment, num_nodes=3)

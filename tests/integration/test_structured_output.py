@@ -22,8 +22,8 @@ from router.intake.answers.call_forms import Function
 from router.intake.parsers import TOOL_CALL_PARSERS
 from router.intake.parsers.base import ParserContext
 from router.intake.parsers.choice import OutputParsers
-from tests.fakes.parsed_outputs import parse
-from tests.fakes.structured_cases import MAX_TOKENS, Case, make_cases
+from tests.fakes.answers.parsed_outputs import parse
+from tests.fakes.answers.structured_cases import MAX_TOKENS, Case, make_cases
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(400)]
 

@@ -12,11 +12,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import Client, SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from baton.v1 import admin_pb2, admin_pb2_grpc
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.processes.deployments import (
+    READY_TIMEOUT_S,
+    described_nodes,
+    run_deployment,
+)
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]
 
@@ -25,24 +26,18 @@ ENGINE_TIMEOUT_S = 1.5
 
 
 def test_an_engine_that_hangs_while_its_process_beats_is_found_out(tmp_path: Path) -> None:
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        num_prefill=1,
-        num_decode=2,
-        router_args=("--engine-timeout-s", str(ENGINE_TIMEOUT_S), "--no-local-prefill"),
-        node_args=["--num-blocks", "400"],
-    )
+    router_args = ["--engine-timeout-s", str(ENGINE_TIMEOUT_S)]
     os.environ["BATON_DUMP_FOLDER"] = str(tmp_path)
     try:
-        with LocalDeployment(config) as running:
-            running.wait_ready(READY_TIMEOUT_S)
+        with run_deployment(
+            "--num-blocks", "400", num_decode=2, router_args=router_args
+        ) as running:
             running.restart("d0", "--inject-faults", "hang_engine=40", "--engine-timeout-s", "12")
             running.wait_ready(READY_TIMEOUT_S)
-            longest_s, met_it = stream_until_it_hangs(config.listen)
+            longest_s, met_it = stream_until_it_hangs(running.config.listen)
             assert met_it
             assert longest_s < 8.0  # and not the deadline of ten minutes
-            (node,) = (n for n in nodes(config.listen) if n.node_name == "d0")
+            node = described_nodes(running)["d0"]
             assert node.health == "stuck"
             with grpc.insecure_channel(node.address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
@@ -72,9 +67,3 @@ def stream_until_it_hangs(address: str) -> tuple[float, bool]:
             if receipt is not None and receipt.num_attempts > 1:
                 return longest_s, True
     return longest_s, False
-
-
-def nodes(address: str) -> list[admin_pb2.NodeDescription]:
-    with grpc.insecure_channel(address) as channel:
-        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
-        return list(stub.ListNodes(admin_pb2.ListNodesRequest()).nodes)

@@ -14,9 +14,9 @@ import pytest
 from baton import Client, Completion, SamplingParams
 from baton.access.api_keys import entry_text
 from baton.api.errors import InvalidRequestError, OverloadedError
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from baton.deployment.local_deployment import LocalDeployment
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import run_deployment
 
 pytestmark = pytest.mark.large
 
@@ -42,16 +42,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeployment]:
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     tables = [entry_text(key_of(name), name) + more + "\n" for name, more in KEYS.items()]
     keys.write_text("\n".join(tables), encoding="utf-8")
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
-        http_listen=free_address(),
-        router_args=["--no-local-prefill", "--api-keys-file", str(keys)],
-        node_args=["--dtype", "float32"],
-        admin_token="made for this test",
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    router_args = ["--api-keys-file", str(keys)]
+    with run_deployment(
+        http=True, router_args=router_args, admin_token="made for this test"
+    ) as running:
         yield running
 
 

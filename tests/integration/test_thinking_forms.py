@@ -19,9 +19,9 @@ from baton.api.outputs import FinishReason
 from baton.text.tokenizer import Tokenizer
 from engine import LLM
 from engine.core.request import Request
-from tests.fakes.asked_chats import AskedChat, Said, ask
-from tests.fakes.structured_cases import make_schema
-from tests.fakes.thinking_model import FAMILIES, write_thinking_model
+from tests.fakes.answers.asked_chats import AskedChat, Said, ask
+from tests.fakes.answers.structured_cases import make_schema
+from tests.fakes.checkpoints.thinking_model import FAMILIES, write_thinking_model
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(400)]
 

@@ -19,15 +19,14 @@ import pytest
 
 from baton import Client, Completion, SamplingParams, StructuredOutput, Thinking
 from baton.api.outputs import TextDelta
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.thinking_model import write_thinking_model
-from tests.integration.conftest import READY_TIMEOUT_S
+from tests.fakes.checkpoints.thinking_model import write_thinking_model
+from tests.fakes.processes.deployments import run_deployment
+from tests.fakes.system.split_cases import THINKING_FAMILIES
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
-FAMILIES = ("qwen3", "deepseek_r1", "gpt_oss")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -42,7 +41,7 @@ BUDGET = 30
 TOOL = {"name": "look", "parameters": SCHEMA, "strict": True}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=THINKING_FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family: str = request.param
     return write_thinking_model(tmp_path_factory.mktemp(family), family)
@@ -50,16 +49,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def deployment(model: Path) -> Iterator[LocalDeployment]:
-    config = LocalDeploymentConfig(
-        model=str(model),
-        listen=free_address(),
-        http_listen=free_address(),
-        num_decode=2,
-        router_args=["--served-model-name", "tiny", "--no-local-prefill"],
-        node_args=["--dtype", "float32", "--num-blocks", "600"],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    names = ["--served-model-name", "tiny"]
+    with run_deployment(
+        "--num-blocks", "600", model=model, http=True, num_decode=2, router_args=names
+    ) as running:
         yield running
 
 
@@ -191,7 +184,7 @@ def test_what_is_wrong_is_refused_with_one_line(client: Any) -> None:
         ({"thinking_token_budget": -1}, "thinking_token_budget: must be a whole number from 0 to"),
         (
             {"reasoning": {"max_tokens": 3}, "thinking_token_budget": 4},
-            "thinking_token_budget: must be as reasoning.max_tokens, got 4",
+            "thinking_token_budget: must equal reasoning.max_tokens, got 4",
         ),
     ):
         with pytest.raises(openai.BadRequestError, match=message):

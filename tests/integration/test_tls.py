@@ -24,12 +24,13 @@ import pytest
 from baton import AsyncClient, Client, SamplingParams
 from baton.access.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
 from baton.access.tls import TlsOptions, client_context, read_material
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from baton.wire import types as wire_types
-from tests.fakes.certificates import Authority, replace
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.network.certificates import Authority, replace
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, deployment_config
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(240)]
 
@@ -52,12 +53,11 @@ class System:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         write_dev_certificates(folder, HOLDERS, days=1)
-        self.config = LocalDeploymentConfig(
-            model=str(DEMO_MODEL),
-            listen=free_address(),
-            http_listen=free_address(),
-            router_args=["--no-local-prefill", "--served-model-name", "demo"],
-            node_args=["--dtype", "float32", "--metrics-listen", "127.0.0.1:0"],
+        self.config = deployment_config(
+            "--metrics-listen",
+            "127.0.0.1:0",
+            http=True,
+            router_args=["--served-model-name", "demo"],
             tls_folder=folder,
             log_folder=folder / "logs",
         )

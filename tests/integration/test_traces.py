@@ -15,16 +15,14 @@ import pytest
 
 from baton import Client, SamplingParams
 from baton.api.outputs import Receipt
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
-from tests.fakes.otlp_collector import OtlpCollector, TakenSpan, Trace
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from baton.deployment.local_deployment import LocalDeployment
+from tests.fakes.outside.otlp_collector import OtlpCollector, TakenSpan, Trace
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, deployment_config, node_with
+from tests.fakes.time.waiting import wait_until
 from tests.integration.test_recovery import (
     LONG_PROMPT,
     SHORT_PROMPT,
     Stream,
-    node_with,
     send,
 )
 
@@ -32,7 +30,7 @@ pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 PROMPT = [7 + (i * 31) % 4000 for i in range(600)]
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-NODE_ARGS = ["--dtype", "float32", "--num-blocks", "400", "--long-prefill-token-threshold", "128"]
+NODE_ARGS = ["--num-blocks", "400", "--long-prefill-token-threshold", "128"]
 WITHIN_S = 1e-3
 
 
@@ -45,24 +43,15 @@ def collector() -> Iterator[OtlpCollector]:
 def start(
     collector: OtlpCollector, num_prefill: int = 1, num_decode: int = 1, *router_args: str
 ) -> LocalDeployment:
-    traced = ["--trace-endpoint", collector.endpoint]
+    traced = ["--trace-endpoint", collector.endpoint, "--log-level", "debug"]
     return LocalDeployment(
-        LocalDeploymentConfig(
-            model=str(DEMO_MODEL),
-            listen=free_address(),
-            http_listen=free_address(),
+        deployment_config(
+            *traced,
+            *NODE_ARGS,
+            http=True,
             num_prefill=num_prefill,
             num_decode=num_decode,
-            router_args=[
-                *traced,
-                "--log-level",
-                "debug",
-                "--no-local-prefill",
-                "--served-model-name",
-                "demo",
-                *router_args,
-            ],
-            node_args=[*traced, "--log-level", "debug", *NODE_ARGS],
+            router_args=[*traced, "--served-model-name", "demo", *router_args],
         )
     )
 

@@ -17,11 +17,12 @@ from baton.api.errors import BatonError
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
-from tests.fakes.foreign_model import make_foreign_model
-from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.checkpoints.foreign_model import make_foreign_model
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, deployment_config
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = pytest.mark.large
 
@@ -35,15 +36,11 @@ SPREAD = ("--policy", "round_robin")  # other policies may find one node the bes
 def deployment(tmp_path: Path) -> Iterator[tuple[LocalDeployment, str]]:
     """Two decode nodes, and a second router that all nodes join."""
     second = free_address()
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
+    config = deployment_config(
+        "--router", second, "--node-token", "t", "--drain-timeout-s", "60",
+        local_prefill=True,
         num_decode=2,
         router_args=["--node-token", "t", *SPREAD],
-        node_args=[
-            "--dtype", "float32", "--router", second, "--node-token", "t",
-            "--drain-timeout-s", "60",
-        ],
         log_folder=tmp_path,
         admin_token=KEY,
     )  # fmt: skip

@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from baton import Client, Completion, SamplingParams
-from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.deployment.local_deployment import LocalDeployment
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import run_deployment
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 
@@ -27,16 +27,14 @@ PROMPT_B = "class Stack:\n    def push(self, item):\n"
 @pytest.fixture(scope="module")
 def two_prefill_nodes() -> Iterator[LocalDeployment]:
     """Requests go to the prefill nodes in turn."""
-    config = LocalDeploymentConfig(
-        model=str(DEMO_MODEL),
-        listen=free_address(),
+    with run_deployment(
+        "--kv-cache-memory",
+        "128M",
+        local_prefill=True,
         num_prefill=2,
-        # A stopped node is to be waited for.
+        # The router must wait for a stopped node.
         router_args=["--policy", "round_robin", "--node-timeout-s", "120"],
-        node_args=["--dtype", "float32", "--kv-cache-memory", "128M"],
-    )
-    with LocalDeployment(config) as running:
-        running.wait_ready(READY_TIMEOUT_S)
+    ) as running:
         yield running
 
 

@@ -1,13 +1,12 @@
 """Steps with prompts as graphs compute them: by layers, padded, with tiles that are filled later.
 
 Without a GPU the operators and kernels of each layer are recorded, and run again over the same
-memory by Triton's interpreter; see `tests/fakes/recorded_pieces.py`.
+memory by Triton's interpreter; see `tests/fakes/engine/recorded_pieces.py`.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,13 +30,13 @@ from engine.worker.model_runner import NO_HOOKS
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
 from models.parallel.group import ALONE
-from tests.fakes.recorded_pieces import RecordedPieces
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.recorded_pieces import RecordedPieces
 from tests.kernels.conftest import DEVICE
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
 pytestmark = pytest.mark.medium
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
 SHAPE: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "layer_types": None,
@@ -59,7 +58,7 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 def model() -> Any:
     """A network of random weights."""
     torch.manual_seed(5)
-    values = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
+    values = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
     config = ModelConfig.from_dict(values | SHAPE)
     made = DecoderForCausalLM(config)
     with torch.no_grad():

@@ -21,15 +21,16 @@ from engine import LLM
 from engine.executors.uniproc import worker_of
 from engine.worker.cuda_graphs import StepGraphs
 from engine.worker.graph_capture import DeviceCapture
-from engine.worker.graph_inputs import StagedStep
+from engine.worker.inputs.prepared_step import StagedStep
 from engine.worker.make_runner import make_model_runner
-from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.drafting_executor import DraftingExecutor, outputs_of
 from tests.kernels.conftest import DEVICE
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = pytest.mark.large
 
-MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "demo_model")
+MODEL = str(DEMO_MODEL)
 SMALL: dict[str, Any] = {
     "attention_backend": "triton",
     "dtype": "float32",

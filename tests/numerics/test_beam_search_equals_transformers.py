@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from engine import LLM
 from engine.offline.beam_search import BeamCompletion, EarlyStopping
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = pytest.mark.large
 
-DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 VOCAB_SIZE = 61
 MAX_MODEL_LEN = 128
 PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(40)]

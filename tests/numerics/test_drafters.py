@@ -23,7 +23,7 @@ from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.core.request import Request
 from engine.worker.drafting import layers
-from tests.fakes.drafters import drafter_folder
+from tests.fakes.engine.drafters import drafter_folder
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = pytest.mark.medium

@@ -25,8 +25,8 @@ from models import ModelConfig, load_model
 from models.cpu.packing import CpuPacker
 from models.layers.linear import PackedLinear
 from models.loading.gguf_weights import read_gguf
-from tests.fakes.gguf_files import stored, write_gguf, write_model
-from tests.fakes.vocabularies import VOCABULARIES, random_text
+from tests.fakes.checkpoints.gguf_files import stored, write_gguf, write_model
+from tests.fakes.checkpoints.vocabularies import VOCABULARIES, random_text
 from tests.numerics.tiny_models import (
     hugging_face_logits,
     make_hugging_face_model,

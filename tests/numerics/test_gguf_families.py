@@ -1,6 +1,6 @@
 """A GGUF file of every architecture: its fields, its tensors and its tokens are the checkpoint's.
 
-A file is converted by tests/fakes/gguf_conversion.py from a checkpoint that transformers makes.
+transformers makes a checkpoint, and tests/fakes/checkpoints/gguf_conversion.py converts it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,19 @@ from engine import LLM
 from models import ModelConfig
 from models.loading.gguf_weights import read_gguf
 from models.recipe import AttentionSpec
-from tests.fakes.gguf_conversion import converted, write_checkpoint
+from tests.fakes.checkpoints.gguf_conversion import converted, write_checkpoint
 from tests.numerics.gguf_families import GGUF_FAMILIES, SHAPE, common_fields
+from tests.numerics.gguf_table import CASES, PAGE, is_in_gate, table
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
-KINDS = ("F32", "F16", "Q8_0", "Q4_K")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1, 8, 2, 8]]
 NUM_TOKENS = 8
 # A file has its tensors' dtype, names ends of outputs otherwise, and has no layers that predict
 # several tokens.
 NOT_COMPARED = ("dtype", "eos_token_ids", "num_mtp_layers")
-# Every architecture with one kind of storage and number of parts; gpt-oss with its own besides.
-CASES = [
-    pytest.param(
-        *(name, kind, num_parts),
-        marks=()
-        if (kind, num_parts) == (KINDS[index % len(KINDS)], 1 + 2 * (index % 2))
-        else pytest.mark.thorough,
-    )
-    for index, name in enumerate(GGUF_FAMILIES)
-    for kind in KINDS
-    for num_parts in (1, 3)
-] + [("gpt-oss", "MXFP4", 1)]
+MARKED_CASES = [
+    pytest.param(*case, marks=() if is_in_gate(case) else pytest.mark.thorough) for case in CASES
+]
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +102,11 @@ def test_every_architecture_has_a_row() -> None:
     assert {name.partition(" ")[0] for name in GGUF_FAMILIES} == set(ARCHITECTURES.names())
 
 
+def test_the_page_lists_every_case() -> None:
+    """After a change of the cases: run the program in `gguf_table`."""
+    assert table(CASES) in PAGE.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", GGUF_FAMILIES)
 def test_a_file_says_what_config_json_says(name: str, tmp_path: Path, made: Any) -> None:
     case, folder = made(name)
@@ -133,7 +129,7 @@ def test_a_file_says_what_config_json_says(name: str, tmp_path: Path, made: Any)
     assert tokens(str(path)) == tokens(str(folder)) == by_transformers(case.theirs)
 
 
-@pytest.mark.parametrize(("name", "kind", "num_parts"), CASES)
+@pytest.mark.parametrize(("name", "kind", "num_parts"), MARKED_CASES)
 def test_tensors_and_tokens_are_those_of_the_file(
     name: str, kind: str, num_parts: int, tmp_path: Path, made: Any
 ) -> None:

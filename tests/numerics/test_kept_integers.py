@@ -26,7 +26,7 @@ from models.loading.gguf_blocks import unpack_blocks
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, open_safetensors
 from models.quantization import QuantizationConfig
-from tests.fakes.gguf_files import RANDOM_KINDS, stored, write_model
+from tests.fakes.checkpoints.gguf_files import RANDOM_KINDS, stored, write_model
 from tests.numerics.test_quantized_checkpoints import (
     COLUMNS,
     ROWS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,6 @@ LENGTHS, MAX_MODEL_LEN = (1, 17, 190, 250, 590), 640
 FP8 = torch.float8_e4m3fn
 
 needs_native = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def make_folder(folder: Path, variant: str = "groups, YaRN", **overrides: Any) -> Path:

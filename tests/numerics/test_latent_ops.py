@@ -5,7 +5,7 @@ Refuses to know: layers, models (``test_latent_attention.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -28,15 +28,10 @@ BACKENDS = ("reference", "cpu", "native")
 # taken where they lie: wide ones, and bfloat16 by matrices.
 SHAPES = ((2, 32, 8), (16, 64, 16), (9, 20, 6), (12, 256, 64), (35, 512, 64))
 
-pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
-
-
-@pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("threads"),
+    pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here"),
+]
 
 
 class Texts:

@@ -24,7 +24,7 @@ from baton_kernels.native.ops import _CODES, _E2M1, _FORMATS
 from tests.numerics.test_native_ops import draw_integers
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "fakes" / "linear_program.c"
+PROGRAM = ROOT / "tests" / "fakes" / "engine" / "linear_program.c"
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-w")
 ARM = (("aarch64-linux-gnu-gcc",), ("qemu-aarch64", "-cpu", "max"))
 X86 = (("x86_64-linux-gnu-gcc",), ("qemu-x86_64", "-cpu", "max"))

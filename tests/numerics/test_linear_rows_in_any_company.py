@@ -5,7 +5,7 @@ Refuses to know: attention (``test_rows_in_any_company.py``), how weights are pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,15 +18,10 @@ from tests.numerics.tolerances import assert_close
 MOST_ROWS = 70
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
-
-
-@pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("threads"),
+    pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here"),
+]
 
 
 def check(op: Callable[[Tensor], Tensor], rows: Tensor) -> None:

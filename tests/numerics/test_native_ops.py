@@ -5,7 +5,7 @@ Refuses to know: which model would call them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -34,13 +34,10 @@ pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+def two_threads(threads_as_before: None) -> None:
     """Small inputs stay on one thread by themselves; the others must be cut right."""
-    before = torch.get_num_threads()
     torch.manual_seed(0)
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -99,6 +96,11 @@ def test_add_rms_norm_with_a_wide_weight_and_a_factor(
     close(native.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     total = native.scaled_add(x, residual, factor)
     close(total, reference.scaled_add(x, residual, factor))
+    for add_rows in (native.add_rows, reference.add_rows):
+        summed = residual.clone()
+        add_rows(summed[1:], x[1:])
+        assert torch.equal(summed[:1], residual[:1])
+        assert torch.equal(summed[1:], (residual + x)[1:])
 
 
 @TYPES

@@ -23,9 +23,9 @@ from models.fields import Fields
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, open_safetensors
 from models.quantization import QuantizationConfig, parse_quantization
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tools.quantized_samples import digest
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 SAMPLES = {path.stem: path for path in Path(__file__).with_name("samples").glob("*.safetensors")}
 
 
@@ -85,7 +85,7 @@ def test_rows_of_float8_as_meta_has_them() -> None:
 
 
 def test_modelopt_may_say_what_it_did_in_a_file_of_its_own(tmp_path: Path) -> None:
-    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
     beside = {"producer": {"name": "modelopt"}, "quantization": said}
@@ -225,7 +225,7 @@ def test_the_last_columns_of_a_row_may_be_a_group_of_fewer() -> None:
     assert torch.equal(weight[:, :128], scales[:1].T.expand(rows, 128))
     assert torch.equal(weight[:, 128:], scales[1:].T.expand(rows, 64))
     other = QuantizationConfig("gptq", group_size=64)  # the rest's; 192 is no multiple of 96 then
-    with pytest.raises(ModelLoadError, match="2 groups of 192 columns: of which size is not known"):
+    with pytest.raises(ModelLoadError, match="2 groups of 192 columns: the group size is unknown"):
         read_one(parts, other).read()
 
 

@@ -5,7 +5,6 @@ Refuses to know: layers and engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,14 +22,7 @@ NATIVE = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native ker
 LENGTHS = (1, 2, 3, 40, 17)
 NAN = float("nan")
 
-
-@pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.manual_seed(0)
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def assert_equal(actual: Tensor, expected: Tensor) -> None:

@@ -12,7 +12,7 @@ import functools
 import os
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,10 @@ from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton_kernels import dispatch
 from engine import LLM
+from tests.fakes.system.split_cases import NUMBERS
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
-KINDS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "float16": {"dtype": "float16"},
-    "int8 weights": {"dtype": "bfloat16", "weights": "int8"},
-    "int4 weights": {"dtype": "float32", "weights": "int4"},
-    "fp8 weights": {"dtype": "bfloat16", "weights": "fp8"},
-    "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
-}
+KINDS = NUMBERS | {"int4 weights": {"dtype": "float32", "weights": "int4"}}
 MODELS = {
     "full attention": ("MistralForCausalLM", None),
     "sliding window": ("MistralForCausalLM", 210),
@@ -106,13 +99,6 @@ def draw_requests(random_: random.Random) -> tuple[list[list[int]], list[Samplin
 def results(completions: Sequence[Completion]) -> list[object]:
     """Floats are compared as they are: one bit is a difference."""
     return [(one.token_ids, one.logprobs, one.prompt_logprobs) for one in completions]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def cases() -> list[Any]:

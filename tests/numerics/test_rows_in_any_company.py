@@ -5,7 +5,7 @@ Refuses to know: engines and requests (``test_results_in_any_company.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -34,13 +34,6 @@ KINDS = {
 }
 
 pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class Texts:

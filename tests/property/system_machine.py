@@ -25,10 +25,10 @@ from kvconnector.peer_process import PeerProcess
 from models import load_model
 from prefill_node.options import PushMode
 from router.policies import POLICIES
-from tests.fakes.cache_contents import contents_of
-from tests.fakes.checked_client import Client
-from tests.fakes.system_setup import Setup
-from tests.fakes.whole_system import IDENTITY, System, num_pairs
+from tests.fakes.engine.cache_contents import contents_of
+from tests.fakes.system.checked_client import Client
+from tests.fakes.system.system_setup import Setup
+from tests.fakes.system.whole_system import IDENTITY, System, num_pairs
 from tests.property.test_handoff import folder, prompt_of, reference, reference_kv
 
 MAX_PROMPT_TOKENS = 18
@@ -58,7 +58,7 @@ def known_contents() -> dict[BlockHash, torch.Tensor]:
     contents: dict[BlockHash, torch.Tensor] = {}
     for salt in SALTS:
         kv = ((p, reference_kv(tuple(p))) for p in prompts)
-        contents |= contents_of(reference().engine.compatibility | IDENTITY, kv, salt)
+        contents |= contents_of({**reference().engine.compatibility, **IDENTITY}, kv, salt)
     return contents
 
 

@@ -18,8 +18,8 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
 from router.calls.recovery.retry_budget import RetryOptions
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, HandNode, failure, token
-from tests.fakes.router_scene import Scene, assert_idle
+from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, HandNode, failure, token
+from tests.fakes.router.router_scene import Scene, assert_idle
 from tests.property.num_examples import num_examples
 
 OPTIONS = RetryOptions(

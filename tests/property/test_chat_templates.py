@@ -1,6 +1,6 @@
 """Property test: chat templates are rendered as `transformers` renders them, family by family.
 
-The templates in `tests/fakes/chat_templates` are our own, in the shape of those of each family.
+`tests/fakes/answers/chat_templates` has our own templates in the shape of each family's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from baton.api.errors import InvalidRequestError
 from baton.text.chat_template import DEFAULT, TOOL_USE, ChatTemplate
-from tests.fakes.conversations import Message, Tool, make_conversation
+from tests.fakes.answers.conversations import Message, Tool, make_conversation
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.property.num_examples import num_examples
 
-TEMPLATES = Path(__file__).parents[1] / "fakes" / "chat_templates"
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+TEMPLATES = Path(__file__).parents[1] / "fakes" / "answers" / "chat_templates"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 FAMILIES = {
     "llama3": {DEFAULT: "llama3"},
@@ -37,7 +37,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def theirs() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "tokenizer.json"), **SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL / "tokenizer.json"), **SPECIAL)
 
 
 def sources_of(family: str) -> dict[str, str]:

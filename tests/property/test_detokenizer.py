@@ -9,7 +9,7 @@ import pytest
 
 from baton.text.detokenizer import Detokenizer
 from baton.text.tokenizer import Tokenizer
-from tests.fakes.tokenizer_kinds import KINDS, save_tokenizer
+from tests.fakes.checkpoints.tokenizer_kinds import KINDS, save_tokenizer
 from tests.property.num_examples import num_examples
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

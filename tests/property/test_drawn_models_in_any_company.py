@@ -22,7 +22,7 @@ from baton_kernels.attention import native as native_attention
 from baton_kernels.native import ops as native_ops_module
 from engine import LLM
 from models.registry import MODELS
-from tests.fakes import drafters
+from tests.fakes.engine import drafters
 from tests.numerics.drawn_models import draw_fields
 from tests.numerics.test_results_in_any_company import KINDS, results
 from tests.numerics.tiny_models import make_hugging_face_model, save

@@ -42,9 +42,9 @@ from kvconnector.protocol.messages import (
 from kvconnector.protocol.peers import BEAT_INTERVAL_S
 from kvconnector.protocol.seals import HEADER_BYTES
 from prefill_node.options import PushMode
-from tests.fakes.drafting_executor import DraftingExecutor
-from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of
-from tests.fakes.scripted_network import ScriptedMessage
+from tests.fakes.engine.drafting_executor import DraftingExecutor
+from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of
+from tests.fakes.handoff.scripted_network import ScriptedMessage
 from tests.numerics.tiny_models import make_hugging_face_model, save
 from tests.property.num_examples import num_examples
 

@@ -17,9 +17,9 @@ from engine.core.outputs import ScheduledRequest
 from engine.core.step_plan import NewBlocks, StepPlan, StepPlanner
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs.prepared_step import PreparedStep
-from tests.fakes.engine_parts import FakeRunner, extended, make_request, make_scheduler
-from tests.fakes.prepared_steps import attention_groups
-from tests.fakes.sampling import random_words, sampling_input
+from tests.fakes.engine.engine_parts import FakeRunner, extended, make_request, make_scheduler
+from tests.fakes.engine.prepared_steps import attention_groups
+from tests.fakes.engine.sampling import random_words, sampling_input
 
 NUM_BLOCKS = 9
 BLOCK_SIZE = 2

@@ -11,7 +11,7 @@ from decode_node import quarantine, reservations
 from engine.core.request import Request
 from kvconnector.base import TransferEventKind
 from kvconnector.peer_process import PeerProcess
-from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
+from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
 KEY = ("a", 1)

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from baton.kv.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
-from tests.fakes.engine_parts import make_request
+from tests.fakes.engine.engine_parts import make_request
 
 NUM_BLOCKS = 9
 BLOCK_SIZE = 2

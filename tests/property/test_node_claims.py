@@ -21,8 +21,8 @@ from baton.link.words import DecodeTime, NodeBeat, NodeRole, PeerReport, StepTim
 from baton.v1 import node_pb2, types_pb2
 from router.fleet.node import Node
 from router.fleet.node_claims import registration_problem
-from tests.fakes.nodes import HandNode, make_registration, token, token_1
-from tests.fakes.router_scene import Scene, assert_idle
+from tests.fakes.router.nodes import HandNode, make_registration, token, token_1
+from tests.fakes.router.router_scene import Scene, assert_idle
 from tests.property.num_examples import num_examples
 
 UINT32 = st.sampled_from([0, 1, 2, 5, 99, 999, 1000, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1)

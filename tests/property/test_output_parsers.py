@@ -9,7 +9,7 @@ import pytest
 
 from router.intake.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.intake.parsers.base import OutputParser, Reasoning
-from tests.fakes.parsed_outputs import make_parser, make_reasoning_parser, parse
+from tests.fakes.answers.parsed_outputs import make_parser, make_reasoning_parser, parse
 from tests.property.num_examples import num_examples
 
 PIECES = (

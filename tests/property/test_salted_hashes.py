@@ -13,8 +13,8 @@ from engine.core.request import Request
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 from router.intake.cache_salts import CacheSalts
-from tests.fakes.checked_client import num_equal
-from tests.fakes.engine_parts import make_request
+from tests.fakes.engine.engine_parts import make_request
+from tests.fakes.system.checked_client import num_equal
 from tests.unit.engine.test_prefix_cache import compute, make_manager
 
 SALTS = CacheSalts(b"a secret of the fleet")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,14 +17,20 @@ from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from engine.sampling.grammar_compiler import GrammarCompiler
-from tests.fakes.engine_parts import EOS, ContentRunner, extended, make_request, make_scheduler
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.engine_parts import (
+    EOS,
+    ContentRunner,
+    extended,
+    make_request,
+    make_scheduler,
+)
 
 NUM_BLOCKS = 8  # in each KV cache group, the null block included
 BLOCK_SIZE = 2
 MAX_MODEL_LEN = NUM_BLOCKS * BLOCK_SIZE
 LONGEST = 15
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
-COMPILER = GrammarCompiler(DEMO, 4096, frozenset({4093, 4095}))
+COMPILER = GrammarCompiler(DEMO_MODEL, 4096, frozenset({4093, 4095}))
 ANYTHING = StructuredOutput(regex="(?s:.*)")  # the tokens of these tests are chosen by hand
 
 # Short ones run side by side and preempt each other; long ones fill the pool alone.

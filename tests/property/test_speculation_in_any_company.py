@@ -20,8 +20,8 @@ from engine.speculation import PROPOSERS
 from engine.speculation.speculation import Speculation
 from kvconnector.peer_process import PeerProcess
 from tests.covering import covering
-from tests.fakes import drafters
-from tests.fakes.handoff_cluster import BLOCK_SIZE
+from tests.fakes.engine import drafters
+from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE
 from tests.property.num_examples import num_requests
 from tests.property.test_split_in_any_company import (
     Alone,

@@ -32,10 +32,11 @@ from kvconnector.peer_process import PeerProcess
 from models import load_model
 from prefill_node.options import PushMode
 from router.policies import POLICIES
-from tests.fakes.checked_client import Client
-from tests.fakes.handoff_cluster import BLOCK_SIZE, kv_of
-from tests.fakes.system_setup import Setup
-from tests.fakes.whole_system import NAMES, System
+from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, kv_of
+from tests.fakes.system.checked_client import Client
+from tests.fakes.system.split_cases import NUMBERS
+from tests.fakes.system.system_setup import Setup
+from tests.fakes.system.whole_system import NAMES, System
 from tests.numerics.tiny_models import make_hugging_face_model, save
 from tests.property.num_examples import num_requests
 
@@ -44,16 +45,7 @@ pytestmark = [
     pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here"),
 ]
 
-KINDS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "float16": {"dtype": "float16"},
-    "int8 weights": {"dtype": "bfloat16", "weights": "int8"},
-    "int4 weights": {"dtype": "bfloat16", "weights": "int4"},
-    "fp8 weights": {"dtype": "bfloat16", "weights": "fp8"},
-    "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
-}
-MORE_KINDS = ("float16", "bfloat16", "int4 weights", "fp8 weights")  # not in `make test`
+MORE_NUMBERS = ("float16", "bfloat16", "int4 weights", "fp8 weights")  # not in `make test`
 # In keys, those of `kernels/csrc/attention.h`: texts end on both sides of their borders.
 TILE, SPAN = 192, 576
 LENGTHS = (3, 17, 40, 90, TILE - 3, TILE + 5, SPAN - 2, SPAN + 30)
@@ -245,18 +237,18 @@ def make_system(alone: Alone, options: Mapping[str, Any], draw: random.Random) -
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.thorough if kind in MORE_KINDS else ())
-        for kind in KINDS
+        pytest.param(kind, marks=pytest.mark.thorough if kind in MORE_NUMBERS else ())
+        for kind in NUMBERS
     ],
 )
 @pytest.mark.timeout(0)
 def test_a_request_in_a_split_system_has_the_bits_it_has_alone(
     kind: str, patched: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    options = {"num_threads": 1, **KINDS[kind]}
+    options = {"num_threads": 1, **NUMBERS[kind]}
     alone = Alone(options)
     draw = random.Random(kind)
-    num_left = num_requests(240) // len(KINDS)
+    num_left = num_requests(240) // len(NUMBERS)
     num_kills = num_retried = num_refused = 0
     while num_left > 0:
         num_now = min(num_left, 25)

@@ -17,7 +17,7 @@ from hypothesis.stateful import initialize, invariant
 
 from engine.core.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from engine.core.request import Request
-from tests.fakes.engine_parts import extended
+from tests.fakes.engine.engine_parts import extended
 from tests.property.test_scheduler import SchedulerMachine
 
 

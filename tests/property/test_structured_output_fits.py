@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,12 +19,12 @@ from baton.api.structured_output import StructuredOutput
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
 from baton.text.schemas.repairs import repair_pattern
 from baton.text.tokenizer import Tokenizer
-from tests.fakes.structured_cases import make_cases, make_schema
+from tests.fakes.answers.structured_cases import make_cases, make_schema
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.property.num_examples import num_examples
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
-TOKENIZER = Tokenizer(DEMO)
-GRAMMAR_TOKENIZER = load_grammar_tokenizer(DEMO / "tokenizer.json", [4095])
+TOKENIZER = Tokenizer(DEMO_MODEL)
+GRAMMAR_TOKENIZER = load_grammar_tokenizer(DEMO_MODEL / "tokenizer.json", [4095])
 CLASSES = (
     r'[^"]', r"[^\\]", r'[^"\\]', r"[^a]", r"[a-f]", r"[^\W]", r"[\s\S]", ".", r'[^"\n]', r"\S",
     r"[ !#-~]", r"[^\x22]", r"[^!-/]", r"[\n\t]", r"\d", r'["\\]', r"[^]a]", r'[^"a-z]',

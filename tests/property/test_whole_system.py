@@ -29,10 +29,10 @@ from kvconnector.protocol.messages import (
 )
 from prefill_node.options import PushMode
 from router.policies import POLICIES
-from tests.fakes.checked_client import Client
-from tests.fakes.drafting_executor import DraftingExecutor
-from tests.fakes.handoff_cluster import is_beat
-from tests.fakes.whole_system import NAMES, ROUND_S
+from tests.fakes.engine.drafting_executor import DraftingExecutor
+from tests.fakes.handoff.handoff_cluster import is_beat
+from tests.fakes.system.checked_client import Client
+from tests.fakes.system.whole_system import NAMES, ROUND_S
 from tests.property.num_examples import num_examples
 from tests.property.system_machine import (
     FAMILIES,

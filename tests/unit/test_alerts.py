@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.prometheus import NEEDS_PROMETHEUS
+from tests.fakes.outside.prometheus import NEEDS_PROMETHEUS
 from tools.dashboards import DASHBOARDS, FOLDER, make, queries
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,9 @@ import pytest
 from baton.api.sampling_params import SamplingParams
 from kvconnector.peer_info import PeerInfo, RankMemory, host_identity
 from kvconnector.peer_process import PeerProcess, start_time
-from kvconnector.protocol import drains
-from kvconnector.protocol.drains import Drains
-from tests.fakes.kv_memories import manifest
-from tests.fakes.waiting import wait_until
+from kvconnector.protocol.peers import DRAIN_READS, DRAIN_S, Drains
+from tests.fakes.handoff.kv_memories import manifest
+from tests.fakes.time.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 
 pytestmark = pytest.mark.medium
@@ -51,11 +50,11 @@ def test_blocks_of_a_dead_prefill_node_are_free_when_its_sockets_are_empty_and_n
         cluster.step("d")
     num_quarantined = cluster.d.beat().num_quarantined_blocks
     assert num_quarantined > 0
-    for _ in range(drains.MIN_READS):
+    for _ in range(DRAIN_READS):
         cluster.round("d")
         cluster.step("d")
         assert cluster.d.beat().num_quarantined_blocks == num_quarantined
-    cluster.clock.advance(drains.MIN_S)
+    cluster.clock.advance(DRAIN_S)
     cluster.round("d")
     cluster.step("d")
     assert target.socket == []
@@ -66,9 +65,9 @@ def test_a_drain_takes_both_reads_and_time() -> None:
     drained = Drains()
     drained.add_dead_peer("p", 10.0, 5)
     drained.add_dead_peer("p", 11.0, 50)  # known already
-    assert drained.take_done(10.0 + drains.MIN_S, 5 + drains.MIN_READS - 1) == []
-    assert drained.take_done(9.9 + drains.MIN_S, 5 + drains.MIN_READS) == []
-    assert drained.take_done(10.0 + drains.MIN_S, 5 + drains.MIN_READS) == ["p"]
+    assert drained.take_done(10.0 + DRAIN_S, 5 + DRAIN_READS - 1) == []
+    assert drained.take_done(9.9 + DRAIN_S, 5 + DRAIN_READS) == []
+    assert drained.take_done(10.0 + DRAIN_S, 5 + DRAIN_READS) == ["p"]
     assert drained.take_done(1e9, 10**9) == []
 
 

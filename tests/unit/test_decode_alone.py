@@ -10,7 +10,7 @@ from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from decode_node.options import DecodeOptions
 from engine.engine import Engine
-from tests.fakes.handoff_cluster import Cluster
+from tests.fakes.handoff.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -111,4 +111,4 @@ def test_zero_leaves_steps_unbounded_and_a_bound_below_a_step_is_refused() -> No
     with pytest.raises(ConfigError, match="max_step_stretch: must be 0 or above 1, got 1"):
         DecodeOptions(max_step_stretch=1.0)
     cluster = make_cluster(20, options=DecodeOptions(max_step_stretch=0.0))
-    assert cluster.d_engine._stretch is None
+    assert cluster.d_engine._figures._stretch is None

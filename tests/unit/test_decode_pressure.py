@@ -7,7 +7,7 @@ import pytest
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from decode_node.options import DecodeOptions
-from tests.fakes.handoff_cluster import Cluster
+from tests.fakes.handoff.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -41,11 +41,11 @@ from node_runtime.node_program import run_node_program
 from router.config import RouterConfig
 from router.program import serve
 from sim_node.cluster import SimCluster
-from tests.fakes.nodes import make_registration
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.router.nodes import make_registration
 
 pytestmark = pytest.mark.medium
 
-MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 CLIENT, OPERATOR, NODE = "the client's key", "the operator's key", "the node's key"
 
 
@@ -60,7 +60,7 @@ class EmptyNode:
     def registration(self, address: str) -> NodeRegistration:
         made = make_registration("d0", NodeRole.DECODE)
         fields = {name: getattr(made, name) for name in made.__dataclass_fields__}
-        fields |= {"address": address, "compatibility": {"model": config_digest(MODEL)}}
+        fields |= {"address": address, "compatibility": {"model": config_digest(DEMO_MODEL)}}
         return NodeRegistration(**fields)
 
     def submit(self, command: RouterCommand | AbortAll) -> None: ...
@@ -159,7 +159,7 @@ def test_with_keys_every_port_of_every_program_asks_for_one(
 
     async def run() -> None:
         config = RouterConfig(
-            model=str(MODEL), listen=listen, http_listen=http, served_model_name="demo",
+            model=str(DEMO_MODEL), listen=listen, http_listen=http, served_model_name="demo",
             api_keys_file=str(keys_file), audit_log=str(router_log),
         )  # fmt: skip
         access = Access(keys_file=keys_file, audit=AuditLog(str(node_log), program="d0"))
@@ -212,7 +212,7 @@ def test_without_any_credential_everything_works_on_loopback() -> None:
     listen, http, page = free_address(), free_address(), free_address()
 
     async def run() -> None:
-        config = RouterConfig(model=str(MODEL), listen=listen, http_listen=http, audit_log="")
+        config = RouterConfig(model=str(DEMO_MODEL), listen=listen, http_listen=http, audit_log="")
         async with running(serve(config)), open_channel(listen) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             calls = {"timeout": 5, "wait_for_ready": True}
@@ -241,10 +241,10 @@ def test_simulated_nodes_and_a_client_bring_their_keys_and_requests_are_served(
 
     async def run() -> None:
         config = RouterConfig(
-            model=str(MODEL), listen=listen, http_listen="", api_keys_file=str(keys_file),
+            model=str(DEMO_MODEL), listen=listen, http_listen="", api_keys_file=str(keys_file),
             audit_log="",
         )  # fmt: skip
-        cluster = SimCluster(listen, str(MODEL), num_prefill=1, num_decode=1, node_token=NODE)
+        cluster = SimCluster(listen, str(DEMO_MODEL), num_prefill=1, num_decode=1, node_token=NODE)
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         async with running(serve(config)), cluster:
             async with AsyncClient(listen, api_key=CLIENT) as client:

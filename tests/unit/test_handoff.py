@@ -17,10 +17,10 @@ from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Grant, Watermark
 from kvconnector.protocol.pair_keys import KeyPair
 from kvconnector.protocol.seals import peek
-from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
-from tests.fakes.handoff_cluster import Cluster
-from tests.fakes.scripted_network import ScriptedTransport
-from tests.fakes.waiting import wait_until
+from tests.fakes.engine.drafting_executor import DraftingExecutor, outputs_of
+from tests.fakes.handoff.handoff_cluster import Cluster
+from tests.fakes.handoff.scripted_network import ScriptedTransport
+from tests.fakes.time.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

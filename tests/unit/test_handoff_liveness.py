@@ -19,7 +19,7 @@ from kvconnector.protocol.messages import (
 )
 from kvconnector.protocol.peers import BEAT_INTERVAL_S, LEASE_S
 from kvconnector.protocol.seals import peek
-from tests.fakes.handoff_cluster import Cluster
+from tests.fakes.handoff.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 from tests.unit.test_handoff import (
     GREEDY,

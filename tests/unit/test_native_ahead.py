@@ -88,12 +88,12 @@ def test_without_a_folder_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_others_can_write_is_not_loaded(folder: Path) -> None:
     folder.chmod(0o777)
-    with pytest.raises(BuildError, match="must be of user"):
+    with pytest.raises(BuildError, match="must belong to user"):
         open_library_built_ahead(RUNTIME)
     folder.chmod(0o755)
     for file in folder.glob("*.so"):
         file.chmod(0o666)
-    with pytest.raises(BuildError, match=r"\.so: must be of user"):
+    with pytest.raises(BuildError, match=r"\.so: must belong to user"):
         open_library_built_ahead(RUNTIME)
 
 

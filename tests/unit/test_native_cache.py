@@ -109,7 +109,7 @@ def test_another_users_folder_is_refused_in_one_line(
 ) -> None:
     folder.mkdir(parents=True, mode=0o755)
     give_away(folder, monkeypatch)
-    with pytest.raises(BuildError, match=re.escape(f"{folder}: must be of user ")) as caught:
+    with pytest.raises(BuildError, match=re.escape(f"{folder}: must belong to user ")) as caught:
         content()
     assert "\n" not in str(caught.value)
 

@@ -16,8 +16,8 @@ from engine.worker.host.pages_ahead import PagesAhead
 from kvconnector.transports.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
 from kvconnector.transports.sockets.outgoing import MAX_BACK_OFF_S, REPORT_S
 from router.gate.resources import _share_of_descriptors
-from tests.fakes.no_descriptors import no_descriptors
-from tests.fakes.tls_ends import End, rounds_until
+from tests.fakes.handoff.tls_ends import End, rounds_until
+from tests.fakes.network.no_descriptors import no_descriptors
 
 pytestmark = pytest.mark.medium
 
@@ -147,7 +147,7 @@ run_program(main)
 
 
 def test_a_program_needs_no_further_thread_once_it_runs() -> None:
-    folder = str(Path(__file__).parents[1] / "fakes" / "troubled_process")
+    folder = str(Path(__file__).parents[1] / "fakes" / "processes" / "troubled_process")
     command = [sys.executable, "-c", WITHOUT_THREADS.format(folder=folder)]
     done = subprocess.run(command, timeout=30, check=False, capture_output=True, text=True)
     assert done.stdout == "done\n", done.stderr

@@ -11,7 +11,7 @@ from decode_node import reservations
 from decode_node.options import DecodeOptions
 from engine.core.request import Request
 from kvconnector.peer_process import PeerProcess
-from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
+from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -9,7 +9,7 @@ from baton.link.words import PeerUpdate
 from kvconnector.base import HandoffRecord
 from kvconnector.protocol.messages import Commit, Quiet, encode
 from kvconnector.protocol.seals import HEADER_BYTES, Channel
-from tests.fakes.handoff_cluster import Cluster
+from tests.fakes.handoff.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 
 

@@ -10,7 +10,7 @@ from baton.api.sampling_params import SamplingParams
 from kvconnector.base import BlockPush
 from kvconnector.blocks import layer_groups
 from prefill_node.options import PushMode
-from tests.fakes.handoff_cluster import Cluster
+from tests.fakes.handoff.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -1,6 +1,6 @@
 """GGUF config: rebuilds config.json from a GGUF file's metadata.
 
-Knows no text, and of tensors only the few numbers that scale rotary frequencies.
+Knows no texts, and no tensors except the few numbers that scale rotary frequencies.
 """
 
 from __future__ import annotations

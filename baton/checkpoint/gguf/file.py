@@ -186,7 +186,7 @@ class _Cursor:
             problem = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "truncated"
             raise _BadFileError(f"{problem}: a text that ends at byte {position}") from error
         if position > size:
-            raise _BadFileError(f"truncated: byte {position} is named, the file has {size}")
+            raise _BadFileError(f"truncated: needs {position} bytes, the file has {size}")
         self.position = position
         return texts
 
@@ -200,7 +200,7 @@ class _Cursor:
     def _check(self, num_bytes: int) -> None:
         if self.position + num_bytes > len(self.content):
             raise _BadFileError(
-                f"truncated: byte {self.position + num_bytes} is named, the file has "
+                f"truncated: needs {self.position + num_bytes} bytes, the file has "
                 f"{len(self.content)}"
             )
 
@@ -263,7 +263,7 @@ def _tensor_places(cursor: _Cursor, number: int) -> Iterator[tuple[str, int, tup
     for _ in range(number):
         name, num_dimensions = _printable(cursor.text()), cursor.scalar("I")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-            raise _BadFileError(f"{name}: {num_dimensions} dimensions")
+            raise _BadFileError(f"{name}: {num_dimensions} dimensions are not supported")
         shape = tuple(reversed([cursor.scalar("Q") for _ in range(num_dimensions)]))
         if not all(shape):
             raise _BadFileError(f"{name}: a tensor without values")

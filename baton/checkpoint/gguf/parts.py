@@ -94,7 +94,7 @@ def _without_lists(path: Path) -> GgufFile:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file changes, times last; empty: it cannot be looked at."""
+    """Return values that change when a file changes, times last; empty: no access to the file."""
     try:
         found = path.stat()
     except OSError:

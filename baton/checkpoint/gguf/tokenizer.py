@@ -67,7 +67,7 @@ class _Vocabulary:
         for merge in self._list("merges", str, length=None):
             cut = merge.find(" ", 1)  # the first character may itself be a space
             if cut < 0 or cut + 1 == len(merge):
-                raise self.wrong("merges", f"{merge!r} is no pair")
+                raise self.wrong("merges", f"{merge!r} is not a pair")
             pairs.append((merge[:cut], merge[cut + 1 :]))
         return pairs
 

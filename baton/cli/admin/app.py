@@ -33,7 +33,7 @@ _ENTRIES = {
     ),
     "explain": Entry(
         "baton.cli.admin.explain:explain",
-        "Show the places that the routing policy looked at, and what it made of each.",
+        "Show the places that the routing policy considered, and their costs.",
     ),
     "abort": Entry(
         "baton.cli.admin.requests:abort",
@@ -43,9 +43,7 @@ _ENTRIES = {
         "baton.cli.admin.quarantine:quarantine",
         "List the requests that are refused because nodes died while they computed one like it.",
     ),
-    "release": Entry(
-        "baton.cli.admin.quarantine:release", "Refuse a quarantined request no longer."
-    ),
+    "release": Entry("baton.cli.admin.quarantine:release", "Stop refusing a quarantined request."),
     "audit": Entry(
         "baton.cli.admin.audit:audit",
         "Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.",
@@ -54,6 +52,10 @@ _ENTRIES = {
     "rollout": Entry(
         "baton.cli.admin.rollout:rollout",
         "See or steer which revisions of nodes get requests, and how much of them.",
+    ),
+    "names": Entry(
+        "baton.cli.admin.names:names",
+        "See or change what clients may call models, and what each name stands for.",
     ),
     "flush-cache": Entry(
         "baton.cli.admin.tuning:flush_cache",
@@ -65,7 +67,7 @@ _ENTRIES = {
     ),
     "profile": Entry(
         "baton.cli.admin.tuning:profile",
-        "See what a node's engine, or the router (named `router`), spends its time on.",
+        "Show where a node's engine, or the router (named `router`), spends its time.",
     ),
     "version": Entry(
         "baton.cli.admin.version:version",

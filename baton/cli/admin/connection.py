@@ -48,11 +48,21 @@ class OutputFormat(enum.Enum):
 TenantOption = Annotated[
     str,
     typer.Option(
-        help="Whose request it is, when several tenants have one of that id; of a prompt, "
-        "whose it would be."
+        help="Tenant of the request, if several tenants have one with this id; for a prompt: the "
+        "tenant to assume."
     ),
 ]
-OutputOption = Annotated[OutputFormat, typer.Option(help="For people, or for programs.")]
+BaseModelOption = Annotated[
+    str,
+    typer.Option(
+        help="A base model as given to the router's --model, or a name of it, where there are "
+        "several."
+    ),
+]
+OutputOption = Annotated[
+    OutputFormat,
+    typer.Option(help="Format of the output: for people (table) or for programs (json)."),
+]
 
 
 class AdminConnection:
@@ -199,5 +209,8 @@ OptionalNodeArgument = Annotated[
     str, typer.Argument(help="Name or engine id of a node.", autocompletion=complete_node)
 ]
 ServerArgument = Annotated[
-    str, typer.Argument(help="A node, or `router`.", autocompletion=complete_server)
+    str,
+    typer.Argument(
+        help="Name or engine id of a node, or `router`.", autocompletion=complete_server
+    ),
 ]

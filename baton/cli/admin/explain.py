@@ -8,6 +8,7 @@ import typer
 
 from baton.api.printable import printable
 from baton.cli.admin.connection import (
+    BaseModelOption,
     OutputFormat,
     OutputOption,
     TenantOption,
@@ -31,20 +32,24 @@ if TYPE_CHECKING:
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(help="One of the last requests.")] = "",
-    prompt: Annotated[str, typer.Option(help="Or: if this text came now.")] = "",
+    request_id: Annotated[str, typer.Argument(help="Id of one of the last requests.")] = "",
+    prompt: Annotated[
+        str, typer.Option(help="Instead: a prompt, explained as if it came now.")
+    ] = "",
     prompt_tokens: Annotated[
-        int, typer.Option(help="Or: if so many tokens came now, cached nowhere.", min=0)
+        int,
+        typer.Option(help="Instead: length of a prompt that no node has cached, tokens.", min=0),
     ] = 0,
     max_tokens: Annotated[
-        int, typer.Option(help="Of --prompt and --prompt-tokens: output tokens.", min=1)
+        int, typer.Option(help="With --prompt or --prompt-tokens: number of output tokens.", min=1)
     ] = 128,
     tenant: TenantOption = "",
+    base_model: BaseModelOption = "",
     *,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Show the places that the routing policy looked at, and what it made of each.
+    """Show the places that the routing policy considered, and their costs.
 
     Also tells why this many draft tokens were computed. With REQUEST_ID, shows the places as they
     were then; with --prompt or --prompt-tokens, as they are now.
@@ -57,7 +62,9 @@ def explain(
     elif prompt:
         what = {"prompt": prompt}
     with connection(access) as admin:
-        found = admin.call("Explain", max_tokens=max_tokens, tenant=tenant, **what)
+        found = admin.call(
+            "Explain", max_tokens=max_tokens, tenant=tenant, model=base_model, **what
+        )
         trace = None
         if request_id and not is_json(output):
             trace = admin.call("Trace", request_id=request_id, tenant=tenant)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 
-WaitOption = Annotated[bool, typer.Option("--wait", help="Return when it is done.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until it is done.")]
 TimeoutOption = Annotated[
-    float, typer.Option(help="With --wait: give up after so long, seconds; exit code 4.", min=0)
+    float, typer.Option(help="With --wait: give up after this time, seconds; exit code 4.", min=0)
 ]
 
 
@@ -74,7 +74,7 @@ def remove(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Part with it now; what it has is tried again on other nodes."
+            "--force", help="Remove it at once; its requests are tried again on other nodes."
         ),
     ] = False,
     wait: WaitOption = False,
@@ -123,7 +123,7 @@ def _poll(
         show(found)
         if time.monotonic() > give_up_at:
             raise AdminError(
-                f"{found.node_name} is {state_of(found)} after the time is up: {_left(found)}",
+                f"{found.node_name} is still {state_of(found)} after --timeout-s: {_left(found)}",
                 ExitCode.TIMEOUT,
             )
         time.sleep(_POLL_S)
@@ -133,7 +133,7 @@ def _poll(
             if error.exit_code is not ExitCode.NOT_FOUND:
                 raise
             if wanted:
-                raise AdminError(f"{found.node_name} went away", ExitCode.NOT_FOUND) from None
+                raise AdminError(f"{found.node_name} left the router", ExitCode.NOT_FOUND) from None
             return found
     return found
 

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from baton.v1 import admin_pb2
 
 FingerprintArgument = Annotated[
-    str, typer.Argument(help="Of `baton admin quarantine`, or how it begins; all: of all.")
+    str,
+    typer.Argument(
+        help="Fingerprint, or its beginning, from `baton admin quarantine`; all: all fingerprints."
+    ),
 ]
 _SHOWN_CHARS = 12
 
@@ -69,7 +72,7 @@ def release(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Refuse a quarantined request no longer."""
+    """Stop refusing a quarantined request."""
     name = "" if fingerprint == "all" else fingerprint
     with connection(access) as admin:
         found = admin.call("ReleaseQuarantine", fingerprint=name)

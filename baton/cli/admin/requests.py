@@ -31,21 +31,23 @@ from baton.telemetry.receipt_table import format_bytes
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2, types_pb2
 
-RequestArgument = Annotated[str, typer.Argument(help="See `baton admin requests`.")]
+RequestArgument = Annotated[
+    str, typer.Argument(help="Id of a request, see `baton admin requests`.")
+]
 _STYLES = {"running": "green", "failed": "red", "queued": "yellow"}
 
 
 def requests(
     node: OptionalNodeArgument = "",
-    limit: Annotated[int, typer.Option(help="Of the router: at most so many.", min=1)] = 20,
+    limit: Annotated[int, typer.Option(help="Most requests of the router to list.", min=1)] = 20,
     open: Annotated[
-        bool, typer.Option("--open", help="Of the router: only those in progress.")
+        bool, typer.Option("--open", help="Of the router's requests, list only those in progress.")
     ] = False,
     *,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """List the last requests of the router; or, of one node, all that are open there."""
+    """List the last requests of the router, or all open requests of one node."""
     with connection(access) as admin:
         if node:
             of_node = admin.call("ListNodeRequests", node=node)
@@ -66,7 +68,7 @@ def trace(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Tell the life of one of the router's last requests."""
+    """Show when each thing happened to one of the router's last requests."""
     with connection(access) as admin:
         found = admin.call("Trace", request_id=request_id, tenant=tenant)
     if is_json(output):
@@ -179,17 +181,17 @@ def _prefill_account(receipt: types_pb2.Receipt) -> str:
 
     parts = receipt_from_proto(receipt).ttft_parts.items()
     way = ", ".join(f"{name.removesuffix('_s')} {format_seconds(max(s, 0.0))}" for name, s in parts)
-    return _computing_account(receipt) + f"; its way: {way}"
+    return _computing_account(receipt) + f"; parts: {way}"
 
 
 def _computing_account(receipt: types_pb2.Receipt) -> str:
     if not receipt.HasField("prefill"):
         return ""
-    prefill = receipt.prefill
+    prefill, name = receipt.prefill, escape(receipt.prefill_node)
     return (
-        f": {escape(receipt.prefill_node)} had it wait {format_seconds(prefill.queue_s)} and "
-        f"computed {prefill.num_computed_tokens} tokens in {format_seconds(prefill.prefill_s)}, "
-        f"{prefill.num_cached_tokens} were cached"
+        f": {name} queued the prompt for {format_seconds(prefill.queue_s)}, "
+        f"computed {prefill.num_computed_tokens} tokens in {format_seconds(prefill.prefill_s)} and "
+        f"had {prefill.num_cached_tokens} cached"
     )
 
 

@@ -10,6 +10,7 @@ import typer
 
 from baton.cli.admin.connection import (
     AdminError,
+    BaseModelOption,
     OutputFormat,
     OutputOption,
     connections,
@@ -37,8 +38,8 @@ _WITHOUT_NAME = "(none)"
 rollout = CommandLine(
     no_args_is_help=True,
     add_completion=False,
-    help="See or steer which revisions of nodes get requests. A router that has several addresses "
-    "is several routers: all of them are asked.",
+    help="See or steer which revisions of nodes get requests. If a router's name has several "
+    "addresses, all these routers are asked.",
 )
 
 
@@ -51,35 +52,52 @@ class Action(enum.Enum):
 
 
 @rollout.command("status")
-def status(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
+def status(
+    base_model: BaseModelOption = "",
+    *,
+    access: OperatorAccess,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
     """Show the revisions of the nodes, and the share of new requests that each gets."""
-    _show(_ask_all(access, "GetRollout"), output)
+    _show(_ask_all(access, "GetRollout", model=base_model), output)
 
 
 @rollout.command("pause")
-def pause(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
+def pause(
+    base_model: BaseModelOption = "",
+    *,
+    access: OperatorAccess,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
     """Freeze the revisions' shares until `resume`, even if nodes join."""
-    _show(_ask_all(access, "ChangeRollout", action=Action.PAUSE.value), output)
+    _show(_ask_all(access, "ChangeRollout", action=Action.PAUSE.value, model=base_model), output)
 
 
 @rollout.command("resume")
-def resume(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
-    """Have the shares follow the nodes that there are again; ends `pause` and `undo`."""
-    _show(_ask_all(access, "ChangeRollout", action=Action.RESUME.value), output)
+def resume(
+    base_model: BaseModelOption = "",
+    *,
+    access: OperatorAccess,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Let the shares follow the present nodes again; ends `pause` and `undo`."""
+    _show(_ask_all(access, "ChangeRollout", action=Action.RESUME.value, model=base_model), output)
 
 
 @rollout.command("undo")
 def undo(
     revision: Annotated[
-        str, typer.Argument(help="Which one; the one that came last if not given.")
+        str, typer.Argument(help="Revision to undo; the newest if not given.")
     ] = "",
+    base_model: BaseModelOption = "",
     *,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Place nothing new on a revision as long as another one is complete, until `resume`."""
     named = {"revision": revision} if revision else {}
-    _show(_ask_all(access, "ChangeRollout", action=Action.UNDO.value, **named), output)
+    answers = _ask_all(access, "ChangeRollout", action=Action.UNDO.value, model=base_model, **named)
+    _show(answers, output)
 
 
 def _ask_all(access: OperatorAccess, method: str, **fields: Any) -> list[_Answer]:

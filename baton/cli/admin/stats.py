@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.admin.connection import (
+    BaseModelOption,
     OutputFormat,
     OutputOption,
     connection,
@@ -34,15 +35,16 @@ _RANKS = ("p50", "p90", "p99", "max")
 
 def stats(
     window_s: Annotated[
-        float, typer.Option(help="Latencies are of so many last seconds.", min=1)
+        float, typer.Option(help="Seconds to look back for latencies.", min=1)
     ] = 60.0,
+    base_model: BaseModelOption = "",
     *,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show how many requests there were, how they ended, and how long they took."""
     with connection(access) as admin:
-        found = admin.call("GetStats", window_s=window_s)
+        found = admin.call("GetStats", window_s=window_s, model=base_model)
     if is_json(output):
         print_json(found)
         return

@@ -33,9 +33,12 @@ class _Sample:
 
 
 def top(
-    interval_s: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+    interval_s: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.1)] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look twice, print that, and end; also without a tty.")
+        bool,
+        typer.Option(
+            "--once", help="Take two samples, print the result and end; also works without a tty."
+        ),
     ] = False,
     *,
     access: OperatorAccess,

@@ -51,7 +51,9 @@ def get_policy(
 
 @policy.command("set")
 def set_policy(
-    name: Annotated[str, typer.Argument(help="See `baton admin policy get`.")],
+    name: Annotated[
+        str, typer.Argument(help="One of the policies that `baton admin policy get` lists.")
+    ],
     *,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
@@ -90,7 +92,7 @@ def log_level(
     module: Annotated[
         str,
         typer.Option(
-            help="Module, as logs name it, whose level changes; also that of modules inside it."
+            help="Module, as logs name it, whose level changes, with all modules inside it."
         ),
     ] = "",
     *,
@@ -106,13 +108,15 @@ def log_level(
 
 def profile(
     name: ServerArgument,
-    seconds: Annotated[float, typer.Option(help="How long to watch.", min=0.1, max=60)] = 5.0,
-    limit: Annotated[int, typer.Option(help="Functions to print.", min=1)] = 20,
+    seconds: Annotated[
+        float, typer.Option(help="How long to sample, seconds.", min=0.1, max=60)
+    ] = 5.0,
+    limit: Annotated[int, typer.Option(help="Most functions to print.", min=1)] = 20,
     *,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """See what a node's engine, or the router (named `router`), spends its time on.
+    """Show where a node's engine, or the router (named `router`), spends its time.
 
     Samples the thread's stack 200 times a second while it serves. Time in C code (torch's, too)
     counts for the Python function that called it.

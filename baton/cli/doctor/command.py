@@ -18,9 +18,9 @@ _STYLES = {Grade.OK: "green", Grade.SLOW: "yellow", Grade.BAD: "red"}
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Show what this machine can do for Baton, and what to do about what it lacks.
+    """Show what this machine offers Baton, with advice for what is missing.
 
     Starts and builds nothing. Exit code 1 if something keeps `baton up` from working.
     """

@@ -41,7 +41,10 @@ class QuickOptions:
     tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
     node_args: str = option("", help="More options of both nodes, as one string.")
     part_s: float = option(
-        45.0, least=2, most=3600, help="Seconds of each of the two loads: one reader, 8 readers."
+        45.0,
+        least=2,
+        most=3600,
+        help="Duration of each of the two loads (1 reader, 8 readers), seconds.",
     )
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ def _group() -> None:
 @app.command()
 def quick(
     options: QuickOptions,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Measure tokens/s, time to first token, hand-off and memory's limit in two minutes.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from baton.cli.config_file import program
-from baton.processes.child_processes import THREAD_VARIABLES
+from baton.processes.child_processes import THREAD_VARIABLES, use_one_heap
 from baton.registry import Registry
 from decode_node.options import DecodeNodeOptions
 from node_runtime.options import NodeOptions
@@ -58,6 +58,7 @@ def _run(role: str, options: NodeOptions) -> NoReturn:
     _CHECKS.load("options")(options)
     for name, value in THREAD_VARIABLES.items():  # before torch and NumPy are loaded
         os.environ.setdefault(name, value)
+    use_one_heap()
     # Forked while this process has one thread, and before torch is imported.
     grammars = _EARLY.load("grammars")(options.model)
     raise typer.Exit(run_node(role, options, load, grammars))

@@ -15,10 +15,13 @@ def router(config: RouterConfig) -> None:
     check_exposure(config)
     # Imported here, so that `--help` is fast.
     from baton.checkpoint.model_folder import find_model_folder
-    from router.intake.early_readers import fork_readers
+    from router.intake.prompt_reader import fork_readers
 
     # Forked while this process has one thread, and before most modules are imported.
-    readers = fork_readers(config.texts, find_model_folder(config.model, weights=False))
+    readers = [
+        fork_readers(config.texts, find_model_folder(model, weights=False))
+        for model in config.models
+    ]
     from router.program import serve
 
     raise typer.Exit(run_program(lambda: serve(config, readers), config.log))

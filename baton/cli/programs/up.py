@@ -12,7 +12,7 @@ from baton.access.access_options import INSECURE_HELP
 from baton.addresses import DEFAULT_ADDRESS
 from baton.cli.config_file import PROGRAMS, file_of, passed_on, program, read_config_file
 from baton.cli.declared import by_name
-from baton.options import check_limits, option, same_option
+from baton.options import check_limits, option, parse_bytes, same_option
 from prefill_node.options import PrefillOptions
 from router.config import RouterConfig
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from baton.deployment.local_deployment import LocalDeploymentConfig
 
 _FOR_ROUTER = (
-    "policy", "served_model_name", "served_model_aliases", "request_defaults", "chat_template",
+    "policy", "served_model_name", "served_model_aliases", "names_file", "request_defaults",
+    "chat_template",
     "generation_config", "tool_call_parser", "reasoning_parser", "api_keys_file",
 )  # fmt: skip
 _FOR_NODES = (
@@ -33,13 +34,22 @@ _FOR_NODES = (
 class UpOptions:
     """Options of `baton up`; raises ConfigError naming the field."""
 
-    model: str = option(help="Model folder, GGUF file, or hub id.")
-    prefill: int = option(1, least=0, help="Prefill nodes; 0: decode nodes compute prompts, too.")
-    decode: int = option(1, least=1, help="Decode nodes.")
+    model: str = option(
+        further="more_models",
+        help="Model folder, GGUF file, or hub id. Each one more has nodes of its own; all share "
+        "the machine's cores, and --kv-cache-memory is divided among them.",
+    )
+    more_models: tuple[str, ...] = ()
+    prefill: int = option(
+        1, least=0, help="Number of prefill nodes; 0: decode nodes compute prompts, too."
+    )
+    decode: int = option(1, least=1, help="Number of decode nodes.")
     listen: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     http_listen: str = same_option(RouterConfig, "http_listen")
     served_model_name: str = same_option(RouterConfig, "served_model_name")
+    more_served_names: tuple[str, ...] = ()
     served_model_aliases: str = same_option(RouterConfig, "served_model_aliases")
+    names_file: str = same_option(RouterConfig, "names_file")
     request_defaults: str = same_option(RouterConfig, "request_defaults")
     chat_template: str = same_option(RouterConfig, "chat_template")
     generation_config: str = same_option(RouterConfig, "generation_config")
@@ -55,35 +65,38 @@ class UpOptions:
     speculative_model: str = same_option(PrefillOptions, "speculative_model")
     ray_address: str = option(
         "",
-        help="Ray cluster that places the nodes on its machines, and their ranks (--executor ray, "
-        "which it implies), such as auto or HOST:6379; empty: with --executor ray the one that "
-        "RAY_ADDRESS names, or a new one on this machine.",
+        help="Ray cluster that places the nodes and their ranks on its machines, such as auto or "
+        "HOST:6379; implies --executor ray. Empty: with --executor ray, the cluster of "
+        "RAY_ADDRESS, or a new one on this machine.",
     )
     lend_cores: bool = option(
         True,
-        help="On a CPU, have nodes compute on each other's cores while these have nothing to do.",
+        help="On a CPU, let nodes compute on each other's cores while these are idle.",
     )
     router_args: str = option("", help="More options of the router, as one string.")
     node_args: str = option("", help="More options of every node, as one string.")
     prefill_args: str = option("", help="More options of every prefill node, as one string.")
     decode_args: str = option("", help="More options of every decode node, as one string.")
-    log_folder: str = option("", help="Where logs go; a temporary folder if not given.")
+    log_folder: str = option("", help="Folder for logs; a temporary folder if not given.")
     admin_token: str = option(
-        "", is_secret=True, help="That admin calls must bring; none if empty."
+        "", is_secret=True, help="Token that admin calls must bring; empty: none."
     )
     tls_folder: str = option(
         "",
-        help="Certificates as `baton certs dev` makes them (ca.crt, router.crt, router.key, "
-        "p0.crt, d0.crt, operator.crt, ...); then nobody gets in without one. No TLS if not given.",
+        help="Folder of certificates as `baton certs dev` makes them (ca.crt, router.crt, "
+        "router.key, p0.crt, d0.crt, operator.crt, ...); clients then need a certificate, too. No "
+        "TLS if not given.",
     )
     insecure: bool = option(False, help=INSECURE_HELP)
     drain_timeout_s: float = option(
         10.0,
         least=0,
-        help="When it is stopped, open requests have so long to end; a second Ctrl-C ends it at "
-        "once.",
+        help="Time for open requests to end when this is stopped, seconds; a second Ctrl-C ends "
+        "it at once.",
     )
-    ready_timeout_s: float = option(120.0, above=0, help="How long to wait for all nodes.")
+    ready_timeout_s: float = option(
+        120.0, above=0, help="Time for all nodes to become ready, seconds."
+    )
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -113,6 +126,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
     by_ray = ["--executor", "ray"] if with_ray and options.executor == "auto" else []
     return LocalDeploymentConfig(
         model=options.model,
+        more_models=options.more_models,
         listen=options.listen,
         http_listen=options.http_listen,
         num_prefill=options.prefill,
@@ -123,7 +137,8 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
             *options.router_args.split(),
         ],
         node_args=[
-            *(*file_args, *passed_on(context, _FOR_NODES), *by_ray, *options.node_args.split())
+            *(*file_args, *passed_on(context, _FOR_NODES), *_kv_memory(options), *by_ray),
+            *options.node_args.split(),
         ],
         prefill_args=options.prefill_args.split(),
         decode_args=options.decode_args.split(),
@@ -135,6 +150,18 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         ray_address=options.ray_address if with_ray else None,
         lend_cores=options.lend_cores,
     )
+
+
+def _kv_memory(options: UpOptions) -> list[str]:
+    """Return the nodes' option that divides a given KV memory among several base models.
+
+    Without one each node measures at its start what the others left of the machine's memory.
+    """
+    num_models = 1 + len(options.more_models)
+    if num_models == 1 or options.kv_cache_memory == "auto":
+        return []
+    in_all = parse_bytes("kv_cache_memory", options.kv_cache_memory)
+    return ["--kv-cache-memory", str(in_all // num_models)]
 
 
 def _keys_in(path: Path | None) -> list[str]:

@@ -26,7 +26,7 @@ _ACK, _END_HEADERS, _PADDED, _PRIORITY = 0x1, 0x4, 0x8, 0x20
 # Costs, in WINDOW_UPDATE frames. gRPC answers PING and SETTINGS, and for new settings looks at each
 # open stream. A client sends both a few times a second.
 _COSTS = {_SETTINGS: 32.0, _PING: 4.0}
-# A node tells its router of every step, thousands of times a second: of one token in 16 bytes.
+# A node sends its router a message for every step, thousands a second; the shortest has 16 bytes.
 _TINY_DATA_BYTES, _SHORT_DATA_BYTES = 16, 256
 _SHORT_DATA_COST = 1 / 4
 _PROTOCOL_ERROR, _CANCEL = 1, 8
@@ -53,7 +53,7 @@ class FrameLimits:
         max_control_bytes: payload of a frame that is neither DATA nor part of a header block.
         small_burst: cost of the small frames that may come at once.
         small_per_s: cost of the small frames that may come each second after that.
-        sent_bytes_per_small: for so many bytes from the server the client may send small frames of
+        sent_bytes_per_small: bytes from the server for which the client may send small frames of
             cost 1 more, as clients answer data with WINDOW_UPDATE.
     """
 
@@ -166,7 +166,7 @@ class FrameGuard:
                     self.hold = Hold.CALL
                     break
                 stream = int.from_bytes(data[at + 5 : at + 9], "big")
-                if stream > self._last_stream:  # else trailers
+                if stream > self._last_stream:  # otherwise trailers
                     self._last_stream = stream
                     self.streams.append(stream)
                 at, block = found

@@ -247,7 +247,7 @@ class _ClientSide(asyncio.Protocol):
         self._read_or_pause()
 
     def _wait_if_held(self) -> None:
-        """Check the held frames again once more of them may pass."""
+        """If frames are held, check them again as soon as they may pass."""
         if self._guard.hold is Hold.RATE:
             loop = asyncio.get_running_loop()
             loop.call_later(_RATE_PAUSE_S, self._pass_on, b"")

@@ -62,7 +62,7 @@ class SpanExporter:
             ) from error
         except (ImportError, LookupError, OSError, RuntimeError, ValueError) as error:
             why = str(error).partition("\n")[0]
-            raise ConfigError(f"OTEL_*: no exporter can be made of these: {why:.200}") from error
+            raise ConfigError(f"OTEL_*: no exporter can be made from these: {why:.200}") from error
         self.num_exported = 0
         self.num_dropped = 0
         self._told_dropped = 0
@@ -107,7 +107,7 @@ class SpanExporter:
                 self.num_dropped += len(batch)
             if self.num_dropped >= self._told_dropped + _TELL_INTERVAL:
                 self._told_dropped = self.num_dropped
-                logger.warning("%d spans are lost: the collector takes none", self.num_dropped)
+                logger.warning("%d spans are lost: the collector accepts none", self.num_dropped)
 
     def _send(self, batch: list[tuple[Span, int]]) -> bool:
         """Send spans; return whether the collector accepted them."""
@@ -116,7 +116,7 @@ class SpanExporter:
         except Exception:  # the thread must survive any answer of a collector
             if not self._has_failed:
                 self._has_failed = True
-                logger.warning("spans could not be sent (told once)", exc_info=True)
+                logger.warning("spans could not be sent (logged once)", exc_info=True)
             return False
 
 

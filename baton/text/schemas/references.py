@@ -1,4 +1,4 @@
-"""References within a JSON schema, and what people say there of a value without limiting it."""
+"""References within a JSON schema, and keywords that describe a value without limiting it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def enforceable_schema(text: str) -> str:
     except (TypeError, AttributeError, ValueError, KeyError) as error:
         if isinstance(error, InvalidRequestError):
             raise
-        raise _invalid(f"is no JSON schema: {error}") from None  # a keyword has a wrong value
+        raise _invalid(f"is not a JSON schema: {error}") from None  # a keyword has a wrong value
     if found is False:
         raise _invalid("no output can match it")
     return json.dumps(found, separators=(",", ":"))
@@ -89,7 +89,7 @@ class _Repairs:
         """
         self._num_left -= 1
         if self._num_left < 0:
-            raise _invalid(f"has conditions and lists of more than {_MAX_WRITTEN} ways")
+            raise _invalid(f"has more than {_MAX_WRITTEN} parts, with conditions and lists")
         if isinstance(schema, list):
             return [
                 self.repaired(one, f"{path}/{index}", beside) for index, one in enumerate(schema)
@@ -214,5 +214,5 @@ def _may_leak(one: str) -> bool:
         return True
     if matches('"') and matches("\\"):
         return False
-    # A few listed ones, as in `[a-z\n]`, do no harm.
+    # A class that lists a few control characters, such as `[a-z\n]`, but not DEL does no harm.
     return any(map(matches, _CONTROL)) and matches("\x7f") is not None

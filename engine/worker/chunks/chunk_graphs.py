@@ -29,8 +29,8 @@ from engine.worker.inputs.prepared_step import ModelInput
 from models.base import ForwardContext
 from models.parallel.group import Ranks
 
-# Runs a body once or more; the body calls its argument between two pieces. Returns a function per
-# piece that computes the piece again; call these in order.
+# Captures a body in pieces. The body, which may run several times, calls its argument between two
+# pieces. Returns one function per piece that repeats the piece; call these in order.
 CapturePieces = Callable[[Callable[[Callable[[], None]], None]], Sequence[Callable[[], None]]]
 
 LEAST_SIZE = 128  # tokens; fewer take a GPU equally long

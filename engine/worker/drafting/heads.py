@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.drafting.base import DraftChooser, Drafts, Sampled, accepted_end
-from engine.worker.drafting.drafting_step import DraftingStep
+from engine.worker.drafting.base import DraftChooser, DraftingStep, Drafts, Sampled, accepted_end
 from models.drafters.base import HeadsDrafter
 
 

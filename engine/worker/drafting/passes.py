@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
-from engine.worker.drafting.drafting_step import Ints
+from engine.worker.drafting.base import Ints
 from models.base import ForwardContext, LayerCache
 
 MANY_TOKENS = 33  # tokens of a request in a pass; more than any number of drafts

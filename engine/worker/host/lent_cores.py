@@ -122,7 +122,7 @@ class LentCores:
         except OSError as error:  # no descriptor left, or no folder
             if not self._has_failed:
                 self._has_failed = True
-                logger.warning("cannot look for nodes that lend cores (told once): %s", error)
+                logger.warning("cannot look for nodes that lend cores (logged once): %s", error)
             return
         for path in paths:
             name = path.stem

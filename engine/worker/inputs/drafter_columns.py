@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.core.step_plan import SHARE, UNKNOWN_TOKEN, StepPlan
 from engine.worker.block_table import BlockTable
-from engine.worker.drafting.drafting_step import FOR_NOBODY, DraftingStep
+from engine.worker.drafting.base import FOR_NOBODY, DraftingStep
 from engine.worker.inputs.request_rows import RequestRows
 
 

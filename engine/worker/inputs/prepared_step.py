@@ -1,4 +1,4 @@
-"""PreparedStep: the tensors that a step's forward and sampler read."""
+"""PreparedStep: the tensors that a step's forward and sampler read; StagedStep: for a replay."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from engine.sampling.logprobs import PromptRows
 from engine.sampling.sampling_input import SamplingInput
+from models.base import AdapterSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class ModelInput:
     positions: Tensor  # [num_tokens] int64
     last_token_rows: Tensor  # [num_sampling] int64, rows of tokens whose logits are needed
     groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
+    adapters: tuple[AdapterSpan, ...] = ()  # tokens that adapters are computed for
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +48,17 @@ class PreparedStep:
     def has_prompts(self) -> bool:
         """Return whether some computed tokens sample no next token, as in prompts."""
         return len(self.model.input_ids) > len(self.model.last_token_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A step of one token per request, staged on the host for a replay.
+
+    Its bytes are overwritten when the step after the next one is staged.
+    """
+
+    sampling: SamplingInput
+    staging: int  # index of the staging buffer
+    num_requests: int
+    size: int  # captured size: num_requests and padding
+    num_blocks: int  # used columns of the block tables

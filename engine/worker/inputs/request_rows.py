@@ -15,6 +15,7 @@ from engine.sampling.sampling_input import (
     parameters_row,
 )
 from engine.worker.inputs.step_columns import Ints, StepColumns
+from models.base import AdapterSpan
 
 
 class RequestRows:
@@ -43,6 +44,7 @@ class RequestRows:
         self._is_staged = is_staged
         self._random_words = WordTable(num_rows)
         self._rows: dict[int, NewRow] = {}
+        self._adapters: dict[int, str] = {}  # digests, by row; of rows with an adapter
         # All known tokens of rows whose sampling looks back at them, by row.
         self._known: dict[int, list[int]] = {}
 
@@ -59,6 +61,9 @@ class RequestRows:
         if (row in self.undrafted) is new.is_drafted_for:
             self.undrafted ^= {row}
         self._known.pop(row, None)
+        self._adapters.pop(row, None)
+        if new.adapter:
+            self._adapters[row] = new.adapter
         if new.token_ids:
             self._known[row] = new.token_ids.copy()
         self.parameters[row] = parameters_row(new)
@@ -78,6 +83,21 @@ class RequestRows:
                 known[start : start + num_tokens] = plan.token_ids[offset : offset + num_tokens]
                 del known[max(num_known, start + num_tokens) :]  # drafts of the previous step
             offset += num_tokens
+
+    def adapter_spans(self, columns: StepColumns) -> tuple[AdapterSpan, ...]:
+        """Return the step's tokens that adapters are computed for, one span for each adapter."""
+        if not self._adapters:
+            return ()
+        spans: list[AdapterSpan] = []
+        first = 0
+        for row, num_tokens in zip(columns.rows.tolist(), columns.query_lens.tolist(), strict=True):
+            end, adapter = first + num_tokens, self._adapters.get(row, "")
+            if spans and spans[-1].adapter == adapter:
+                spans[-1] = spans[-1]._replace(end=end)
+            else:
+                spans.append(AdapterSpan(adapter, first, end))
+            first = end
+        return tuple(span for span in spans if span.adapter)
 
     def sampling_input(self, columns: StepColumns) -> SamplingInput:
         """Return what the sampler needs for the step's sampled tokens."""

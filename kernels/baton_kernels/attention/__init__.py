@@ -53,12 +53,12 @@ def choose_attention_backend(
 
     Args:
         device: device of the KV cache, for example ``"cpu"`` or ``"cuda:0"``.
-        override: a name from ``ATTENTION_BACKENDS`` that the user insists on.
+        override: a name from ``ATTENTION_BACKENDS`` to use in place of the automatic choice.
         block_size: tokens per block of the KV cache.
-        fp8: the KV cache is of float8.
+        fp8: whether the KV cache is float8.
         latent: whether the cache holds one vector per token instead of keys and values (MLA).
-        sinks: each head has one.
-        half: queries and cache have 16 bits.
+        sinks: whether each head has an attention sink.
+        half: whether queries and cache have 16 bits.
         invariant: whether a query's result must not depend on the rest of the batch.
 
     Returns:
@@ -74,7 +74,7 @@ def choose_attention_backend(
     if override is not None:
         _check(override, block_size, device)
         if override in _OVER_LATENTS.values():
-            raise ConfigError(f"attention_backend: {override} takes latents (MLA) alone")
+            raise ConfigError(f"attention_backend: {override} takes latents (MLA) only")
         if sinks and override in _WITHOUT_SINKS:
             raise ConfigError(f"attention_backend: {override} takes no attention sinks")
         problem = _reason_against_fp8(override, device) if fp8 else None
@@ -94,10 +94,10 @@ def choose_attention_backend(
 
 
 def _invariant(device: torch.device | str, override: str | None) -> str:
-    """Return the backend of a device whose results depend on no company."""
+    """Return the backend whose results for a query do not depend on the rest of the batch."""
     name = "native" if str(device).startswith("cpu") else "triton_invariant"
     if override not in (None, name):
-        raise ConfigError(f"attention_backend: with batch_invariant it is {name}, got {override}")
+        raise ConfigError(f"attention_backend: must be {name} with batch_invariant, got {override}")
     return name
 
 

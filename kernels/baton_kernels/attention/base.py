@@ -1,4 +1,4 @@
-"""What an attention backend is told about a step, and the protocol it answers to.
+"""The input of an attention backend for one step, and the protocol that backends implement.
 
 Refuses to know: schedulers, requests, models, and how any backend computes.
 """
@@ -48,11 +48,11 @@ def as_keys_and_values(latents: Tensor) -> Tensor:
 class AttentionBackend(Protocol):
     """Paged causal attention in two calls: ``plan`` once per step, ``run`` once per layer.
 
-    One instance belongs to one model runner and is used by one thread. What a request gets back
-    does not depend on which other requests are in the step, up to float rounding. What it means
-    exactly is ``baton_kernels.reference.paged_attention``.
+    One instance belongs to one model runner and is used by one thread. A request's result does not
+    depend on the other requests of the step, up to float rounding.
+    ``baton_kernels.reference.paged_attention`` defines the result.
 
-    Every backend takes a cache of the query's dtype; which others, it says itself.
+    Every backend takes a cache of the query's dtype; `reason_against_fp8` tells about float8.
     """
 
     @staticmethod
@@ -85,8 +85,9 @@ class AttentionBackend(Protocol):
             scale: factor on the dot products.
             sliding_window: each query sees at most this many newest keys, its own included.
             soft_cap: bends scores, see ``baton_kernels.reference.paged_attention``.
-            value_dim: numbers of each value that count, from the first on; None: all. A cache of
-                latents, seen as :func:`as_keys_and_values` does, gives values without key parts so.
+            value_dim: number of leading numbers of each value to use; None: all. For a cache of
+                latents (:func:`as_keys_and_values`), this leaves out the numbers that are keys
+                only.
             sinks: ``[num_heads]`` float32, see ``baton_kernels.reference.paged_attention``.
 
         Returns:

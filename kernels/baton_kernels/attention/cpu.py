@@ -31,14 +31,14 @@ class CpuAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return None: what is gathered is converted."""
+        """Return None: gathered blocks are converted."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """See ``AttentionBackend.plan``.
 
-        The block size is the cache's to tell: the last step's is assumed, and ``run`` plans again
-        if the cache turns out to have another, which is so in the very first step.
+        Only the cache tells the block size. The plan assumes that of the last step, and ``run``
+        plans again if the cache has another, as in the very first step.
         """
         self._metadata = metadata
         self._masks.clear()
@@ -153,7 +153,7 @@ class CpuAttention:
     def _prompt_mask(
         self, index: int, chunk: PromptChunk, window: int | None, query: Tensor
     ) -> Tensor | None:
-        """Make ``[query_len, seq_len]`` to add to the scores; None when plain causal is enough."""
+        """Make a mask ``[query_len, seq_len]`` to add to the scores; None: SDPA's own is enough."""
         if window is None and chunk.query_len == chunk.seq_len:
             return None
         mask = self._masks.get((index, window, query.dtype))
@@ -167,7 +167,7 @@ class CpuAttention:
     def _decode_mask(
         self, index: int, group: DecodeGroup, window: int | None, query: Tensor
     ) -> Tensor | None:
-        """Make ``[num_requests, 1, 1, max_len]`` to add to the scores; None when all keys count."""
+        """Make a mask ``[num_requests, 1, 1, max_len]`` to add to scores; None: all keys count."""
         if window is None and group.same_len:
             return None
         mask = self._masks.get((index, window, query.dtype))
@@ -197,10 +197,10 @@ def _attend(
         key: ``[n, num_kv_heads, seq_len, head_dim]``.
         value: like ``key``.
         mask: broadcasts to ``[n, num_heads, query_len, seq_len]``, added to the scores.
-        is_causal: mask for ``query_len == seq_len`` instead of one given.
+        is_causal: whether SDPA applies its own causal mask; ``query_len`` equals ``seq_len``.
         scale: factor on the dot products.
         soft_cap: see ``AttentionBackend.run``.
-        sinks: ``[num_heads]``, or where rows are heads, ``[num_heads, query_len]``.
+        sinks: ``[num_heads]``; ``[num_heads, query_len]`` if the rows of ``query`` are heads.
     """
     group = query.shape[1] // key.shape[1]
     if soft_cap is None and sinks is None:
@@ -218,7 +218,7 @@ def _attend(
         scores = scores.masked_fill(hidden, -torch.inf)
     elif mask is not None:
         scores = scores + mask
-    if sinks is not None:  # one column more
+    if sinks is not None:  # a sink is one more column of scores
         sink = sinks.view(len(sinks), -1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).to(query.dtype)

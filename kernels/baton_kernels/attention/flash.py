@@ -1,11 +1,11 @@
 """Paged attention by the flash_attn packages, for comparison with our own kernels.
 
 FlashAttention-3 (module ``flash_attn_interface``, Hopper) takes blocks of any size,
-FlashAttention-2 (package ``flash_attn``) of multiples of 256 tokens only. Both want
-``[num_blocks, block_size, num_kv_heads, head_dim]`` and ask of its strides no more than a
-contiguous last dimension (their ``flash_api.cpp``), so a transposed view of our cache will do.
+FlashAttention-2 (package ``flash_attn``) only of multiples of 256 tokens. Both want
+``[num_blocks, block_size, num_kv_heads, head_dim]`` and require only that the last dimension is
+contiguous (their ``flash_api.cpp``), so they take a transposed view of our cache.
 
-Refuses to know: models, schedulers, CUDA graphs (padding is zeroed by what the host knows).
+Refuses to know: models, schedulers, CUDA graphs (the host must know where padding begins).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def installed_version() -> int | None:
 
 
 def block_size_multiple(version: int) -> int:
-    """Return the number of which the KV cache's block size must be a multiple."""
+    """Return the number that must divide the KV cache's block size."""
     return 1 if version == 3 else 256
 
 
@@ -41,12 +41,12 @@ class FlashAttention:
         self._version = installed_version()
         name = "flash_attn_interface" if self._version == 3 else "flash_attn"
         self._functions = import_module(name)
-        self._key_starts = torch.empty(0, dtype=torch.int32)  # [num_requests + 1], for 2
+        self._key_starts = torch.empty(0, dtype=torch.int32)  # [num_requests + 1], for version 2
         self._num_rows = 0  # where padding begins
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return the reason: the packages would want queries of float8, too."""
+        """Return the reason: with a float8 cache, the packages require float8 queries."""
         return "it takes a cache of the model's dtype only"
 
     def plan(self, metadata: AttentionMetadata) -> None:
@@ -67,7 +67,7 @@ class FlashAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``; there is none over latents, nor with sinks."""
+        """See ``AttentionBackend.run``; latents and sinks are not supported."""
         assert value_dim is None, "values are as long as keys"
         assert sinks is None, "refused when the backend is chosen"
         # [num_blocks, block_size, num_kv_heads, head_dim] each

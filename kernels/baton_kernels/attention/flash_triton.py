@@ -1,7 +1,7 @@
-"""FlashAttention-3 for steps with prompts, Triton for all others, which graphs may hold.
+"""FlashAttention-3 for steps with prompts; Triton for all others, which CUDA graphs may hold.
 
-On Hopper the library's kernels for prompts are ahead of what Triton compiles; a decode's are not,
-and what it asks the host for cannot be captured. Both read the same cache and the same metadata.
+On Hopper the library's prompt kernels are faster than Triton's. Its decode kernels are not, and
+their work on the host cannot be captured. Both read the same cache and the same metadata.
 Refuses to know: how either of them works.
 """
 
@@ -30,7 +30,7 @@ def reason_against(device: torch.device | str) -> str | None:
 
 
 class FlashTritonAttention:
-    """``AttentionBackend`` over both; FlashAttention computes all of a step with a prompt.
+    """``AttentionBackend`` over both; if a step has a prompt, FlashAttention computes all of it.
 
     float16 and bfloat16, without sinks, as the library has nothing else.
     """
@@ -45,7 +45,7 @@ class FlashTritonAttention:
         return FlashAttention.reason_against_fp8(device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``; only for those that the step is for."""
+        """See ``AttentionBackend.plan``; plans only the backend that computes the step."""
         self._is_captured = False
         if metadata.max_query_len > 1:
             self._flash.plan(metadata)

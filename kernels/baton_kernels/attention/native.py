@@ -1,6 +1,6 @@
 """Paged attention for CPUs in C, straight out of the cache: nothing is gathered or planned.
 
-Tensors that the C library does not take (float64, say) go to the backend in torch alone, and so
+Tensors that the C library does not take (such as float64) go to the backend in torch alone, and so
 does everything where there is no library. Refuses to know: models, schedulers, CUDA.
 """
 

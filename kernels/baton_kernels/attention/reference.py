@@ -1,4 +1,4 @@
-"""The backend that runs the definition of paged attention itself: slow, and right on any device.
+"""Paged attention by the definition itself: slow, and right on any device.
 
 Refuses to know: everything but how to call ``baton_kernels.reference.paged_attention``.
 """
@@ -13,7 +13,7 @@ from baton_kernels.attention.base import AttentionMetadata
 
 
 class ReferenceAttention:
-    """``AttentionBackend`` by the definition; has nothing to plan."""
+    """``AttentionBackend`` that calls the definition; has nothing to plan."""
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:

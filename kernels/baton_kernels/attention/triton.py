@@ -31,9 +31,9 @@ from baton_kernels.triton.varlen_attention import (
 class TritonAttention:
     """``AttentionBackend`` over the kernels of ``baton_kernels.triton``.
 
-    Requests with one token go to the decode kernel, the others, where there are any, to the one
-    for prompt chunks. The work of the decode kernel is shared out on the device by a small kernel
-    that a step's first ``run`` launches, so a CUDA graph of a decode-only step works like this:
+    Requests with one token go to the decode kernel, the others to the kernel for prompt chunks. A
+    small kernel, launched by a step's first ``run``, divides the decode kernel's work on the
+    device, so a CUDA graph of a decode-only step works like this:
 
     * Capture: ``plan`` with metadata of the captured size, then capture the forward. The graph
       holds the planning kernel too, and every launch's size depends on the captured size alone.
@@ -42,23 +42,23 @@ class TritonAttention:
       fewer requests than captured ends in requests with ``query_len`` 0: rows behind the last
       token become zeros.
 
-    The tiles of prompt chunks are listed on the host. A step with any is captured after
-    ``plan_captured``, and told of its requests by ``fill_captured`` before each replay; all of
-    them are in tiles then. Buffers are kept for every power of two of requests, and tiles for
-    every captured size, and never given back, as a graph may hold them.
+    The host lists the tiles of prompt chunks. To capture a step with prompt chunks, call
+    ``plan_captured`` first; ``fill_captured`` then copies its requests to the device before each
+    replay. In such a step all requests are in tiles, decodes too. Buffers for each power of two of
+    requests, and tiles for each captured size, are never freed, as a graph may hold them.
     """
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[tuple[int, int | None], DecodeBuffers] = {}
-        self._planned: set[int | None] = set()  # windows whose work is shared out for this step
-        self._tiles: dict[int | None, Tiles] = {}  # of this step, by window
+        self._planned: set[int | None] = set()  # windows whose decodes are divided already
+        self._tiles: dict[int | None, Tiles] = {}  # tiles of this step, by window
         # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundTiles | BoundDecodes, ...]] = {}
-        # By number of tokens and window.
+        # Tiles of captured steps, by number of tokens and window.
         self._captured_tiles: dict[tuple[int, int | None], CapturedTiles] = {}
         self._captures = False
-        self._num_rows = 0  # where padding begins
+        self._num_rows = 0  # rows before the padding
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
@@ -68,7 +68,7 @@ class TritonAttention:
         return "float8 needs a GPU of compute capability 8.9 or newer"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``; what depends on shapes is planned by the first ``run``."""
+        """See ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
         self._metadata = metadata
         self._planned.clear()
         self._tiles.clear()
@@ -123,14 +123,14 @@ class TritonAttention:
         if bound is None:
             bound = self._bind(query, kv_cache, scale, sliding_window, soft_cap)
             self._bound[alike] = bound
-        make = torch.zeros_like if self._captures else torch.empty_like  # padding is anywhere
+        make = torch.zeros_like if self._captures else torch.empty_like  # padding may be in any row
         out = make(query, memory_format=torch.contiguous_format)
         for part in bound:
             part.launch(out, query, kv_cache, sinks)
         if self._captures:
             return out
         if self._num_rows < len(out) and isinstance(bound[-1], BoundTiles):
-            out[self._num_rows :].zero_()  # else the decode kernel's programs do so
+            out[self._num_rows :].zero_()  # otherwise the decode kernel zeroes them
         return out
 
     def _bind(
@@ -190,7 +190,7 @@ class TritonAttention:
         assert metadata is not None
         key = metadata.num_tokens, sliding_window
         if key not in self._captured_tiles:
-            # Not inference tensors, and not a graph's: a step is computed before it is captured.
+            # Not inference tensors, and not a graph's: a step is computed once before its capture.
             with torch.inference_mode(mode=False):
                 self._captured_tiles[key] = CapturedTiles(
                     metadata.num_tokens, metadata.num_requests, shape, query.element_size(),

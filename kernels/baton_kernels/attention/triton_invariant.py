@@ -1,4 +1,4 @@
-"""Paged attention in Triton whose results do not depend on a query's company.
+"""Paged attention in Triton whose results for a query do not depend on the rest of the batch.
 
 Refuses to know: models, schedulers, and how the kernel works (``baton_kernels.triton``).
 """
@@ -22,9 +22,9 @@ from baton_kernels.triton.invariant.attention import (
 class InvariantTritonAttention:
     """``AttentionBackend`` over `baton_kernels.triton.invariant.attention`.
 
-    A decode-only step may be captured as with `TritonAttention`: what it launches depends on no
-    length. Steps with prompts are launched kernel by kernel. Buffers are never given back, as a
-    graph may hold them.
+    A decode-only step may be captured as with `TritonAttention`: its launches do not depend on any
+    length. Steps with prompts are launched kernel by kernel. Buffers are never freed, as a graph
+    may hold them.
     """
 
     reason_against_fp8 = staticmethod(TritonAttention.reason_against_fp8)
@@ -32,7 +32,7 @@ class InvariantTritonAttention:
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # the largest last
-        self._tiles: dict[PagedShape, Tensor] = {}  # of this step
+        self._tiles: dict[PagedShape, Tensor] = {}  # tiles of this step
         # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 

@@ -23,7 +23,7 @@ from baton_kernels.triton.latents.attention import (
 class TritonLatentAttention:
     """``AttentionBackend`` of layers that keep one vector per token (MLA).
 
-    Requests with one token are split over programs, others are tiles that the host lists.
+    Requests with one token are split over programs; the host cuts the others into tiles.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class TritonLatentAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``; over a cache as ``as_keys_and_values`` shows it."""
+        """See ``AttentionBackend.run``; the cache is a view by ``as_keys_and_values``."""
         assert value_dim is not None, "layers that keep one vector per token"
         unknown = (sliding_window, soft_cap, sinks)
         assert all(one is None for one in unknown), "no network over latents has them"

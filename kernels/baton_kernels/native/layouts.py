@@ -1,7 +1,7 @@
-"""Compare the structs of the C sources with their copies in Python, before a library is used.
+"""Compare the structs of the C sources with their copies in Python before a library is used.
 
-Calls pass their fields by position, so a field that is missing or elsewhere in one of the two would
-silently give an operation other values. Refuses to know: compilers.
+Calls pass their fields by position, so a field that is missing or misplaced in one of the two would
+silently shift the values of an operation. Refuses to know: compilers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ _KINDS = {
     ctypes.c_int64: _WORD, ctypes.c_double: _NUMBER,
     ctypes.c_void_p: _POINTER, ctypes.c_char_p: _POINTER,
 }  # fmt: skip
-
-Layout = list[tuple[str, str]]  # (field, kind), nested structs unfolded
 
 
 def check_layouts(sources: Sequence[Path], structs: Mapping[str, type[ctypes.Structure]]) -> None:

@@ -1,4 +1,4 @@
-"""The loaded library: its functions' types, and torch's OpenMP runtime under it.
+"""The loaded library: its functions' types, and the OpenMP runtime that it shares with torch.
 
 Refuses to know: tensors.
 """
@@ -268,7 +268,7 @@ class TapeEntry(Structure):
     _fields_ = (*_fields(c_void_p, "function call"),)
 
 
-# By name in kernels/csrc.
+# Structs by their names in kernels/csrc.
 _STRUCTS: dict[str, type[Structure]] = {
     "linear_call": LinearCall,
     "grouped_call": GroupedLinearCall,
@@ -331,7 +331,7 @@ def load_library() -> ctypes.CDLL | None:
         check_layouts(find_sources(), _STRUCTS)
         runtime = _openmp_runtime()
         if runtime is not None:
-            # Two OpenMP runtimes in a process would fight for its cores: ours is torch's.
+            # Two OpenMP runtimes in a process would compete for its cores, so ours uses torch's.
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         opened = open_library_built_ahead(runtime) or open_library(runtime, _tell_of_build)
         library = _load(opened.descriptor, opened.path)
@@ -342,7 +342,7 @@ def load_library() -> ctypes.CDLL | None:
         logger.warning("no native kernels, torch computes instead (%s): %s", SLOWER, error)
         return None
     if opened.problem:
-        logger.warning("native kernels are kept in %s, as %s", opened.path.parent, opened.problem)
+        logger.warning("native kernels are kept in %s: %s", opened.path.parent, opened.problem)
     threads = "OpenMP" if runtime else "no"
     ahead, name = opened.instruction_set, opened.path.name
     origin = f"built ahead for {ahead}" if ahead else f"built on this machine ({name})"

@@ -47,7 +47,7 @@ from baton_kernels.reference import FP8
 from baton_kernels.routing import Routing, Scoring
 from baton_kernels.state_metadata import StateMetadata
 
-# As in vectors.h.
+# Type numbers, as in vectors.h.
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3, torch.float16: 4}
 _ACTIVATIONS = {
     "silu": 1,
@@ -58,8 +58,9 @@ _ACTIVATIONS = {
     "relu": 6,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_ROW = 2**17  # numbers of a row of `add_rows`, which a job keeps on its stack
 _MAX_KERNEL_SIZE = 16  # longest convolution kernel; a job keeps it on its stack
-_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, on the stack, too
+_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, which is on the stack, too
 _FORMATS = {
     WeightFormat.FP32: 0,
     WeightFormat.BF16: 1,
@@ -123,6 +124,18 @@ class NativeOps:
         )
         self._run(self._library.baton_rms_norm, call, x, residual, total)
         return total
+
+    def add_rows(self, x: Tensor, delta: Tensor) -> None:
+        """See the reference. Each row is read before it is written, so ``x`` may be the sum."""
+        size = x.shape[-1]
+        if not (_plain(x, delta) and x.shape == delta.shape and size <= _MAX_ROW):
+            reference.add_rows(x, delta)
+            return
+        call = NormCall(
+            *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size),
+            *(delta.data_ptr(), x.data_ptr(), None, None, x.data_ptr(), 0.0, 0, 1.0),
+        )
+        self._run(self._library.baton_rms_norm, call, x, delta)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See the reference."""
@@ -341,13 +354,13 @@ class NativeOps:
     def quantized_linear(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
     ) -> Tensor:
-        """See the reference, which computes what GPUs keep."""
+        """See the reference, which computes weights that are laid out for GPUs."""
         return reference.quantized_linear(x, weight, bias)
 
     def invariant_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor
     ) -> Tensor:
-        """See the reference, which computes what GPUs compute so."""
+        """See the reference; this op exists for GPUs."""
         return reference.invariant_linear(x, weight, bias, arrived)
 
     def packed_scores(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -360,7 +373,7 @@ class NativeOps:
     def packed_gated_linear(
         self, x: Tensor, weight: PackedWeight, activation: str = "silu"
     ) -> Tensor:
-        """See the reference; one pass where both halves are whole panels."""
+        """See the reference; takes one pass if both halves are whole panels."""
         num_columns = weight.out_features // 2
         if x.dtype not in _FLOATS or num_columns % self.panel_width:
             return self.gated_mul(self.packed_linear(x, weight), activation)
@@ -497,7 +510,7 @@ class NativeOps:
         return ids, weights
 
     def experts(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """See the reference, which computes it: what is to be fast is packed."""
+        """See the reference, which computes unpacked weights; fast paths have packed weights."""
         return reference.experts(x, *arguments, **options)
 
     def packed_experts(
@@ -551,7 +564,7 @@ class NativeOps:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor | None:
-        """``reference.paged_attention``; None where tensors are not of the kind this takes."""
+        """``reference.paged_attention``; None: tensors of these types are not supported."""
         table = metadata.block_table
         assert sinks is None or sinks.dtype == torch.float32
         fits = _plain(query) and kv_cache.dtype in (query.dtype, FP8) and kv_cache.stride(4) == 1
@@ -697,7 +710,7 @@ class NativeOps:
         states: Tensor,
         metadata: StateMetadata,
     ) -> Tensor | None:
-        """Compute the delta rule, without ``beta`` the selective scan; None: not of this kind."""
+        """Compute the delta rule; without ``beta`` the selective scan; None: not supported."""
         num_tokens, num_heads, value_dim = value.shape
         num_key_heads, key_dim = key.shape[1:]
         constants = [one for one in (log_decay, rate_bias, skip) if one is not None]
@@ -736,7 +749,7 @@ class NativeOps:
 
         Args:
             group: the group, in memory that its ranks share.
-            gathered: ``[size, *tensor.shape]``; then the parts are put there, and not added.
+            gathered: ``[size, *tensor.shape]``; if given, receives the parts, which are not added.
         """
         if not _plain(tensor) or (gathered is not None and not _plain(gathered)):
             return False
@@ -758,9 +771,9 @@ class NativeOps:
             num_more: further threads, on the cores ``lent``.
 
         Returns:
-            whether all of them are where they should be.
+            Whether all of them are where they should be.
         """
-        size = (max(own | lent) // 64 + 1) * 8  # whole words, as the kernel has them
+        size = (max(own | lent) // 64 + 1) * 8  # whole words, as in the kernel's masks
         own_set, lent_set = (
             sum(1 << core for core in cores).to_bytes(size, "little") for cores in (own, lent)
         )

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class TapeError(Exception):
-    """A function ran that no tape can replay; the message is its name."""
+    """Raised for a function that a tape cannot replay; the message is the function's name."""
 
 
 def check(code: int) -> None:
@@ -59,12 +59,12 @@ class Tape:
     def add(
         self, function: Any, call: ctypes.Structure, tensors: tuple[Tensor | None, ...]
     ) -> None:
-        """Add one call; ``tensors`` are those whose addresses are in it."""
+        """Add one call; ``tensors`` are those whose addresses it contains."""
         self._calls.append((function, call))
         self._kept.extend(tensor for tensor in tensors if tensor is not None)
 
     def run(self) -> None:
-        """Make all calls again; raises MemoryError where the first run would have."""
+        """Make all calls again; raises MemoryError if the library runs out of memory."""
         if self._entries is None:
             entries = (
                 TapeEntry(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(call))
@@ -84,7 +84,7 @@ class Recorder(threading.local):
         """Add the native calls of this thread to ``tape`` as they are made.
 
         Raises:
-            TapeError: torch was asked to compute something meanwhile.
+            TapeError: torch computed something in the meantime.
         """
         assert self.tape is None, "a tape is recorded already"
         self.tape = tape
@@ -100,7 +100,7 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, or the first op would import torch's compiler, which takes a second."""
+        """Return False; otherwise the first op would import torch's compiler, for a second."""
         return False
 
     def __torch_dispatch__(
@@ -112,7 +112,7 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func._schema.name in _HARMLESS:
             return func(*args, **(kwargs or {}))
-        # In inference mode an op that is made of others (flatten, say) arrives as it is.
+        # In inference mode, an op that is composed of others (such as flatten) arrives undivided.
         with self:
             result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
@@ -129,7 +129,7 @@ def record(
         The tape and the result, tensors which every run of the tape overwrites.
 
     Raises:
-        TapeError: torch computed a part of it.
+        TapeError: torch computed a part of the result.
     """
     tape = Tape(library)
     with recorder.recording(tape):

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FP8 = "fp8e4nv"  # what Triton calls float8 in a signature
+FP8 = "fp8e4nv"  # Triton's name of float8 in a signature
 
 
 def fp8_suffix(cache: str) -> str:
-    """Return the end of a case's name, by the type of its cache."""
+    """Return the last part of a case's name, which tells the type of its cache."""
     return " fp8 cache" if cache == FP8 else ""
 
 
@@ -28,4 +28,4 @@ class AotCase:
     num_warps: int = 4
     num_stages: int = 2
     capabilities: tuple[int, ...] = (80, 90)  # compute capabilities to compile for
-    fuses_floats: bool = True  # a product and a sum may become one operation
+    fuses_floats: bool = True  # whether the compiler may fuse a product with a sum

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase
 
-# Constants of a kernel without sinks that is compiled ahead of time.
+# Constants of ahead-of-time cases without sinks.
 NO_SINKS: dict[str, int | float | bool | None] = {"sinks": None}
 _LOG2_E = math.log2(math.e)
 
@@ -37,7 +37,7 @@ class PagedShape:
     group: int  # query heads that share a KV head
     head_dim: int
     block_size: int
-    is_fp8: bool = False  # the cache, and not the query
+    is_fp8: bool = False  # whether the cache is float8; the query is not
 
     @classmethod
     def of(cls, query: Tensor, kv_cache: Tensor) -> PagedShape:
@@ -45,8 +45,8 @@ class PagedShape:
 
         Args:
             query: ``[num_tokens, num_heads, head_dim]``; tokens may lie apart, heads may not.
-            kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; blocks may lie
-                apart, what is inside a block may not.
+                kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; blocks may lie
+                    apart, but each block is contiguous.
         """
         is_fp8 = kv_cache.dtype == reference.FP8
         return _paged_shape(
@@ -90,12 +90,12 @@ class TileSize:
 
     tokens: int  # keys per tile
     num_warps: int
-    num_stages: int  # steps of the pipeline: the block table takes up to two, the rest is tiles
+    num_stages: int  # steps of the pipeline: the block table takes up to two, the others hold tiles
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return a GPU's number of streaming multiprocessors; in the interpreter a small number."""
+    """Return a GPU's number of streaming multiprocessors; a small number in the interpreter."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

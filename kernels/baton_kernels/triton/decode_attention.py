@@ -1,16 +1,16 @@
 """Paged attention for requests that compute one token: KV split over programs, then merged.
 
-Flash-Decoding (Dao et al., 2023, pytorch.org/blog/flash-decoding): all query heads of a KV head
-are one tile, and a request's tokens are divided among as many programs as fill the GPU.
+Flash-Decoding (Dao et al., 2023, pytorch.org/blog/flash-decoding): all query heads of a KV head are
+one tile, and a request's tokens are divided among several programs, to fill the GPU.
 ``plan_decodes`` divides them on the device, from the lengths of all requests. So one long request
 among short ones is split finely, no launch depends on a length, and a CUDA graph can hold all
-launches. The part of a request that ends last merges all of its parts::
+launches. The last part of a request to finish merges all of its parts::
 
     slot        0       1       2       3       4       5..
     work      r0 part 0  r0 part 1  r0 part 2  r1  r3   -        r2 has no decode
     first_slot  r0: 0   r1: 3   r2: 4   r3: 4   end: 5
 
-Refuses to know: prompts, sliding windows beyond how far back a request looks.
+Refuses to know: prompts; sliding windows, except how far back a request looks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from baton_kernels.triton.attention_tile import (
 from baton_kernels.triton.launch import Launch, Launcher
 from baton_kernels.triton.tile_sizes import decode_tile
 
-# With two tiles in flight, 64 KiB, three programs per processor are enough to saturate the memory
-# of an H200 (latency times bandwidth: 30 KiB per processor).
+# Two tiles in flight take 64 KiB, so three programs per processor are enough to saturate the memory
+# of an H200, which needs 30 KiB in flight per processor (latency times bandwidth).
 _PROGRAMS_PER_SM = 3
 _MIN_PART_TOKENS = 128  # smaller parts cost more in merging than they gain
 _MERGED_AT_ONCE = 4096  # numbers that merge_parts loads: 32 registers of a thread
@@ -61,12 +61,12 @@ def plan_decodes(
     window,  # most tokens that a query sees
     spare_slots,  # programs per KV head that fill the GPU
     num_slots,  # at least num_requests + spare_slots
-    TILE: tl.constexpr,  # parts are whole tiles, but for a request's last
+    TILE: tl.constexpr,  # parts are whole tiles, except a request's last part
     MIN_PART_TOKENS: tl.constexpr,
     REQUESTS: tl.constexpr,  # num_requests rounded up
     SLOTS: tl.constexpr,  # num_slots rounded up
 ):
-    """Divide the tokens of all decodes among slots; one program."""
+    """Divide the tokens of all decodes among slots, in one program."""
     requests = tl.arange(0, REQUESTS)
     present = requests < num_requests
     row = tl.load(query_start_loc + requests, mask=present, other=0)
@@ -75,7 +75,7 @@ def plan_decodes(
     ends = tl.where(next_row - row == 1, ends, 0)
     starts = tl.maximum(ends - window, 0)
     lens = ends - starts
-    # With parts of this size there are at most spare_slots full ones and num_requests others.
+    # Gives at most spare_slots full parts, and num_requests partial ones.
     part_tokens = tl.maximum(tl.cdiv(tl.sum(lens), spare_slots), MIN_PART_TOKENS)
     part_tokens = tl.cdiv(part_tokens, TILE) * TILE
     parts = tl.cdiv(lens, part_tokens)
@@ -149,8 +149,8 @@ def decode_attention(
     kv_cache,  # [num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], strided blocks
     block_table,  # [num_requests, max_blocks] int32
     query_start_loc,  # [num_requests + 1] int32
-    work,  # [num_slots, 4] int32, of plan_decodes
-    first_slot,  # [num_requests + 1] int32, likewise
+    work,  # [num_slots, 4] int32, see plan_decodes
+    first_slot,  # [num_requests + 1] int32, see plan_decodes
     sinks,  # [num_heads] float32, or None
     score_scale,
     cap,
@@ -218,12 +218,12 @@ def decode_attention(
         tl.store(part_out + slot * token_size + places, result, mask=in_tile)
         lse = part_lse + slot * (NUM_KV_HEADS * GROUP) + heads
         tl.store(lse, highest + tl.log2(total), mask=rows < GROUP)
-        # One thread counts: the barrier puts what all threads stored before its release, and its
-        # acquire puts what the other parts stored before the loads of the last one.
+        # One thread counts. The barrier orders this program's stores before the release; the
+        # acquire orders the other parts' stores before the last part's loads.
         tl.debug_barrier()
         counter = arrived + request * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            tl.store(counter, 0)  # for the next launch; no other part of this one is to come
+            tl.store(counter, 0)  # for the next launch; this was the last part of this one
             merged = merge_parts(
                 part_out, part_lse, sinks, tl.load(first_slot + request), parts, kv_head,
                 NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, D, HEADS, PARTS,
@@ -243,7 +243,7 @@ class DecodeBuffers:
     first_slot: Tensor  # [num_requests + 1] int32
     part_out: Tensor  # [num_slots, num_heads, head_dim] float32
     part_lse: Tensor  # [num_slots, num_heads] float32
-    arrived: Tensor  # [num_requests, num_kv_heads] int32: parts of a launch; zero between two
+    arrived: Tensor  # [num_requests, num_kv_heads] int32: finished parts; zero between launches
 
     @classmethod
     def allocate(cls, num_requests: int, shape: PagedShape, device: torch.device) -> DecodeBuffers:
@@ -260,7 +260,7 @@ class DecodeBuffers:
 
 
 def spare_slots(shape: PagedShape, device: torch.device) -> int:
-    """Slots that fill the GPU for any number of requests."""
+    """Return the number of slots that fills the GPU for any number of requests."""
     return -(-num_multiprocessors(device) * _PROGRAMS_PER_SM // shape.num_kv_heads)
 
 
@@ -293,7 +293,7 @@ def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
 
 @dataclass(frozen=True, slots=True)
 class BoundDecodes:
-    """The launch of one step in all layers of the same options, with its plan's buffers."""
+    """The launch of one step for all layers with the same options, with its plan's buffers."""
 
     attend: Launch
     metadata: AttentionMetadata
@@ -303,7 +303,7 @@ class BoundDecodes:
         """Attend for the requests that compute one token, and zero the padding behind all requests.
 
         Args:
-            out: ``[num_tokens, num_heads, head_dim]``, contiguous; rows of prompts are left alone.
+            out: ``[num_tokens, num_heads, head_dim]``, contiguous; prompts' rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: one layer's, see ``PagedShape.of``.
             sinks: see ``AttentionBackend.run``.
@@ -323,7 +323,7 @@ def bind_decodes(
     scale: float,
     soft_cap: float | None,
 ) -> BoundDecodes:
-    """Bind the launch of a step to the shapes of these tensors, which all such layers share.
+    """Bind the launch of a step to these tensors' shapes; layers with the same shapes share it.
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.

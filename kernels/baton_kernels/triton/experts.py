@@ -48,7 +48,7 @@ def experts(
     if not num_tokens:
         return out
     num_rows, top_k = ids.numel(), ids.shape[1]
-    # A matrix unit may add in another order for tiles of another size.
+    # With tiles of another size, a matrix unit may add in another order.
     is_many = invariant or num_rows >= MANY_ROWS // 2 * num_experts
     tile_rows = MANY_ROWS if is_many else FEW_ROWS
     tiles = Tiles.of(ids, num_experts, tile_rows)
@@ -98,10 +98,10 @@ class Tiles:
     """The rows of each tile.
 
     Attributes:
-        experts: ``[count]`` int64, ``num_experts`` where a tile has none.
+        experts: ``[count]`` int64; ``num_experts`` for a tile without an expert.
         first_places: ``[count]`` int64, place of each tile's first row in ``order``.
-        ends: ``[num_experts]`` int64, the places behind each expert's rows.
-        order: ``[num_rows]`` int64, rows by expert.
+        ends: ``[num_experts]`` int64, place behind each expert's last row in ``order``.
+        order: ``[num_rows]`` int64, rows sorted by expert.
     """
 
     experts: Tensor
@@ -130,12 +130,12 @@ class Tiles:
         ends = sizes.cumsum(0)
         tiles = (sizes + (tile_rows - 1)) // tile_rows
         tile_ends = tiles.cumsum(0)
-        # Each expert fills all of its tiles but the last, which bounds the number of tiles.
+        # Each expert fills all of its tiles but the last one, which bounds the number of tiles.
         most = min(num_rows, num_rows // tile_rows + min(num_experts, num_rows))
         ids_of_tiles = torch.arange(most, device=ids.device)
         experts = torch.searchsorted(tile_ends, ids_of_tiles, right=True)
         known = experts.clamp(max=num_experts - 1)
-        before = ids_of_tiles - (tile_ends - tiles)[known]  # tiles of the same expert
+        before = ids_of_tiles - (tile_ends - tiles)[known]  # earlier tiles of the same expert
         first_places = (ends - sizes)[known] + before * tile_rows
         return cls(experts, first_places, ends, order)
 
@@ -196,7 +196,7 @@ def gate_up_kernel(
     is_column = column < inner
     depth = tl.arange(0, BLOCK_K)
     x_at = x_ptr + (row // top_k)[:, None] * hidden + depth[None, :]
-    # Without gates, only the up projections are there.
+    # Without gates, only the up projections exist.
     HALVES: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
     gate_at = weight_ptr + (expert * HALVES * inner + column)[None, :] * hidden + depth[:, None]
     up_at = gate_at + inner.to(tl.int64) * hidden

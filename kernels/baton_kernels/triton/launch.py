@@ -1,15 +1,15 @@
-"""Launches Triton kernels without Triton's own search for the compiled variant.
+"""Launch Triton kernels without Triton's own search for the compiled variant.
 
 Triton inspects every argument of every launch by name: 20 us of Python for a kernel that runs for
 3 us. Only these matter, and most of them never change while a model lives:
 
     constants   a `Launcher` is made once for them
     numbers     strides and sizes, by value; those that Triton does not specialize on may change
-    tensors     their dtypes, and whether each address is a multiple of 16
+    tensors     their dtypes, and whether each address is a multiple of 16 bytes
 
 A `Launcher` finds the variant by one look-up of numbers and tensors; Triton itself compiles a new
 one. All layers of a step have the same shapes, so an op binds numbers and grid to a `Launch`, which
-looks at addresses only, and keeps the `Launch` for tensors of the same kind.
+looks at addresses only. The op keeps the `Launch` for other tensors of these shapes.
 Refuses to know: what a kernel computes.
 """
 
@@ -26,10 +26,10 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-_ALIGNMENT = 16  # bytes; what Triton takes for aligned
+_ALIGNMENT = 16  # bytes; Triton calls a multiple of this aligned
 _MAX_INT32 = 2**31 - 1
 _runtime = knobs.runtime
-# Function, grid, arguments before and after the addresses, whether addresses are one tuple.
+# Function, grid, arguments before and after the addresses, whether the addresses are one tuple.
 _Ready = tuple[Callable[..., None], tuple[int, ...], tuple[object, ...], tuple[object, ...], bool]
 
 # Launches that an op keeps, one per shape of a step; shapes change with every prompt.
@@ -48,7 +48,7 @@ class Launcher:
     def __init__(self, kernel: Any, **options: int | float | bool | str | None) -> None:
         self._kernel = kernel
         self._options = options
-        self.is_compiled = isinstance(kernel, JITFunction)  # else it is interpreted
+        self.is_compiled = isinstance(kernel, JITFunction)  # otherwise the kernel is interpreted
         self._variants: dict[tuple[object, ...], _Variant] = {}
         self._numbers: _Numbers | None = None
 
@@ -63,7 +63,7 @@ class Launcher:
         Args:
             grid: programs, one to three numbers.
             tensors: the kernel's pointers, in its order; None where it has a branch for that.
-            numbers: its other arguments that are no constants, in its order.
+            numbers: the kernel's other arguments, except constants, in its order.
         """
         Launch(self, grid, numbers)(*tensors)
 
@@ -95,7 +95,7 @@ class Launcher:
         return self._variants.get(key)
 
     def remember(self, key: tuple[object, ...], compiled: Any, num_arguments: int) -> None:
-        """Keep what Triton has compiled for a launch with so many arguments that vary."""
+        """Keep a variant that Triton has compiled for launches with this many varying arguments."""
         self._variants[key] = _Variant.of(compiled, self._options, num_arguments)
 
 
@@ -105,7 +105,7 @@ class Launch:
     Args:
         launcher: the kernel's launcher.
         grid: programs, one to three numbers.
-        numbers: all that are no constants, in the kernel's order.
+        numbers: the kernel's other arguments, except constants, in its order.
     """
 
     __slots__ = ("_grid", "_launcher", "_numbers", "_ready")
@@ -121,8 +121,8 @@ class Launch:
         """Launch it on the current device and stream.
 
         Args:
-            tensors: the kernel's pointers, in its order; None where it has a branch for that. From
-                call to call their dtypes are the same, and None stays None.
+            tensors: the kernel's pointers, in its order; None where it has a branch for that. Each
+                call has the same dtypes, and None in the same places.
         """
         enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
         if not self._launcher.is_compiled or enter.calls or leave.calls:  # a profiler is told
@@ -139,7 +139,7 @@ class Launch:
             ready = self._find(device, alignment, tensors)
             if ready is None:
                 return
-        # As JITFunction.run ends; what is a constant, None as well, is left out by what it calls.
+        # As at the end of JITFunction.run; the called function leaves out constants and None.
         run, grid, middle, behind, takes_one = ready
         stream = active.get_current_stream(device)
         if takes_one:
@@ -150,7 +150,7 @@ class Launch:
     def _find(
         self, device: int, alignment: object, tensors: Sequence[Tensor | None]
     ) -> _Ready | None:
-        """Return the variant; None: Triton had to find it, and has launched it."""
+        """Return the variant; None: it was not known, and Triton has launched it."""
         launcher, numbers = self._launcher, self._numbers
         key = launcher.key(device, alignment, tensors, numbers)
         variant = launcher.known(key)
@@ -176,7 +176,7 @@ def _launch_nothing(*tensors: Tensor | None) -> None:
 
 
 def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
-    """Return the distance of a tensor's rows ``[..., size]``; None: gaps or uneven distances."""
+    """Return the distance between a tensor's rows ``[..., size]``; None: not all are equal."""
     size = expected = shape[-1]
     if stride[-1] != 1 and size != 1:
         return None
@@ -207,10 +207,12 @@ class _Variant:
         return cls(compiled.run, compiled.function, compiled.packed_metadata, tail)
 
     def entry(self) -> tuple[Callable[..., None], tuple[object, ...], bool]:
-        """Return what to call, its arguments between stream and addresses, and if those are one.
+        """Return a function, its arguments between stream and addresses, and if addresses are a
+        tuple.
 
-        The launcher of Triton 3.7 asks each time whether the kernel needs memory of its own, and
-        calls a C function; these need none. Of other releases the launcher itself is called.
+        Triton 3.7's launcher asks in each call whether the kernel needs memory of its own, and then
+        calls a C function. These kernels need none, so the C function is called directly. For other
+        releases, the launcher itself is called.
         """
         run, no_hooks = self.run, (None, None, None)
         names = ("launch", "arg_annotations", "kernel_signature", "launch_pdl")
@@ -232,9 +234,10 @@ class _Numbers:
         self._fixed = [place for place, param in enumerate(params) if not param.do_not_specialize]
 
     def key(self, numbers: Sequence[int | float]) -> list[int | float | bool]:
-        """Return a key of the specialized numbers, and of which others exceed 32 bits.
+        """Return a key of the specialized numbers and of those others that exceed 32 bits.
 
-        Triton looks at less than the values, but these are a model's, so there are few of them.
+        The key has whole values, though Triton uses only some of their properties: these are a
+        model's sizes, so there are few.
         """
         fixed = [numbers[place] for place in self._fixed]
         return fixed + [numbers[place] > _MAX_INT32 for place in self._free]

@@ -1,7 +1,7 @@
-"""Root-mean-square norms, alone and with the sum of the residual stream before.
+"""Root-mean-square norms, with or without adding to the residual stream first.
 
 One program holds whole rows in registers, so that every element is read once and written once.
-Refuses to know: models, where in a layer a norm stands.
+Refuses to know: models, where a layer's norms are.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _bind(
 
 @functools.cache
 def _launcher(size: int, adds: bool, scales: bool) -> tuple[int, Launcher]:
-    """Return the rows of a program, and its launcher."""
+    """Return the number of rows per program, and the launcher."""
     block = triton.next_power_of_2(size)
     num_tile_rows = max(1, TILE_ELEMENTS // block)
     return num_tile_rows, Launcher(
@@ -96,7 +96,8 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 4), 16)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # it would be compiled anew in the middle of serving
+# Not specialized: a new number must not cause a compilation while serving.
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, num_rows, size,
     eps, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
@@ -119,7 +120,7 @@ def rms_norm_kernel(
     inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
     weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
     normed = x * inverse_rms
-    if weight_dtype == dtype:  # a wide weight is applied before anything is rounded
+    if weight_dtype == dtype:  # a float32 weight is applied before anything is rounded
         normed = normed.to(dtype).to(tl.float32)
     tl.store(out_ptr + row * size + column, (normed * weight).to(dtype), mask=exists)
 

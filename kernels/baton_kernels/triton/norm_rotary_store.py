@@ -1,7 +1,7 @@
-"""Between the joined projection and attention: norms of heads, rotation, and the paged store.
+"""The work between the joined projection and attention: norm heads, rotate, and store KV.
 
-A program takes some heads of one token, whatever they are: query and key heads are normalized and
-turned, key and value heads go to the cache. Refuses to know: models, how tokens get their slots.
+A program takes some heads of one token, of any kind: query and key heads are normalized and
+rotated, key and value heads go to the cache. Refuses to know: models, how tokens get their slots.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def norm_rotary_store(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """See `baton_kernels.reference.norm_rotary_store`; in one launch.
+    """See `baton_kernels.reference.norm_rotary_store`; one launch.
 
-    Norms over all heads together are launched before. A cache of float8 on a GPU without it is
-    left to the definition.
+    Norms over all heads together are launched first. The reference computes a float8 cache on a GPU
+    without float8.
     """
     if kv_cache.dtype == reference.FP8 and not has_fp8(kv_cache.device):
         return reference.norm_rotary_store(
@@ -82,7 +82,7 @@ def _bind(
     key_scale: float,
     value_scale: float,
 ) -> tuple[tuple[int, int, int], Callable[..., None]]:
-    """Return the queries' shape and the bound launch; each dtype has a launch of its own."""
+    """Return the queries' shape and the bound launch; each dtype has its own launch."""
     _, _, num_kv_heads, block_size, head_dim = cache_shape
     assert qkv_stride[1] == cache_stride[4] == 1
     known = (dtype, reference.FP8)
@@ -97,7 +97,7 @@ def _bind(
 def _norm_all_heads(
     qkv: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, eps: float
 ) -> Tensor:
-    """Norm the queries of a token together, and its keys."""
+    """Norm a token's queries together, and its keys together."""
     assert query_weight is not None
     assert key_weight is not None
     sizes = [len(query_weight), len(key_weight)]
@@ -160,7 +160,7 @@ def store_kv(
 
 
 def _blocks(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Choose the tiles' widths of half the turned dims, and of those behind them; 0: none."""
+    """Choose tile widths: half of the rotated dims, and the dims after them; 0: none."""
     tail = head_dim - rotary_dim
     return {
         "HALF_BLOCK": triton.next_power_of_2(rotary_dim // 2),
@@ -191,7 +191,8 @@ def normalize(
     wide = x * inverse_rms[:, None]
     normed = wide.to(dtype).to(tl.float32)
     if query_weight_ptr is not None:
-        if query_weight_ptr.dtype.element_ty != dtype:  # applied before anything is rounded
+        # A float32 weight is applied before anything is rounded.
+        if query_weight_ptr.dtype.element_ty != dtype:
             normed = wide
         weight = tl.load(query_weight_ptr + dim, mask=exists, other=0.0).to(tl.float32)[None, :]
         x = tl.where(is_query[:, None], (normed * weight).to(dtype).to(tl.float32), x)
@@ -212,7 +213,7 @@ def norm_rotary_store_kernel(
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
     TAIL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store HEADS heads of one token; each dim is in a register.
+    """Norm, rotate and store HEADS heads of one token, with all dims in registers.
 
     | x1 (HALF) | x2 (HALF) | tail (HEAD_DIM - 2 * HALF) |
     """

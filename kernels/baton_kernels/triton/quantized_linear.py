@@ -1,13 +1,14 @@
-"""Linear layers whose weights have 4 or 8 bits a number, see `baton_kernels.quantized`.
+"""Linear layers whose weights have 4 or 8 bits per number, see `baton_kernels.quantized`.
 
-A product is computed turned: rows of the weight times tokens. So the weight is the operand that
+A product is computed transposed: rows of the weight times tokens. So the weight is the operand that
 comes from registers, in which its codes become numbers, and few tokens fill a tile of 16. Where
-codes of a chunk share a scale they are multiplied as they are, and their sum by it; else each plane
-becomes numbers of the type of ``x``. A row's inputs are summed in parts where tokens are few, as
-many as the weight's shape says; the last part to arrive adds them all, in order.
+codes of a chunk share a scale, they are multiplied unscaled, and the scale multiplies their sum;
+else each plane becomes numbers of the type of ``x``. With few tokens, a row's inputs are summed in
+several parts, whose number depends on the weight's shape; the last part to arrive adds them all, in
+order.
 
-For a prompt codes become numbers once, in memory, and the vendor's product is the faster one; so
-it is for rows of float8. Refuses to know: layers, formats of checkpoints.
+For a prompt, codes become numbers once, in memory, as the vendor's product is then faster; rows of
+float8 do the same. Refuses to know: layers, formats of checkpoints.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from baton_kernels.triton.aot import FP8, AotCase
 from baton_kernels.triton.attention_tile import padded_side
 from baton_kernels.triton.launch import Launcher
 
-FEW_TOKENS = 64  # of a tile, and for which a row's inputs are summed in parts
-# Numbers of tokens from which unpacking pays, by the kernels' times and the memory it takes.
+# Most tokens for which a row's inputs are summed in parts; also the tokens of a tile.
+FEW_TOKENS = 64
+# Numbers of tokens from which unpacking pays, by measured times and the memory it takes.
 GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
 WANTED_PROGRAMS = {4: 512, 8: 384}  # programs that fill a GPU, by bits of a code
@@ -57,7 +59,7 @@ class ProductTile:
         rows: rows of the weight in a tile.
         tokens: tokens of a tile.
         num_warps: warps of a program.
-        num_stages: tiles under way.
+        num_stages: tiles in flight.
     """
 
     rows: int
@@ -81,7 +83,7 @@ def rounded_tile(num_tokens: int) -> ProductTile:
 
 
 def tokens_of(num_tokens: int) -> int:
-    """Return the tokens of a tile for a few of them."""
+    """Return the tokens of a tile for a small number of tokens."""
     return min(FEW_TOKENS, padded_side(num_tokens))
 
 
@@ -113,7 +115,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 
 def _unpacked_from(weight: QuantizedWeight) -> int:
-    """Return from how many tokens on numbers of their own type are multiplied."""
+    """Return the number of tokens from which the weight is unpacked before the product."""
     if isinstance(weight, GroupedWeight):
         return GROUPED_UNPACKED_FROM
     has_groups = weight.numbers.dtype == FLOAT8 and len(weight.scales) > 1
@@ -121,7 +123,7 @@ def _unpacked_from(weight: QuantizedWeight) -> int:
 
 
 def _rounded_in_memory(x: Tensor, group_size: int) -> Tensor:
-    """Round inputs to float8 in groups, and turn them back into numbers of their type."""
+    """Round inputs to float8 in groups, and convert them back to their type."""
     numbers, scales = round_inputs(x, FLOAT8, group_size)
     return unpacked(RoundedWeight(numbers, scales, group_size, scales), x.dtype)
 
@@ -156,8 +158,8 @@ def grouped_linear(
     """Multiply ``[num_tokens, in_features]``, see `quantized_linear`.
 
     Args:
-        tile: None: choose one.
-        parts: parts of a row's inputs; None: choose.
+        tile: tile sizes; None: choose them.
+        parts: number of parts in which a row's inputs are summed; None: choose it.
     """
     num_tokens, out_features = len(x), weight.out_features
     out = x.new_empty(num_tokens, out_features)
@@ -185,7 +187,7 @@ def grouped_linear(
 def _grid_and_sums(
     out: Tensor, tile: ProductTile, parts: int, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], Tensor | None]:
-    """Return a product's programs, and memory for the sums of parts, if there are several."""
+    """Return a product's grid, and memory for the sums of parts, if there are several."""
     num_tokens, out_features = out.shape
     assert parts == 1 or num_tokens <= tile.tokens, "parts are counted for one tile of tokens"
     grid = (-(-num_tokens // tile.tokens), -(-out_features // tile.rows), parts)
@@ -225,8 +227,8 @@ def rounded_linear(
     """Multiply ``[num_tokens, in_features]``, rounded token by token, see `quantized_linear`.
 
     Args:
-        tile: None: choose one.
-        parts: parts of a row's inputs; None: choose.
+        tile: tile sizes; None: choose them.
+        parts: number of parts in which a row's inputs are summed; None: choose it.
     """
     num_tokens, out_features = len(x), weight.out_features
     out = x.new_empty(num_tokens, out_features)
@@ -252,7 +254,7 @@ def rounded_linear(
 
 
 def round_inputs(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """See `baton_kernels.quantized.rounded_rows`; but scales are ``[groups, num_tokens]``."""
+    """See `baton_kernels.quantized.rounded_rows`; scales are ``[groups, num_tokens]`` here."""
     num_tokens, size = x.shape
     num_groups = -(-size // group_size)
     numbers = torch.empty(num_tokens, size, dtype=dtype, device=x.device)
@@ -310,10 +312,10 @@ def _options(tile: ProductTile) -> dict[str, int]:
 
 
 def _nibbles(kind: str, base: int, one: int, less: int) -> str:
-    """Return what makes two numbers of each of eight planes of two words.
+    """Return assembly code that makes two numbers of each of eight planes of two words.
 
-    A code behind the bits of ``base``, whose own last bit counts 1, is ``base`` plus the code;
-    ``less`` is subtracted. Constants are two numbers of ``kind``'s bits each.
+    A code in the bits below ``base``, whose last bit counts 1, is ``base`` plus the code; ``less``
+    is subtracted. Constants are two numbers of ``kind``, side by side.
     """
     names = [f"plane{place}" for place in range(8)]
     halves = {0: "prmt.b32 plane0, $8, $9, 0x5410;", 4: "prmt.b32 plane4, $8, $9, 0x7632;"}
@@ -329,9 +331,9 @@ def _nibbles(kind: str, base: int, one: int, less: int) -> str:
 
 
 def _bytes_bf16(less: int) -> str:
-    """Return what makes two numbers of each of four planes of two words, by way of float32.
+    """Return assembly code that makes two numbers of each of four planes of two words, via float32.
 
-    A code in the lowest bits of 2^23 is that plus the code; ``less`` is added.
+    A code in the lowest bits of the float 2^23 is 2^23 plus the code; ``less`` is added.
     """
     lines = [".reg .b32 base; .reg .f32 first, second;", "mov.b32 base, 0x4b000000;"]
     for place in range(4):
@@ -346,7 +348,7 @@ def _bytes_bf16(less: int) -> str:
 
 
 def _bytes_fp16(less: int) -> str:
-    """Return the same for float16, as `_nibbles` does it."""
+    """Return assembly code for float16, by the method of `_nibbles`."""
     lines = [".reg .b32 both, one, less;", "mov.b32 one, 0x3c003c00;", f"mov.b32 less, {less:#x};"]
     for place in range(4):
         lines.append(f"prmt.b32 both, $4, $5, {(4 + place) << 8 | place:#x};")
@@ -355,7 +357,7 @@ def _bytes_fp16(less: int) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-# Behind 128 in bfloat16, and 1,024 in float16; counted from 0, or from 8 and 128.
+# The base is 128 in bfloat16 and 1,024 in float16; codes count from 0, or from 8 or 128.
 _BF16_4_FROM_0 = tl.constexpr(_nibbles("bf16", 0x43004300, 0x3F803F80, 0xC300C300))
 _BF16_4 = tl.constexpr(_nibbles("bf16", 0x43004300, 0x3F803F80, 0xC308C308))
 _FP16_4_FROM_0 = tl.constexpr(_nibbles("f16", 0x64006400, 0x3C003C00, 0xE400E400))
@@ -444,7 +446,7 @@ def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.con
     chunk, groups, row, in_features, out_features = at
     scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr = groups
     first = chunk * (512 // BITS) + place * 16
-    # The last chunk may have planes that no input belongs to: any group will do.
+    # The last chunk may have planes without inputs: any group will do for them.
     group = tl.minimum(first, in_features - 1) // GROUP
     scale = group_numbers(scale_ptr, factor_ptr, group, row, out_features, GROUP)
     minimum = scale
@@ -457,7 +459,7 @@ def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.con
 
 @triton.jit
 def scaled(codes, of_group, HAS_MINIMA: tl.constexpr):
-    """Scale one plane's codes in float32, then round to their type."""
+    """Scale one plane's codes in float32, then round to the codes' type."""
     numbers = codes.to(tl.float32) * of_group[0][:, None]
     if HAS_MINIMA:
         numbers += of_group[1][:, None]
@@ -472,8 +474,8 @@ def numbers_of(
     """Unpack a chunk's codes to numbers, ``[rows, inputs]``, scaled if ``IS_SCALED``.
 
     ``at``: the chunk, pointers to the groups' numbers, the rows, and the numbers of all inputs and
-    rows. Planes are interleaved: an input's index is its plane first, then its word. In a product's
-    operand each number then stays in the register where it is unpacked.
+    rows. Planes are interleaved: an input's index is its plane first, then its word. As a product's
+    operand, each number then stays in the register in which it is unpacked.
     """
     if BITS == 4:
         p = planes_of_4_bits(words, dtype, HAS_MINIMA, HAS_ASM)
@@ -515,9 +517,9 @@ def numbers_of(
 def store_sums(
     total, scale, sum_ptr, bias_ptr, out_ptr, arrived_ptr, token, row, num_tokens, out_features
 ):
-    """Store ``[rows, tokens]``, or, of a part, keep it; the last part to arrive adds all.
+    """Store ``[rows, tokens]``, or keep a part's; the last part to arrive adds all of them.
 
-    ``scale``: what the whole sum is multiplied with, or None.
+    ``scale``: factor of the whole sum, or None.
     """
     is_row = row < out_features
     exists = is_row[:, None] & (token < num_tokens)[None, :]
@@ -527,8 +529,8 @@ def store_sums(
     if sum_ptr is not None:
         size = num_tokens * out_features
         tl.store(sum_ptr + tl.program_id(2) * size + place, total, mask=exists)
-        # One thread counts: the barrier puts what all threads stored before its release, and its
-        # acquire puts what the other parts stored before the loads of the last one.
+        # One thread counts. The barrier orders this program's stores before the release; the
+        # acquire orders the other parts' stores before the last part's loads.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrived_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
         is_last = is_last == parts - 1
@@ -547,7 +549,8 @@ def store_sums(
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # it would be compiled anew while serving
+# Not specialized: a new number must not cause a compilation while serving.
+@triton.jit(do_not_specialize=["num_tokens"])
 def grouped_kernel(
     x_ptr, code_ptr, scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr, bias_ptr, out_ptr,
     sum_ptr, arrived_ptr, num_tokens, x_stride, in_features, out_features, num_chunks,
@@ -660,8 +663,8 @@ def rounded_kernel(
         if IS_EXACT:
             total = tl.dot(weight, x, total, out_dtype=tl.int32)
         else:
-            # Sums of float8 in a matrix unit lose bits: each block's is added outside, which a
-            # compiler would change if there were no scale between.
+            # Sums of float8 in a matrix unit lose bits, so each block's sum is added outside of it.
+            # The scale in between keeps a compiler from changing that.
             product = tl.dot(weight, x)
             if GROUP:
                 group = start // GROUP
@@ -686,7 +689,7 @@ def round_kernel(
     x_ptr, number_ptr, scale_ptr, x_stride, num_tokens, size, group_size,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Round one group of one token; scale its largest number to ``LARGEST``."""
+    """Round one group of one token; its largest number becomes ``LARGEST``."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = group * group_size
     end = tl.minimum(first + group_size, size)
@@ -696,7 +699,7 @@ def round_kernel(
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
         largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
     limit = tl.max(largest, axis=0)
-    # Rounds to the nearest, as torch's division does.
+    # Rounds to nearest, like torch's division.
     factor = tl.div_rn(tl.full((1,), LARGEST, tl.float32), tl.maximum(limit, 1e-30))
     factor = tl.where(limit > 1e-30, factor, 0.0)
     for start in range(first, end, BLOCK):
@@ -704,7 +707,7 @@ def round_kernel(
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
         x = x.to(tl.float32)
         if number_ptr.dtype.element_ty == tl.int8:
-            # Rounds to the nearest, ties to even: a float32 near 1.5 * 2^23 has no fraction.
+            # Rounds to nearest, ties to even: floats near 1.5 * 2^23 have no fraction.
             shift = tl.full((BLOCK,), 12582912.0, tl.float32)
             numbers = tl.fma(x, factor + tl.zeros_like(x), shift) - shift
         else:

@@ -1,4 +1,4 @@
-"""Gated units, SwiGLU and its like: ``activation(gate) * up`` of one joined projection.
+"""Gated units such as SwiGLU: ``activation(gate) * up`` of one joined projection.
 
 Refuses to know: models."""
 
@@ -19,7 +19,7 @@ from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind, row_stride
 
 SWIGLU_LIMIT = tl.constexpr(reference.SWIGLU_LIMIT)
 SWIGLU_ALPHA = tl.constexpr(reference.SWIGLU_ALPHA)
-BLOCK = 1024  # columns of a program: with 4 warps 16 bytes of bfloat16 per thread and load
+BLOCK = 1024  # columns of a program: 16 bytes of bfloat16 per thread and load, with 4 warps
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def gate_of(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_half(x, ACTIVATION: tl.constexpr):
-    """Return a gated unit's second half as the gate's factor, in float32."""
+    """Return the factor of a gate, computed from a gated unit's second half, in float32."""
     if ACTIVATION == "clamped_swiglu":
         x = tl.where(x > SWIGLU_LIMIT, SWIGLU_LIMIT, x)
         x = tl.where(x < -SWIGLU_LIMIT, -SWIGLU_LIMIT, x) + 1
@@ -177,7 +177,7 @@ def _gate_case(activation: str) -> AotCase:
     )
 
 
-# Activations of a gate with a tensor of its own; the others come as halves of one tensor.
+# Activations of a gate in a tensor of its own; other gates are a half of one tensor.
 _ALONE = ("sigmoid", "relu")
 AOT_CASES = tuple(
     _gate_case(activation) if activation in _ALONE else _case(activation)

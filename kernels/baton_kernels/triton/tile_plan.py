@@ -1,8 +1,8 @@
-"""How the host cuts a step of prompt chunks into the work of programs.
+"""Cut a step of prompt chunks into the work of programs, on the host.
 
-A tile is as many new tokens of one request as fit with all query heads of one KV head. Few tiles
-with many keys, as a short question behind a long cached prefix makes them, are split along the
-keys, so that the GPU is filled; the parts are merged afterwards::
+A tile has as many new tokens of one request as fit with all query heads of one KV head. Few tiles
+with many keys, such as a short question behind a long cached prefix, are split along the keys, to
+fill the GPU; the parts are merged afterwards::
 
     new tokens                keys 0 ..................................... seq_len
     tile 0  0 .. 32           | part 0 | part 1 | part 2 |\\
@@ -47,17 +47,19 @@ def plan_tiles(
 ) -> TilePlan:
     """Cut into tiles all requests except those with fewer new tokens than a limit.
 
-    Once per step, and most steps have few tiles: plain loops are faster than arrays.
+    This happens once per step, and most steps have few tiles, so plain loops are faster than
+    arrays.
 
     Args:
         query_lens: new tokens of each request.
         seq_lens: all tokens of each request, the new ones included.
         tokens_per_tile: new tokens that a program takes at once.
-        keys_per_step: keys that a program takes at once; parts but the last are multiples of it.
+        keys_per_step: keys that a program takes at once; all parts but the last are multiples of
+            it.
         block_size: tokens per block of the KV cache; parts begin with one.
         num_programs: programs per KV head that fill the GPU.
         sliding_window: see ``AttentionBackend.run``.
-        least_new: new tokens of a request that is cut; others have a kernel of their own.
+        least_new: fewest new tokens of a request to cut; a kernel of its own computes the others.
     """
     tiles: list[tuple[int, int, int, int]] = []  # request, first new token, first key, end key
     for request, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -84,7 +86,7 @@ def plan_tiles(
         even = -(-(end - start) // (num_parts * multiple)) * multiple
         for slot, first in enumerate(range(start, end, even), num_slots):
             parts.append((request, first_new, first, min(first + even, end), slot))
-        # None of them is empty, as they are not longer than the largest.
+        # None of these is empty, as they are no longer than the largest one.
         merges.append((request, first_new, num_slots, num_parts))
         num_slots += num_parts
     parts.sort(key=lambda part: part[2] - part[3])
@@ -92,7 +94,7 @@ def plan_tiles(
 
 
 def most_parts(num_tokens: int, num_requests: int, tokens_per_tile: int, num_programs: int) -> int:
-    """Return how many parts a plan has at most, of all steps of such sizes; and merges, slots."""
+    """Return the most parts, and the most merges and slots, of any plan for these sizes."""
     return -(-num_tokens // tokens_per_tile) + num_requests + num_programs
 
 

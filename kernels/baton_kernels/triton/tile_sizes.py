@@ -1,6 +1,6 @@
-"""How both attention kernels are cut, by head size and by what the device has of shared memory.
+"""Tile sizes of both attention kernels, by head size and by the device's shared memory.
 
-Chosen by what the compiled code says of itself (``tools/compile_kernels.py``), not by times.
+Chosen by register and memory use of the compiled code (``tools/compile_kernels.py``), not by times.
 Refuses to know: kernels, steps.
 """
 
@@ -14,12 +14,12 @@ import torch
 from baton_kernels.triton.attention_tile import PagedShape, TileSize, padded_side
 
 # KiB of shared memory that a program may have, by compute capability (the CUDA C++ Programming
-# Guide's table of technical specifications). Others of 8.0 and newer have 99, as 8.6, 8.9, 12.0.
+# Guide's table of technical specifications). Other GPUs of 8.0 and newer have 99, as 8.6 does.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 LEAST_SHARED_KIB = 99
 
-# All by padded head size. With 5 stages a tile of keys and values is on its way while the one
-# before it is waited for (``cp.async.wait_group 3``); with 3 or 4 none is, see `TileSize`.
+# All by padded head size. With 5 stages, the next tile of keys and values loads while a program
+# waits for the current one (``cp.async.wait_group 3``); with 3 or 4 it does not, see `TileSize`.
 _DECODE = {  # three programs per processor, which have 72 KiB each
     16: TileSize(128, 4, 5),
     32: TileSize(128, 4, 5),
@@ -27,37 +27,37 @@ _DECODE = {  # three programs per processor, which have 72 KiB each
     128: TileSize(64, 4, 5),
     256: TileSize(32, 4, 5),
 }
-# Keys that are converted take registers: a shorter pipeline, where they would be spilled.
+# Converting keys takes registers: a shorter pipeline, where they would be spilled.
 _DECODE_FP8 = _DECODE | {256: TileSize(32, 4, 4)}
 
 _VARLEN_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64}  # query tokens times heads
 # Half the rows with 4 warps would let two programs share a processor of 9.0, but each key would be
 # read twice as often, and 64 operations per byte are more than the L2 cache has bandwidth for.
-_VARLEN = {  # 130 KiB and less
+_VARLEN = {  # at most 130 KiB
     16: TileSize(128, 8, 5),
     32: TileSize(128, 8, 5),
     64: TileSize(128, 8, 5),
     128: TileSize(64, 8, 5),
     256: TileSize(32, 8, 5),  # with 4 warps Triton 3.6 spills
 }
-_VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3)}  # 97 KiB and less on 8.6 and 8.9
+_VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3)}  # at most 97 KiB, for GPUs with 99
 
 
 @functools.cache
 def shared_kib(device: torch.device) -> int:
-    """Return the KiB of shared memory of a program on this device; the interpreter has enough."""
+    """Return a program's KiB of shared memory on this device; the interpreter has enough."""
     if device.type != "cuda":
         return max(SHARED_KIB.values())
     return SHARED_KIB.get(torch.cuda.get_device_capability(device), LEAST_SHARED_KIB)
 
 
 def decode_tile(shape: PagedShape, element_size: int) -> TileSize:
-    """Return the tile of requests with one new token; fits every device."""
+    """Return the tile of requests with one new token; it fits every device."""
     return _choose(_DECODE_FP8 if shape.is_fp8 else _DECODE, shape, element_size)
 
 
 def varlen_tile(shape: PagedShape, element_size: int, shared_kib: int) -> TileSize:
-    """Return the tile of prompt chunks, for so many KiB of shared memory per program."""
+    """Return the tile of prompt chunks for this much shared memory per program."""
     sizes = _VARLEN if shared_kib >= min(SHARED_KIB.values()) else _VARLEN_SMALL
     return _choose(sizes, shape, element_size)
 
@@ -71,7 +71,7 @@ def varlen_rows(shape: PagedShape, element_size: int) -> int:
 def _choose(sizes: Mapping[int, TileSize], shape: PagedShape, element_size: int) -> TileSize:
     """Choose the entry of a head size; ``sizes`` is for two bytes per element, as models have.
 
-    float32 has no tensor cores (TensorFloat-32 is something else), so all it gets is to be right.
+    float32 has no tensor cores (TensorFloat-32 rounds), so its tiles are chosen only to be correct.
     """
     size = sizes[shape.padded_head_dim]
     if element_size <= 2:

@@ -52,7 +52,7 @@ _MERGED_ROWS = 16  # rows of a tile that one program of merge_tiles merges
 @triton.jit
 def attend_tile(
     q,
-    positions,  # [M], of each row's token
+    positions,  # [M], position of each row's token
     first,
     end,
     window,
@@ -142,7 +142,7 @@ def varlen_attention(
     q = tl.load(query + token[:, None] * query_stride + places, mask=in_tile, other=0.0)
 
     positions = num_earlier + new
-    diagonal = start  # with a window masks everywhere: each row's begins elsewhere
+    diagonal = start  # a window masks everywhere, as each row's begins elsewhere
     if not HAS_WINDOW:
         seen_by_all = tl.minimum(num_earlier + first_new + 1, end)
         diagonal += tl.maximum(seen_by_all - start, 0) // TILE * TILE
@@ -277,19 +277,19 @@ def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str
 class CapturedTiles:
     """Tiles at fixed addresses, for all steps of up to a number of tokens and requests.
 
-    Every request is in tiles, those with one new token, too. What a step needs no part for is
-    some tokens that no request has.
+    Every request is in tiles, also those with one new token. Parts that a step does not need are
+    tokens that no request has.
 
     Args:
         num_tokens: tokens of the captured step.
         num_requests: most requests of a step.
         shape: shape of the layers.
-        element_size: bytes of a query's number.
+        element_size: bytes per number of a query.
         sliding_window: window of the layers.
         device: device of the cache.
 
     Attributes:
-        tiles: on the device.
+        tiles: the tiles on the device.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class CapturedTiles:
         )
 
     def fill(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
-        """Launch the copy that tells of a step's requests."""
+        """Launch the copy of a step's tiles to the device."""
         plan = plan_tiles(
             query_lens, seq_lens, sliding_window=self._sliding_window, least_new=1, **self._cut
         )
@@ -329,16 +329,16 @@ class CapturedTiles:
         merges[: plan.merges.size] = plan.merges.reshape(-1)
         host = torch.from_numpy(packed)
         if self._memory.is_cuda:
-            host = host.pin_memory()  # which is reused only after the copy out of it
+            host = host.pin_memory()  # pinned memory is reused only after its copy to the device
         self._memory.copy_(host, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundTiles:
-    """The launches of one step in all layers of the same options.
+    """The launches of one step for all layers with the same options.
 
     Attributes:
-        attend, merge: take the tensors that differ between layers; ``merge`` None: no tile is cut.
+        attend, merge: launches; ``merge`` is None if no tile is cut.
     """
 
     attend: Launch
@@ -352,7 +352,7 @@ class BoundTiles:
         """Attend for the tokens in ``tiles``.
 
         Args:
-            out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are left alone.
+            out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: one layer's, see ``PagedShape.of``.
             sinks: see ``AttentionBackend.run``.
@@ -375,7 +375,7 @@ def bind_tiles(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> BoundTiles:
-    """Bind the launches of a step to the shapes of these tensors, which all such layers share.
+    """Bind the launches of a step to these tensors' shapes; layers with the same shapes share them.
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
@@ -413,7 +413,7 @@ def bind_tiles(
 def _launchers(
     shape: PagedShape, element_size: int, shared: int, has_window: bool, has_soft_cap: bool
 ) -> tuple[Launcher, Launcher]:
-    """Return what launches `varlen_attention` and `merge_tiles`; ``shared``: KiB per program."""
+    """Return the launchers of `varlen_attention` and `merge_tiles`; ``shared``: KiB per program."""
     tile = varlen_tile(shape, element_size, shared)
     return (
         Launcher(

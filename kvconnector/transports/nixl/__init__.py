@@ -1,1 +1,1 @@
-"""KV blocks through NIXL."""
+"""The transport over NIXL."""

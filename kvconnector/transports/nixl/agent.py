@@ -1,8 +1,8 @@
-"""NixlAgent: the only importer of nixl. Typed, and every failure a TransferError.
+"""NixlAgent: the only module that imports nixl. Typed; every failure is a TransferError.
 
-What NIXL does and does not promise shapes this file: there is no cancel, its progress thread
-burns a core, thread safety is off by default, errors are exceptions, and a bad address kills the
-receiver. So one thread calls all of this, and addresses come from tables made here.
+NIXL's behaviour shapes this file: writes cannot be cancelled, its progress thread burns a core,
+thread safety is off by default, errors are exceptions, and a bad address kills the receiver. So one
+thread makes all calls, and addresses come from tables made here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import numpy.typing as npt
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 
-# Most released peers that NIXL still knows. A peer whose process has ended costs some kilobytes; a
-# living peer that is dropped leaves a TCP connection behind, on both sides.
+# Most released peers that NIXL still knows. A peer whose process has ended costs some kilobytes.
+# Dropping a living peer leaves a TCP connection behind, on both sides.
 MAX_RELEASED = 256
-# How long a kept connection may stay silent: after a network cut it may be dead without an error.
+# How long a kept connection may be silent: after a network cut, it may be dead without an error.
 ANSWER_TIMEOUT_S = 2.0
 
 
 def _import_nixl() -> Any:
-    # Read once, when UCX starts; what the operator has set stays.
-    # UCX listens without authentication on every device it may use: loopback unless told otherwise.
+    # Read once, when UCX starts; an operator's own settings stay.
+    # UCX listens without authentication on every device that it may use, so loopback is the
+    # default.
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -43,7 +44,7 @@ def _import_nixl() -> Any:
 
 
 def _words(error: Exception) -> str:
-    """Return what NIXL says, and where UCX says why: NIXL's codes do not."""
+    """Return NIXL's error, with UCX's reason if any, as NIXL's codes do not tell the reason."""
     if "BACKEND" not in str(error):
         return str(error)
     return f"{error} (UCX's lines in this node's log say why; UCX_LOG_LEVEL=info: more of them)"
@@ -58,7 +59,7 @@ class NixlAgent:
     are gone.
 
     Args:
-        name: unique to this process start; a name that was ever used damages its peers' tables.
+        name: name of the agent, new at each process start, as a reused name damages peers' tables.
         layouts: layouts of the memory ranges that the agent registers.
         memory_kind: "DRAM" or "VRAM".
     """
@@ -78,7 +79,8 @@ class NixlAgent:
         )
         try:
             self._agent = api.nixl_agent(name, config)
-            # The blocks of each are one contiguous range: one region, however many blocks.
+            # The blocks of each layout are one contiguous range: one region for any number of
+            # blocks.
             regions = np.array(
                 [[at.base_address, at.num_blocks * at.block_bytes, at.device_id] for at in layouts],
                 dtype=np.uint64,
@@ -88,7 +90,8 @@ class NixlAgent:
             self._peers: dict[str, bytes] = {}  # peers that NIXL knows: name -> metadata
             self._released: OrderedDict[str, None] = OrderedDict()  # names, the oldest first
             self._failed: set[str] = set()  # names whose connection failed
-            # Names of peers that were taken up again and not heard since -> when.
+            # Names of peers that were taken up again and not heard since -> when they were taken
+            # up.
             self._resumed: dict[str, float] = {}
         except self._errors as error:
             raise ConfigError(f"kv_connector: NIXL cannot start: {_words(error)}") from error
@@ -107,8 +110,8 @@ class NixlAgent:
         """Add a peer, or take up a released peer again.
 
         Args:
-            name: that its metadata must be of; another peer's would replace that peer's, so what
-                says that it is of somebody else does not reach NIXL at all.
+            name: name that the metadata must have. Metadata with another name would replace that
+                peer's, so it is refused before NIXL sees it.
 
         Raises:
             TransferError: the metadata is of another peer, or NIXL refuses it.
@@ -121,12 +124,12 @@ class NixlAgent:
         own = name.encode()
         head = b"nixlSerDes|Agent" + len(own).to_bytes(8, "little") + own + b"|"
         if not metadata.startswith(head):
-            raise TransferError(f"the metadata of {name} is of somebody else, or damaged")
+            raise TransferError(f"the metadata of {name} is damaged, or another agent's")
         self._forget(name)
         try:
             claimed: str = self._agent.add_remote_agent(metadata).decode(errors="replace")
             if claimed != name:
-                raise TransferError(f"the metadata of {name} is of {claimed}")
+                raise TransferError(f"the metadata of {name} names {claimed}")
         except self._errors as error:
             raise TransferError(f"NIXL cannot add the peer: {_words(error)}") from error
         self._peers[name] = metadata
@@ -189,8 +192,8 @@ class NixlAgent:
         Raises:
             TransferError: NIXL refuses the write.
 
-        Neighbours in the order given that adjoin on both sides become one range. On one host this
-        copies the bytes in the call (without the GIL).
+        Consecutive pairs that are adjacent on both sides become one range. On one host, the call
+        itself copies the bytes (without the GIL).
         """
         try:
             handle = self._agent.make_prepped_xfer(
@@ -230,7 +233,7 @@ class NixlAgent:
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Return arrived messages, each with its agent's name; drives NIXL's progress.
 
-        Any process that reaches our port may connect, and under any name.
+        Any process that reaches our port may connect, under any name.
         """
         try:
             by_name: dict[str, list[bytes]] = self._agent.get_new_notifs()
@@ -242,9 +245,9 @@ class NixlAgent:
         return [(name, payload) for name, payloads in by_name.items() for payload in payloads]
 
     def _note_first_message(self, name: str) -> None:
-        """Trust the kept connection to a peer that is heard soon; replace it otherwise.
+        """Trust the kept connection if its peer is heard soon; otherwise, replace the connection.
 
-        A peer that is heard late got no answer over our connection and has replaced its own.
+        A peer that is heard late got no answer over our connection, and has replaced its own.
         """
         if time.monotonic() - self._resumed[name] < ANSWER_TIMEOUT_S / 2:
             del self._resumed[name]
@@ -252,7 +255,7 @@ class NixlAgent:
             self._resumed[name] = -math.inf
 
     def close(self, tables: Iterable[Any]) -> None:
-        """Destroy the agent and our own tables; what it had posted stops."""
+        """Destroy the agent and our own tables; its posted writes stop."""
         for table in tables:
             table.release()
         del self._agent

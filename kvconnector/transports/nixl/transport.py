@@ -1,4 +1,4 @@
-"""NixlTransport: one-sided writes between registered KV caches, of blocks or a rank's slices."""
+"""NixlTransport: one-sided writes between registered KV caches, of blocks or of a rank's slices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ import numpy.typing as npt
 from baton.api.errors import TransferError
 from baton.kv.manifest import RankCopy
 from kvconnector.base import NO_TRANSFER, TransferKey
-from kvconnector.blocks import LayerRange, check_block_ids, check_layers
+from kvconnector.blocks import (
+    LayerRange,
+    Ranges,
+    Slices,
+    check_block_ids,
+    check_layers,
+    part_of_scratch,
+)
 from kvconnector.layout import KVLayout, KVMemory
 from kvconnector.peer_info import (
     NUM_SLOTS,
@@ -26,7 +33,6 @@ from kvconnector.peer_info import (
     agent_name,
     host_identity,
 )
-from kvconnector.slices import Ranges, Slices, part_of_scratch
 from kvconnector.transports.base import NO_OPTIONS, PendingWrite, TransportOptions
 from kvconnector.transports.nixl.agent import NixlAgent
 from kvconnector.transports.paths import UNKNOWN_GPU_PATH
@@ -36,15 +42,15 @@ from kvconnector.transports.write_parts import post_all
 logger = logging.getLogger(__name__)
 
 
-# Ranges in all tables of one peer's memory: some dozens of bytes each. It says itself how many
-# blocks it has, and how many ranks.
+# Most ranges in all tables of one peer's memory; each takes some dozens of bytes. Limited, as a
+# peer itself tells its numbers of blocks and ranks.
 MAX_RANGES = 2**26
 MAX_RANGES_OF_A_TABLE = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Ranges of a rank's blocks that go together, prepared; so many of each block.
+    """Prepared ranges of a rank's blocks, ``num_ranges`` per block, for local and remote memory.
 
     Attributes:
         name: agent whose memory holds the remote ranges.
@@ -58,11 +64,11 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """A node that we write to.
+    """A peer that this node writes to.
 
     Attributes:
-        slices: what of our units its ranks have.
-        ranks: agents that NIXL knows; each is learnt when it is first needed.
+        slices: slices of our units that its ranks receive.
+        ranks: ranks that NIXL knows; each is added when it is first needed.
         tables: tables of blocks, by the peer's rank, kind of unit, and layers.
         scratch_tables: tables of self-tests, by the peer's rank.
     """
@@ -112,8 +118,8 @@ class NixlTransport:
         )
         self._kv_cache = kv_cache  # keeps the memory alive as long as a peer may write to it
         self._peers: dict[str, _Peer] = {}
-        # Prepared tables of our own memory, by ranges of each block or row; few are ever asked for,
-        # and each is prepared when it is for the first time.
+        # Prepared tables of our own memory, by the ranges of each block or row. There are few; each
+        # is prepared when it is first needed.
         self._tables: dict[Ranges, Any] = {}
         self._scratch_tables: dict[Ranges, Any] = {}
         self.peer_info = PeerInfo(
@@ -149,7 +155,7 @@ class NixlTransport:
                 raise
         path = self._path(self._peers[peer.engine_id])
         if path == "nixl/ucx tcp" and peer.host == host_identity():
-            logger.warning("%s is on this host, but bytes take %s", peer.engine_id, path)
+            logger.warning("%s is on this host, but its bytes travel over %s", peer.engine_id, path)
         return path
 
     def disconnect(self, engine_id: str) -> None:
@@ -163,7 +169,7 @@ class NixlTransport:
             self._release_unused()
 
     def _release_unused(self) -> None:
-        """Let go of tables of our own memory that were cut for peers that are gone."""
+        """Release tables of our own memory that only peers which are gone have used."""
         used = {id(table.local) for peer in self._peers.values() for table in peer.tables.values()}
         for own in [own for own, table in self._tables.items() if id(table) not in used]:
             self._agent.release(self._tables.pop(own))
@@ -182,7 +188,7 @@ class NixlTransport:
         check_block_ids(remote_block_ids, peer.info.num_blocks)
         check_layers(layers, self._manifest.layers_per_unit)
         if layers == (0, self._manifest.layers_per_unit):
-            layers = None  # the same, and so the same tables
+            layers = None  # means the same, so it uses the same tables
         local = np.asarray(local_block_ids, dtype=np.int32)
         remote = np.asarray(remote_block_ids, dtype=np.int32)
         posts = []
@@ -198,7 +204,7 @@ class NixlTransport:
         return post_all(posts)
 
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
-        pass  # whoever has our metadata can write all that is registered
+        pass  # a peer with our metadata can write to all registered memory
 
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
         return False
@@ -242,7 +248,7 @@ class NixlTransport:
         return _NixlWrite(self._agent, table.name, handle)
 
     def _prepare(self, peer: _Peer, rank: int, copies: Sequence[RankCopy]) -> _Table:
-        """The tables of what one of a peer's ranks gets of our blocks."""
+        """Prepare tables of the ranges that one of a peer's ranks gets from our blocks."""
         _check_size(peer, len(copies))
         self._learn(peer, rank)
         memory = peer.info.ranks[rank]
@@ -273,7 +279,7 @@ class NixlTransport:
         return _Table(name, self._scratch_tables[part], remote, 1)
 
     def _learn(self, peer: _Peer, rank: int) -> None:
-        """Have NIXL know one of a peer's ranks."""
+        """Add one of a peer's ranks to NIXL."""
         if rank not in peer.ranks:
             self._agent.add_peer(peer.name_of(rank), peer.info.ranks[rank].agent_metadata)
             peer.ranks.add(rank)
@@ -285,9 +291,9 @@ class NixlTransport:
         return peer
 
     def _path(self, peer: _Peer) -> str:
-        """The path UCX takes to a peer, worked out as UCX does; NIXL itself does not tell.
+        """Return UCX's path to a peer, by UCX's own rules, as NIXL does not tell the path.
 
-        From a GPU it has more ways than can be worked out: the self-test's bandwidth may tell.
+        From a GPU, UCX has more paths than these rules cover; the self-test's bandwidth may tell.
         """
         if self._kv_cache.is_cuda:
             return UNKNOWN_GPU_PATH
@@ -301,7 +307,7 @@ class NixlTransport:
 
 
 def _check_size(peer: _Peer, num_ranges: int) -> None:
-    """Raise TransferError if another table, of so many ranges of each block, were too large."""
+    """Raise TransferError if a table with ``num_ranges`` ranges per block is too large."""
     num_blocks = peer.info.num_blocks
     in_all = num_blocks * (num_ranges + sum(one.num_ranges for one in peer.tables.values()))
     if num_blocks * num_ranges > MAX_RANGES_OF_A_TABLE or in_all > MAX_RANGES:
@@ -316,7 +322,7 @@ class _IoVec(ctypes.Structure):
 
 
 def _may_access(process: ProcessPlace, address: int) -> bool:
-    """Whether the kernel lets us at a process's memory; reading a byte needs the same permission.
+    """Return whether the kernel lets us access a process's memory, by reading one byte.
 
     Containers and hardened kernels may forbid what UCX's cma path needs.
     """

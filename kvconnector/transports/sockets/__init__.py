@@ -1,1 +1,1 @@
-"""KV blocks through TLS 1.3 over TCP, for networks that are not trusted."""
+"""The transport over TLS 1.3 and TCP, for networks that are not trusted."""

@@ -1,6 +1,6 @@
-"""Connection: one TLS connection that never waits: out of a queue, and into frames.
+"""Connection: one TLS connection that never waits: sends a queue, and reads into frames.
 
-Whoever owns it says when there is something to do. Knows no peer and no block.
+The owner tells when a connection is ready to read or write. Knows no peer and no block.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from collections.abc import Callable
 from baton.api.errors import TransferError
 from kvconnector.transports.sockets.frames import Frame, FrameReader, cut_parts
 
-# One call encrypts so much, without the interpreter's lock; others get their turn between two.
+# bytes that one call encrypts, without the interpreter's lock; other threads run between calls
 PIECE_BYTES = 2**18
-ROUND_BYTES = 4 * 2**20  # in and out, each; then another connection has its turn
+# Most bytes read, and most bytes sent, before another connection gets its turn.
+ROUND_BYTES = 4 * 2**20
 
 
 class Connection:
-    """A connection whose TCP part is there; its handshake is done by `progress`.
+    """A connection whose TCP connection is open; `progress` does the TLS handshake.
 
     Args:
         raw: connected socket; not blocking, owned from now on.
         context: TLS context of the connection.
         is_server: whether it was accepted.
-        reader: takes what comes.
+        reader: receives the bytes.
         on_frame: called for each frame; may raise FrameError.
-        now: when it was made.
+        now: time at which the connection was made.
 
     Attributes:
-        is_secure: the handshake is done, and the other end has shown who it is.
-        is_ready: its owner has seen that there is something to read, or room to write.
-        problem: why it has ended; empty while it has not.
-        made_at: when.
-        sent_bytes: encrypted with this connection's keys.
+        is_secure: whether the handshake is done, and the other end has proved its identity.
+        is_ready: whether the owner has seen that there is something to read, or room to write.
+        problem: why the connection has ended; empty while it is open.
+        made_at: time at which the connection was made.
+        sent_bytes: bytes encrypted with this connection's keys.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Connection:
             self._socket = context.wrap_socket(
                 raw, server_side=is_server, do_handshake_on_connect=False
             )
-        except OSError as error:  # (an SSLError is one, too)
+        except OSError as error:  # includes SSLError
             raw.close()
             self.problem = describe(error)
 
@@ -78,27 +79,27 @@ class Connection:
 
     @property
     def queued_bytes(self) -> int:
-        """Not yet handed to the kernel."""
+        """Return the number of bytes not yet handed to the kernel."""
         return self._queued_bytes
 
     @property
     def wants_write(self) -> bool:
-        """Whether it waits for room in the kernel."""
+        """Return whether the connection waits for room in the kernel's buffer."""
         return self._wants_write
 
     @property
     def has_more(self) -> bool:
-        """Whether it has stopped though it could go on: its turn was over, or has not come yet."""
+        """Return whether more can be done at once: the turn is over, or has not come yet."""
         waits_for_peer = self._wants_write or self.problem
         return self._has_more or (bool(self._queue) and self.is_secure and not waits_for_peer)
 
     def post(self, *parts: memoryview | bytes) -> None:
-        """Queue bytes; what they view must stay as it is until they are sent."""
+        """Queue bytes, without a copy: their memory must not change until they are sent."""
         self._queue += cut_parts(parts, PIECE_BYTES)
         self._queued_bytes += sum(map(len, parts))
 
     def progress(self) -> None:
-        """Go on as far as is possible at once, for a turn."""
+        """Read and send as much as possible without waiting, for one turn."""
         if self._socket is None or self.problem or not (self.is_ready or self.has_more):
             return
         self.is_ready = self._has_more = self._wants_write = False
@@ -116,7 +117,7 @@ class Connection:
             self.close(describe(error))
 
     def flush(self) -> None:
-        """Send what can be sent at once."""
+        """Send as much as possible without waiting."""
         if self.is_secure and not self.problem and not self._wants_write:
             try:
                 self._send(self.socket)
@@ -162,16 +163,16 @@ class Connection:
             self._wants_write = True
 
     def end_sending(self) -> None:
-        """Say that nothing more comes; what was sent before still arrives."""
+        """Tell the other end that no more bytes follow; bytes sent before still arrive."""
         if not self.problem:
             try:
-                # (Its own method would forget the keys, and the other end may have more to say.)
+                # (The method of SSLSocket would drop the keys, and the other end may still send.)
                 socket.socket.shutdown(self.socket, socket.SHUT_WR)
             except (OSError, ValueError) as error:
                 self.close(describe(error))
 
     def close(self, problem: str) -> None:
-        """End it; harmless when it has ended."""
+        """Close the connection; may be called again."""
         if not self.problem:
             self.problem = problem
         if self._socket is not None:

@@ -1,16 +1,16 @@
-"""Frames: what goes over a KV connection, byte by byte. Knows no socket, and no memory but its own.
+"""Frames: the wire format of a KV connection. Knows no socket, and no memory but its own.
 
     kind (1) | bytes of head (4) | bytes of payload (8) | head | payload          big-endian
 
-    dialler -> listener   HELLO    who speaks: the first frame, and only that
+    dialler -> listener   HELLO    names the dialler; comes first, and only once
                           MESSAGE  a message of the protocol (`protocol/messages.py`): its head
                           WRITE    blocks for a transfer, their bytes the payload
                           PROBE    a self-test's bytes for a slot of the scratch memory
     listener -> dialler   WELCOME  HELLO is believed
-                          DONE     that many writes and probes are over; whether the last was taken
+                          DONE     how many writes and probes are over; whether the last succeeded
 
-A dialler that has something to say dials; so between two nodes there are up to two connections.
-Whoever sends anything else is not one of us: FrameError, and the connection ends.
+The node that has something to send dials, so two nodes have up to two connections. Any other bytes
+raise FrameError and end the connection.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from baton.api.errors import TransferError
 from kvconnector.blocks import LayerRange
 
 HEADER = struct.Struct(">BIQ")
-MAX_HEAD_BYTES = 2**20  # a grant of a prompt of more than a million tokens
-MAX_HELLO_BYTES = 2**10  # before HELLO is believed, a head may have no more
+MAX_HEAD_BYTES = 2**20  # as much as a grant for a prompt of more than a million tokens needs
+MAX_HELLO_BYTES = 2**10  # most bytes of a head before HELLO is believed
 MAX_PAYLOAD_BYTES = 2**28  # a write has 8 MiB, or one block
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -55,14 +55,14 @@ WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.PROBE})
 
 
 class HelloHead(msgspec.Struct, frozen=True, array_like=True):
-    """The process start that dials, and the one that it means to reach."""
+    """The process start that dials, and the process start that it wants to reach."""
 
     engine_id: str
     peer_id: str
 
 
 class WriteHead(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of the listener, in the order in which their bytes come, and of which transfer."""
+    """The listener's blocks, in the order of their bytes, and the transfer that they belong to."""
 
     request_id: str
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -101,7 +101,7 @@ class Sink(Protocol):
     """Destination of a payload."""
 
     def buffer(self) -> memoryview:
-        """Return the memory for the next bytes; never empty before all have come."""
+        """Return the memory for the next bytes; not empty while bytes are missing."""
 
     def advance(self, num_bytes: int) -> None:
         """Note that this many bytes have arrived in the buffer."""
@@ -126,15 +126,15 @@ def encode_frame(kind: Kind, head: Head | bytes = b"", payload_bytes: int = 0) -
 
 
 class FrameReader:
-    """Frames out of bytes, however they are cut; payloads go where they belong without a copy.
+    """Makes frames from bytes, however these are cut; payloads go to their sinks without a copy.
 
     Args:
-        kinds: that the other end may send.
+        kinds: kinds of frames that the other end may send.
         open_sink: called for each head with a payload and the payload's bytes; may raise
             FrameError.
 
     Attributes:
-        max_head_bytes: refused are longer ones.
+        max_head_bytes: longest accepted head.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class FrameReader:
         self._begin()
 
     def _begin(self) -> None:
-        self._part = self._header  # what is being filled
+        self._part = self._header  # the memory being filled
         self._num_filled = 0
         self._kind: Kind | None = None
         self._payload_bytes = 0
@@ -159,7 +159,7 @@ class FrameReader:
 
     @property
     def is_amid(self) -> bool:
-        """Whether more of a frame must come."""
+        """Return whether a frame has begun and is not complete."""
         return self._kind is not None or self._num_filled > 0
 
     def buffer(self) -> memoryview:
@@ -169,7 +169,7 @@ class FrameReader:
         return self._part[self._num_filled :]
 
     def advance(self, num_bytes: int) -> Frame | None:
-        """Note that so many bytes of `buffer` are there; the frame, if that completes one.
+        """Note that ``num_bytes`` bytes of `buffer` have arrived; return a frame if it is complete.
 
         Raises FrameError.
         """
@@ -191,12 +191,12 @@ class FrameReader:
     def _take_header(self) -> int:
         kind, head_bytes, payload_bytes = HEADER.unpack(self._header)
         if kind not in self._kinds:
-            raise FrameError(f"a frame of kind {kind}")
+            raise FrameError(f"a frame of unexpected kind {kind}")
         if head_bytes > self.max_head_bytes:
             raise FrameError(f"a head of {head_bytes} bytes, more than {self.max_head_bytes}")
         has_payload = kind in WITH_PAYLOAD
         if payload_bytes > MAX_PAYLOAD_BYTES or has_payload != (payload_bytes > 0):
-            raise FrameError(f"a payload of {payload_bytes} bytes")
+            raise FrameError(f"an unexpected payload of {payload_bytes} bytes")
         self._kind, self._payload_bytes = Kind(kind), payload_bytes
         return int(head_bytes)
 
@@ -229,7 +229,7 @@ def _decode_head(kind: Kind, encoded: bytes) -> Head | bytes:
 def cut_parts(parts: Sequence[memoryview | bytes], max_bytes: int) -> list[memoryview | bytes]:
     """Divide bytes into pieces of at most ``max_bytes``: cut large parts, and join small ones.
 
-    Each piece is encrypted by one call, into records that are full only if it is long.
+    One call encrypts each piece. Its TLS records are full only if the piece is long.
     """
     pieces: list[memoryview | bytes] = []
     small: list[memoryview | bytes] = []

@@ -1,9 +1,9 @@
-"""Identity: what a node shows its peers on a KV connection, and how it knows theirs.
+"""Identity: a node's proof of identity on KV connections, and its checks of peers' proofs.
 
-Without certificate files a node makes a key and a certificate at start, for itself alone. Peers
-learn the certificate from its peer info, which came through the router, and accept that and no
-other: nothing has to be set up. With files, both ends verify the chain to the CA, and that the name
-in the certificate is the one in the peer info.
+Without certificate files, a node makes its own key and certificate at start. Peers get the
+certificate with its peer info, which came through the router, and accept only this certificate, so
+nothing has to be set up. With files, both ends verify the chain to the CA, and that the name in the
+certificate is the name in the peer info.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvconnector.transports.base import CertificateFiles, Certificates
 
 logger = logging.getLogger(__name__)
 
-MAX_CERTIFICATE_BYTES = 4096  # ours have some 400
+MAX_CERTIFICATE_BYTES = 4096  # Baton's own have some 400
 MAX_FORGOTTEN = 64
-_VALID_DAYS = 36500  # outlives the process; peers then forget the certificate
+_VALID_DAYS = 36500  # more than a process lives; peers then forget the certificate
 
 
 class Identity(Protocol):
@@ -35,7 +35,7 @@ class Identity(Protocol):
 
     @property
     def own(self) -> bytes:
-        """Bytes by which peers know this process."""
+        """Bytes by which peers recognize this process."""
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         """Return the TLS context of the next connection."""
@@ -56,12 +56,12 @@ def identity_of(files: CertificateFiles | None) -> Identity:
 
 
 class PinnedIdentity:
-    """See `Identity`: a certificate of this process alone, known by heart."""
+    """See `Identity`: a certificate of this process alone, which peers know in full."""
 
     def __init__(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         serial_number = x509.random_serial_number()
-        # OpenSSL looks certificates up by their subject: no two have the same.
+        # OpenSSL finds certificates by their subject, so no two may have the same one.
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"baton-kv-{serial_number:x}")])
         now = datetime.now(UTC)
         certificate = (
@@ -90,7 +90,7 @@ class PinnedIdentity:
         try:
             if len(identity) > MAX_CERTIFICATE_BYTES:
                 raise ValueError
-            x509.load_der_x509_certificate(identity)  # one, and nothing behind it
+            x509.load_der_x509_certificate(identity)  # exactly one certificate
             for context in self._contexts.values():
                 context.load_verify_locations(cadata=identity)
         except (ssl.SSLError, ValueError) as error:
@@ -101,23 +101,24 @@ class PinnedIdentity:
         self._known.add(identity)
 
     def forget(self, identity: bytes) -> None:
-        # A context forgets nothing. Whose peer is gone is not in the peers' table any more; but
-        # nodes come and go, so now and then there are new contexts.
+        # A context cannot forget a certificate. That of a peer that is gone is harmless, as the
+        # peer is not in the table any more. But nodes come and go, so contexts are sometimes made
+        # anew.
         self._known.discard(identity)
         self._num_forgotten += 1
         if self._num_forgotten > max(MAX_FORGOTTEN, len(self._known)):
             self._num_forgotten = 0
             try:
                 self._contexts = self._make_contexts()
-            except OSError as error:  # no descriptor or no place for a temporary file is left
+            except OSError as error:  # no descriptor is left, or no place for a temporary file
                 logger.warning("TLS contexts of peers that are gone are kept: %s", error)
 
     def _make_contexts(self) -> dict[bool, ssl.SSLContext]:
         contexts = {side: _context(is_server=side) for side in (False, True)}
         for context in contexts.values():
             _load_pair(context, *self._pair)
-            # Two certificates may have one subject if somebody means it: the very same one counts,
-            # and not the first of its subject.
+            # An attacker may make a second certificate with the same subject: only the exact
+            # certificate counts, not the first one with its subject.
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             for identity in self._known:
                 context.load_verify_locations(cadata=identity)
@@ -128,7 +129,7 @@ class PinnedIdentity:
 
 
 class NamedIdentity:
-    """See `Identity`: a certificate that a CA has signed, known by its name."""
+    """See `Identity`: a certificate that a CA has signed, recognized by its name."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -146,7 +147,8 @@ class NamedIdentity:
             raise ConfigError("tls_cert: must name the node, by a URI or a DNS name")
         self.own = found[0].encode()
         self._certificates = certificates
-        self._contexts = _signed_contexts(certificates)  # load now: later no descriptor may be left
+        # Load now, as later no descriptor may be left.
+        self._contexts = _signed_contexts(certificates)
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         current = self._files.current()
@@ -166,7 +168,7 @@ class NamedIdentity:
             )
 
     def forget(self, identity: bytes) -> None:
-        pass  # names are not kept
+        pass  # no name was stored
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
         certificate = connection.getpeercert() or {}
@@ -190,10 +192,11 @@ def _signed_contexts(certificates: Certificates) -> dict[bool, ssl.SSLContext]:
 def _context(*, is_server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # peers are known by what the router said, not by an address
+    # Peers are checked against the router's peer info, not their address.
+    context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if is_server:
-        context.num_tickets = 0  # nothing is resumed: each connection proves itself
+        context.num_tickets = 0  # no session is resumed: each connection proves itself
     return context
 
 

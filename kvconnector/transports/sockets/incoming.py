@@ -1,9 +1,9 @@
-"""Incoming: connections that others have dialled. Whoever has not proved who it is costs little.
+"""Incoming: connections that others have dialled. Unknown diallers cost little.
 
     accepted -> secure -> HELLO believed -> messages and blocks of that peer
 
-HELLO is believed if the certificate that was shown is the one in that engine's peer info. From then
-on every frame on the connection is that peer's, and nobody else's.
+HELLO is believed if the dialler's certificate is the one in the peer info of the engine id that it
+names. From then on, every frame on the connection is that peer's, and nobody else's.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from kvconnector.transports.sockets.identity import Identity
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 3.0
-MAX_STRANGERS = 32  # connections without a believed HELLO; the oldest goes for a new one
-MAX_ACCEPTS = 8  # in a round
-MAX_PER_PEER = 4  # a peer that dials again may not know that an older connection has ended
+MAX_STRANGERS = 32  # most connections without a believed HELLO; a new one replaces the oldest
+MAX_ACCEPTS = 8  # most accepted connections per round
+# Most per peer: one that dials again may not know that an older connection has ended.
+MAX_PER_PEER = 4
 MAX_QUEUED_BYTES = 2**20  # most bytes queued for a peer that does not read
 _LOG_INTERVAL_S = 1.0
 
@@ -52,22 +53,22 @@ class _Incoming:
 
 
 class Incoming:
-    """All of them, and where they come in.
+    """All incoming connections, and the listening socket.
 
     Args:
         own_id: engine id of this process.
         at: host and port to listen at; port 0: any free one.
-        identity: ours.
-        shown_by: what the engine with this id must show; None: there is no such peer.
-        open_sink: where a peer's payload goes.
-        on_message: takes a peer's message.
-        clock: seconds that never go back.
+        identity: this node's identity.
+        shown_by: returns the certificate that an engine id must show; None: there is no such peer.
+        open_sink: returns the destination of a peer's payload.
+        on_message: receives a peer's message.
+        clock: returns monotonic seconds.
 
     Attributes:
-        is_ready: its owner has seen that somebody dials.
+        is_ready: whether the owner has seen that somebody dials.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: the address cannot be listened at.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Incoming:
         return [incoming.connection for incoming in self._incoming]
 
     def progress(self) -> None:
-        """Go on as far as is possible at once."""
+        """Accept, read and send as much as possible without waiting."""
         if self.is_ready:
             self.is_ready = False
             self._accept()
@@ -130,7 +131,7 @@ class Incoming:
         for _ in range(MAX_ACCEPTS):
             try:
                 raw, _ = self.listener.accept()
-            except OSError:  # nobody, or gone again, or no descriptor is left
+            except OSError:  # nobody dials, the dialler is gone again, or no descriptor is left
                 return
             raw.setblocking(False)
             strangers = [i for i in self._incoming if not i.peer_id]
@@ -189,7 +190,7 @@ class Incoming:
         incoming.connection.flush()
 
     def _tell(self, incoming: _Incoming, *, is_taken: bool = True) -> None:
-        """Say how many writes are over, if that is news."""
+        """Tell the peer how many writes are over, if the number has changed."""
         if incoming.num_told < incoming.num_writes and not incoming.connection.problem:
             incoming.num_told = incoming.num_writes
             done = DoneHead(incoming.num_writes, is_taken)
@@ -197,7 +198,7 @@ class Incoming:
             incoming.connection.flush()
 
     def _check(self, incoming: _Incoming) -> None:
-        """End what may not go on; say why, if it has ended badly."""
+        """End a connection that may not continue; log the reason if it has ended badly."""
         connection = incoming.connection
         if not incoming.peer_id and self._clock() - connection.made_at >= HELLO_TIMEOUT_S:
             connection.close("it has not said who it is")
@@ -209,7 +210,7 @@ class Incoming:
             self._log(incoming)
 
     def _log(self, incoming: _Incoming) -> None:
-        """One line a second at most: whoever can reach the port can cause one."""
+        """Log a line, at most one per second, because whoever reaches the port can cause lines."""
         connection = incoming.connection
         if incoming.peer_id:
             logger.info("KV connection of %s ended: %s", incoming.peer_id, connection.problem)

@@ -1,8 +1,8 @@
-"""Memory: the bytes of blocks on their way out of a cache and into one.
+"""Memory access for sockets: reads blocks' bytes from a cache, and writes them into one.
 
-Host memory is read and written where it lies. A GPU's goes through pinned host memory: a staging
-copy for each write. What arrives is written only while its transfer may write: asked anew for each
-piece, as a grant can end amid a payload.
+Host memory is read and written in place. GPU memory goes through pinned host memory, with a staging
+copy for each write. Arriving bytes are written only while their transfer may write: this is checked
+for each piece, as a grant can end in the middle of a payload.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MayWrite = Callable[[], bool]
 
 
 class BlockMemory(Protocol):
-    """Blocks by their bytes. Ids and layers are checked by the caller."""
+    """Access to blocks as bytes. The caller checks ids and layers."""
 
     def num_bytes(self, num_blocks: int, layers: LayerRange | None) -> int:
         """Return the bytes of ``num_blocks`` blocks, or of these layers of the blocks."""
@@ -40,7 +40,7 @@ def memory_of(blocks: torch.Tensor) -> BlockMemory:
 
 
 class _Spans:
-    """A payload's place: ranges of one buffer, filled in order, or nothing at all."""
+    """The destination of a payload: ranges of one buffer, filled in order, or none at all."""
 
     def __init__(self, spans: list[memoryview], may_write: MayWrite) -> None:
         self._spans = spans[::-1]
@@ -50,7 +50,7 @@ class _Spans:
 
     def buffer(self) -> memoryview:
         if self._is_taken and not self._may_write():
-            self._is_taken = False  # for good: what was written of it lies in what was granted
+            self._is_taken = False  # for good: earlier bytes were written while the grant held
             self._nowhere = memoryview(bytearray(_DISCARD_BYTES))
         if self._is_taken:
             return self._spans[-1]
@@ -68,7 +68,7 @@ class _Spans:
 
 
 class Discard:
-    """The place of a payload that nobody may write."""
+    """The destination of a payload that is to be dropped."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes
@@ -100,10 +100,10 @@ class HostMemory:
     def read(self, block_ids: Sequence[int], layers: LayerRange | None) -> list[memoryview]:
         first = 0 if layers is None else layers[0] * self._layer_bytes
         length = self.num_bytes(1, layers)
-        spans: list[tuple[int, int]] = []  # from, to
+        spans: list[tuple[int, int]] = []  # (from, to)
         for block_id in block_ids:
             start = block_id * self._block_bytes + first
-            if spans and spans[-1][1] == start:  # neighbours are one range
+            if spans and spans[-1][1] == start:  # join adjacent ranges
                 spans[-1] = (spans[-1][0], start + length)
             else:
                 spans.append((start, start + length))
@@ -116,7 +116,7 @@ class HostMemory:
 
 
 class StagedMemory:
-    """See `BlockMemory`; of any device, by a copy in host memory, which is pinned for a GPU."""
+    """See `BlockMemory`; for any device, by a copy in host memory, which is pinned for a GPU."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         num_blocks, self._num_layers = blocks.shape[:2]
@@ -141,7 +141,7 @@ class StagedMemory:
         def store() -> None:
             with torch.inference_mode():
                 self._blocks[list(block_ids), _part(layers)] = staged.to(self._blocks.device)
-            if self._blocks.is_cuda:  # complete the copy before anybody is told of it
+            if self._blocks.is_cuda:  # complete the copy before anyone is told of it
                 torch.cuda.current_stream(self._blocks.device).synchronize()
 
         return _Staged([_view(staged)], may_write, store)
@@ -153,7 +153,7 @@ class StagedMemory:
 
 
 class _Staged(_Spans):
-    """A payload's place in host memory, and its way from there."""
+    """The destination of a payload in host memory, from where it is copied to the device."""
 
     def __init__(
         self, spans: list[memoryview], may_write: MayWrite, store: Callable[[], None]
@@ -173,5 +173,5 @@ def _part(layers: LayerRange | None) -> slice:
 
 
 def _view(host: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in host memory."""
+    """Return the bytes of a tensor in host memory."""
     return host.view(-1).view(torch.uint8).numpy().data

@@ -1,10 +1,10 @@
-"""Outgoing: our way to one peer: dialled when there is something to say, and what was posted on it.
+"""Outgoing: the connection to one peer, dialled when there is something to send, and its writes.
 
-    dialling -> secure -> welcome -> failed          for good: whoever owns it makes another
+    dialling -> secure -> welcome -> failed          for good: the owner makes a new one
         `---------`----> waits a little, dials again
 
-Until the peer has said WELCOME it may not know us yet, as nodes learn of each other at different
-moments: so we try again, and say why it fails only when it goes on failing. What is sent waits.
+Before WELCOME, the peer may not know us yet, because nodes learn of each other at different
+moments. So we dial again, and log the reason only if it keeps failing. Messages wait meanwhile.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvconnector.transports.sockets.frames import (
 )
 from kvconnector.transports.sockets.identity import Identity
 
-DIAL_TIMEOUT_S = 5.0  # until WELCOME
+DIAL_TIMEOUT_S = 5.0  # most seconds until WELCOME
 FIRST_BACK_OFF_S = 0.02
 MAX_BACK_OFF_S = 1.0
-REPORT_S = 1.0  # after so long without a WELCOME the reason is said
+REPORT_S = 1.0  # the reason is logged after this many seconds without a WELCOME
 MAX_QUEUED_BYTES = 8 * 2**20  # most bytes of queued messages; the sender limits blocks
 # A key of TLS 1.3 is good for 2^24 full records (RFC 8446, 5.5); this stays below.
 RENEW_BYTES = 2**37
@@ -61,19 +61,19 @@ class PostedWrite:
 
 
 class Outgoing:
-    """All that goes to one peer.
+    """All bytes that go to one peer.
 
     Args:
         own_id: engine id of this process.
         peer_id: engine id of the peer.
         at: the peer's address.
-        shown: what the peer must show.
-        identity: ours.
-        clock: seconds that never go back.
-        renew_bytes: after so many the connection is made anew, with new keys, as soon as it rests.
+        shown: certificate that the peer must show.
+        identity: this node's identity.
+        clock: returns monotonic seconds.
+        renew_bytes: after this many bytes, a new connection with new keys is made, once idle.
 
     Attributes:
-        problem: why it has failed for good; empty while it has not.
+        problem: why the connection has failed for good; empty while it has not.
     """
 
     def __init__(
@@ -94,15 +94,16 @@ class Outgoing:
         self.problem = ""
         self._raw: socket.socket | None = None  # a TCP connection that is being opened
         self._connection: Connection | None = None
-        self._ended: Connection | None = None  # says no more; what it has said may be on its way
+        # Sends nothing more; its last bytes may be on their way.
+        self._ended: Connection | None = None
         self._is_welcome = False
-        self._was_welcome = False  # once; then a failure is for good
+        self._was_welcome = False  # whether it was ever welcome; a failure afterwards is for good
         self._dialled_at = self._failing_since = 0.0
         self._retry_at = 0.0
         self._back_off_s = FIRST_BACK_OFF_S
         self._last_failure = ""
-        self._waiting: list[memoryview | bytes] = []  # until there is a connection
-        self._num_done = 0  # on this connection
+        self._waiting: list[memoryview | bytes] = []  # queued until there is a connection
+        self._num_done = 0  # finished writes on this connection
         self._writes: deque[PostedWrite] = deque()
 
     # ------------------------------------------------------------------ what its owner does
@@ -154,11 +155,11 @@ class Outgoing:
 
     @property
     def is_active(self) -> bool:
-        """Whether something is on its way to the peer."""
+        """Return whether anything is on its way to the peer."""
         return bool(self._writes or self._waiting)
 
     def progress(self) -> None:
-        """Go on as far as is possible at once."""
+        """Dial, read and send as much as possible without waiting."""
         if self.problem:
             return
         if self._ended is not None:
@@ -184,7 +185,7 @@ class Outgoing:
 
     @property
     def _max_queued_bytes(self) -> int:
-        # Blocks that a write has queued are no backlog of messages.
+        # Blocks that a write has queued do not count as queued messages.
         return MAX_QUEUED_BYTES if not self._writes else 2**62
 
     def _check(self) -> None:
@@ -198,7 +199,7 @@ class Outgoing:
             self._failing_since = self._dialled_at
         try:
             raw = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:  # no descriptor is left: this peer waits, others go on
+        except OSError as error:  # no descriptor is left: only this peer waits
             self._retry(str(error.strerror).lower())
             return
         raw.setblocking(False)
@@ -252,7 +253,7 @@ class Outgoing:
             self._retry(connection.problem)
 
     def _retry(self, failure: str) -> None:
-        """Dial again in a while, if the peer may not know us yet."""
+        """Dial again after a pause, as the peer may not know us yet."""
         if self._was_welcome:
             self._fail(f"{self._peer_id} at {self._name}: {failure}")
             return
@@ -267,7 +268,7 @@ class Outgoing:
         if self._raw is not None:
             self._raw.close()
         self._raw = self._connection = self._ended = None
-        self._writes.clear()  # each asks us
+        self._writes.clear()  # each one asks this object for its result
         self._waiting.clear()
 
     def _on_frame(self, connection: Connection, frame: Frame) -> None:
@@ -285,7 +286,7 @@ class Outgoing:
         if connection is not self._connection or not 0 < done.count - self._num_done <= len(
             self._writes
         ):
-            raise FrameError("a DONE of what was not posted")
+            raise FrameError("a DONE of a write that was not posted")
         while self._num_done < done.count:
             self._num_done += 1
             write = self._writes.popleft()
@@ -293,7 +294,7 @@ class Outgoing:
             write.is_over = True
 
     def _renew(self) -> None:
-        """Take new keys when the old ones have done enough, if nothing is under way."""
+        """Make a new connection with new keys, if the old keys are worn and all is idle."""
         connection = self._connection
         assert connection is not None
         if connection.sent_bytes < self._renew_bytes or self._writes or connection.queued_bytes:

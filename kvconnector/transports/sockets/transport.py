@@ -1,8 +1,8 @@
-"""TlsTransport: over TLS 1.3, writes that the receiving process takes in itself, if granted.
+"""TlsTransport: writes over TLS 1.3, which the receiving process itself puts into its memory.
 
-No memory is open to a peer. A write says which transfer it is of; it is taken into the cache only
-while a grant of that transfer, to that peer, holds its blocks. What is late, replayed or forged
-meets no grant, and is dropped.
+No memory is open to peers. A write names its transfer; its bytes are written into the cache only
+while a grant of that transfer, to that peer, includes its blocks. Late, replayed or forged writes
+match no grant, and are dropped.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvconnector.transports.sockets.memory import Discard, memory_of
 from kvconnector.transports.sockets.outgoing import Outgoing, PostedWrite
 
 PATH = "tls/tcp"
-ROUND_S = 0.001  # how long a round goes on while bytes of a payload come and go
+ROUND_S = 0.001  # how long a round continues while bytes of a payload move
 
 
 class _Where(msgspec.Struct, frozen=True):
-    """How a peer is reached, and what it will show."""
+    """The address of a peer, and the certificate that it will show."""
 
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=2**16)]
@@ -48,9 +48,9 @@ class TlsTransport:
 
     Args:
         engine_id: name of this end.
-        memory: that peers write to.
+        memory: the KV memory that peers write to.
         options: where to listen, and which certificate to show.
-        clock: seconds that never go back.
+        clock: returns monotonic seconds.
 
     Raises:
         ConfigError: an option is wrong.
@@ -90,7 +90,7 @@ class TlsTransport:
             pid=os.getpid(),
             manifest=memory.manifest,
             num_blocks=layout.num_blocks,
-            # Nobody writes by address.
+            # no peer writes by address
             ranks=(RankMemory(agent_metadata=msgspec.msgpack.encode(where)),),
             scratch_bytes=self.scratch.memory.nbytes,
         )
@@ -114,7 +114,8 @@ class TlsTransport:
         return PATH
 
     def disconnect(self, engine_id: str) -> None:
-        # What it has dialled and was granted stays if it is learnt again at once, else goes soon.
+        # Its connections and grants are kept if the peer is added again at once, and dropped soon
+        # otherwise.
         known = self._peers.pop(engine_id, None)
         if known is not None:
             shown = known[1].identity
@@ -182,7 +183,8 @@ class TlsTransport:
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Return arrived messages; drives all progress, longer while block bytes move."""
-        until = time.monotonic() + ROUND_S  # (not of the injected clock: this waits for sockets)
+        # (not from the injected clock, as this waits for sockets).
+        until = time.monotonic() + ROUND_S
         self._look(0.0)
         self._progress()
         while self._is_amid() and (left_s := until - time.monotonic()) > 0:
@@ -203,13 +205,13 @@ class TlsTransport:
         return [c for c in out + self._incoming.connections() if not c.problem]
 
     def _is_amid(self) -> bool:
-        """Whether it is worth a moment to wait for more."""
+        """Return whether to wait a moment for more bytes."""
         if any(outgoing.is_active for outgoing in self._outgoing.values()):
             return True
         return any(c.has_more or c.reader.is_amid for c in self._incoming.connections())
 
     def _look(self, seconds: float) -> None:
-        """Find out who is ready; wait so long until somebody is."""
+        """Find out which connections are ready; wait up to ``seconds`` until one is."""
         poller = select.poll()
         poller.register(self._incoming.listener, select.POLLIN)
         for outgoing in self._outgoing.values():
@@ -231,7 +233,7 @@ class TlsTransport:
         self._inbox.append((engine_id, payload))
 
     def _open_sink(self, engine_id: str, head: Head, payload_bytes: int) -> Sink:
-        """Where a peer's payload goes: nowhere, unless it is granted. Raises FrameError."""
+        """Return a payload's destination: none unless granted. Raises FrameError."""
         if isinstance(head, ProbeHead):
             if head.slot >= NUM_SLOTS or payload_bytes != self._probes.num_bytes(1, None):
                 raise FrameError("a probe of another size or slot")
@@ -247,7 +249,7 @@ class TlsTransport:
         except ValueError as error:
             raise FrameError(str(error)) from error
         if payload_bytes != self._blocks.num_bytes(len(block_ids), layers):
-            raise FrameError("a write whose bytes are not those of its blocks")
+            raise FrameError("a write with another size than its blocks")
         transfer = (head.request_id, head.epoch)
         granted = self._grants.get(engine_id, {}).get(transfer, frozenset())
         wanted = frozenset(block_ids)
@@ -266,10 +268,10 @@ class TlsTransport:
 
 
 def _read_where(peer: PeerInfo) -> _Where:
-    """Raises TransferError for anything that no peer of this connector says."""
+    """Read a peer's address; raises TransferError if it is not one of this connector."""
     try:
         where = msgspec.msgpack.decode(peer.ranks[0].agent_metadata, type=_Where)
-        ipaddress.ip_address(where.host)  # a name would have to be looked up, which may take long
+        ipaddress.ip_address(where.host)  # a name would need a look-up, which may take long
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise TransferError(f"{peer.engine_id} does not say where it is: {error}") from error
+        raise TransferError(f"{peer.engine_id} gives no address to connect to: {error}") from error
     return where

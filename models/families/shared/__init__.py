@@ -1,1 +1,1 @@
-"""Ways to write a config.json that several families share."""
+"""Parts of config.json that several families share."""

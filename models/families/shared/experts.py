@@ -1,4 +1,4 @@
-"""Experts in the fields that several families have for them."""
+"""Read experts from fields that several families share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUTED_NAMES = {
 
 
 def checked(fields: Fields, experts: ExpertsSpec) -> ExpertsSpec:
-    """Return experts whose numbers go together; raises ModelLoadError for others."""
+    """Return experts whose numbers are consistent; raises ModelLoadError for others."""
     if experts.top_k > experts.num_experts:
         problem = f"{experts.top_k}, but there are {experts.num_experts} experts"
         raise fields.wrong("num_experts_per_tok", problem)
@@ -23,7 +23,7 @@ def checked(fields: Fields, experts: ExpertsSpec) -> ExpertsSpec:
         raise fields.wrong("n_group", f"{num_groups} does not divide {experts.num_experts}")
     chosen = experts.num_experts // num_groups * top_groups
     if top_groups > num_groups or experts.top_k > chosen:
-        raise fields.wrong("topk_group", f"{top_groups} groups of {num_groups}")
+        raise fields.wrong("topk_group", f"{top_groups} is wrong for {num_groups} groups")
     return experts
 
 
@@ -40,7 +40,7 @@ def routed_experts(fields: Fields, *, scoring: str, group_best: int) -> ExpertsS
     Args:
         fields: fields of config.json.
         scoring: the architecture's scoring; sigmoid scores come with a bias.
-        group_best: experts whose scores are a group's.
+        group_best: number of best experts whose scores add up to a group's score.
     """
     inner_size = fields.integer("moe_intermediate_size")
     return ExpertsSpec(
@@ -68,7 +68,7 @@ def without_auxiliary_loss(fields: Fields) -> ExpertsSpec:
 def layers_behind_dense_ones(
     model: ModelFields, mixer: MixerSpec, experts: ExpertsSpec
 ) -> tuple[LayerSpec, ...]:
-    """Return layers of which the first ``first_k_dense_replace`` have an MLP, others experts."""
+    """Return layers: MLPs in the first ``first_k_dense_replace``, and experts in the others."""
     fields = model.fields
     if fields.integer("moe_layer_freq", 1) != 1:
         raise fields.wrong("moe_layer_freq", "only 1 is supported")

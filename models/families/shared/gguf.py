@@ -1,4 +1,4 @@
-"""What several families' GGUF files share: keys, names of tensors, changes by the converter."""
+"""Common parts of several families' GGUF files: keys, tensor names, changes by the converter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layer_types(keys: Keys, interval: int) -> list[str]:
 
     Args:
         keys: the file's metadata.
-        interval: by default one layer of this many has full attention.
+        interval: one layer of this many has full attention, if the file names no pattern.
 
     Raises:
         ModelLoadError: the pattern is neither a number nor a list with one value per layer.
@@ -90,7 +90,7 @@ def routed_experts(keys: Keys) -> Mapping[str, Any]:
 
 
 def mamba2(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields ``mamba_...`` of a model some of whose layers are Mamba 2's."""
+    """Return the ``mamba_...`` fields of a model with Mamba 2 layers."""
     hidden_size, inner_size = keys.integer("embedding_length"), keys.integer("ssm.inner_size")
     if inner_size % hidden_size:
         problem = f"must be a multiple of embedding_length {hidden_size}, got {inner_size}"

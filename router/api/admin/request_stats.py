@@ -61,11 +61,12 @@ class WindowStats:
     nodes: dict[str, NodeFigures]
 
 
-def window_stats(log: RequestLog, window_s: float) -> WindowStats:
-    """Return the figures of the last ``window_s`` seconds."""
-    oldest = log.clock() - window_s
+def window_stats(logs: Sequence[RequestLog], window_s: float) -> WindowStats:
+    """Return the figures of the last ``window_s`` seconds, over all logs."""
+    oldest = logs[0].clock() - window_s
     ended = [
         record
+        for log in logs
         for record in log.latest()
         if record.ended_s is not None and record.started_at + record.ended_s >= oldest
     ]

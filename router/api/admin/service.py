@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
 import itertools
 import logging
 from collections.abc import Callable
@@ -16,11 +18,12 @@ from baton.api.errors import (
     PermissionDeniedError,
 )
 from baton.link import wire_admin
-from baton.link.words import DrainCommand, scoped_id
+from baton.link.words import DrainCommand, NodeRegistration, scoped_id
 from baton.serving.call_gate import Context
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from baton.version import __version__
 from router.api.admin.explain import explain_now
+from router.api.admin.names import describe_name, describe_names, name_from_proto
 from router.api.admin.node_calls import NodeCalls
 from router.api.admin.request_stats import DEFAULT_WINDOW_S, window_stats
 from router.api.admin.views import (
@@ -34,11 +37,11 @@ from router.api.admin.views import (
     describe_rollout,
     describe_stats,
 )
-from router.calls.dispatcher import Dispatcher
 from router.calls.request_log import RequestRecord
 from router.fleet.node import Node
 from router.gate.overload import Overload
-from router.intake.intake import Intake
+from router.names.base_model import BaseModel
+from router.names.table import NameTable
 from router.policies import POLICIES
 
 logger = logging.getLogger(__name__)
@@ -52,9 +55,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     """Serve `Admin`.
 
     Args:
-        dispatcher: the router's; has its pool, policy and logs.
-        intake: tokenizes prompts.
-        model: name that clients use.
+        names: what clients may call models; has the base models with their pools and logs.
         policy: name of the current routing policy.
         overload: the router's overload state.
         on_policy: called with the name of a newly chosen policy.
@@ -62,18 +63,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
-        intake: Intake,
+        names: NameTable,
         *,
-        model: str,
         policy: str,
         overload: Overload | None = None,
         on_policy: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._dispatcher = dispatcher
-        self._pool = dispatcher.pool
-        self._intake = intake
-        self._model = model
+        self._names = names
+        self._bases = names.bases
         self._policy = policy
         self._overload = overload or Overload()
         self._on_policy = on_policy
@@ -89,21 +86,26 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListNodesRequest, context: Context
     ) -> admin_pb2.ListNodesResponse:
         """Return all joined nodes with load and peers, and missing nodes."""
-        return admin_pb2.ListNodesResponse(
-            nodes=[
-                *await describe_nodes(self._pool, self._pool.nodes),
-                *map(describe_lost, self._pool.lost),
-            ],
-            model=self._model,
-        )
+        nodes: list[admin_pb2.NodeDescription] = []
+        for base in self._bases:
+            described = [
+                *await describe_nodes(base.pool, base.pool.nodes),
+                *map(describe_lost, base.pool.lost),
+            ]
+            for one in described:
+                one.model = base.model
+            nodes += described
+        models = ", ".join(base.model for base in self._bases)
+        return admin_pb2.ListNodesResponse(nodes=nodes, model=models)
 
     async def GetNode(  # gRPC's naming
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
         """Return one node, joined or missing."""
-        for registration in self._pool.lost:
-            if request.node in (registration.node_name, registration.engine_id):
-                return describe_lost(registration)
+        for base in self._bases:
+            for registration in base.pool.lost:
+                if request.node in (registration.node_name, registration.engine_id):
+                    return describe_lost(registration)
         return self._describe(self._find(request.node))
 
     async def Drain(  # gRPC's naming
@@ -129,7 +131,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.NodeDescription:
         """Drain a node and stop its process; by force, disconnect it now and for good."""
         if request.force:
-            gone = self._pool.expel(request.node)
+            gone = self._expel(request.node)
             _note(context, f"remove {gone.node_name} by force")
             return describe_lost(gone)
         node = self._find(request.node)
@@ -143,9 +145,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.GetStatsRequest, context: Context
     ) -> admin_pb2.GetStatsResponse:
         """Return counts since the start, and latencies of recently finished requests."""
-        log = self._dispatcher.log
-        window = window_stats(log, request.window_s or DEFAULT_WINDOW_S)
-        response = describe_stats(log, window, self._dispatcher.admission.state())
+        bases = [self._names.find_base(request.model)] if request.model else self._bases
+        logs = [base.dispatcher.log for base in bases]
+        window = window_stats(logs, request.window_s or DEFAULT_WINDOW_S)
+        states = [base.dispatcher.admission.state() for base in bases]
+        response = describe_stats(logs, window, states)
         response.policy = self._policy
         response.overload.CopyFrom(describe_overload(self._overload.state()))
         return response
@@ -154,8 +158,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListRouterRequestsRequest, context: Context
     ) -> admin_pb2.ListRouterRequestsResponse:
         """Return the last requests of this router, newest first."""
-        log, tenant = self._dispatcher.log, _whose(context, "", Role.LOOK)
-        records = reversed(log.open) if request.open_only else log.latest()
+        tenant = _whose(context, "", Role.LOOK)
+        logs = [base.dispatcher.log for base in self._bases]
+        of_each = [reversed(log.open) if request.open_only else log.latest() for log in logs]
+        records = heapq.merge(*of_each, key=lambda one: one.started_at, reverse=True)
         own = (one for one in records if tenant in (None, one.tenant))
         chosen = itertools.islice(own, request.limit or _DEFAULT_LIMIT)
         return admin_pb2.ListRouterRequestsResponse(requests=map(describe_request, chosen))
@@ -165,34 +171,36 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.RequestTrace:
         """Return the life of a recent request."""
         tenant = _whose(context, request.tenant, Role.LOOK)
-        return describe_request(self._record(request.request_id, tenant))
+        return describe_request(self._record(request.request_id, tenant)[1])
 
     async def Explain(  # gRPC's naming
         self, request: admin_pb2.ExplainRequest, context: Context
     ) -> admin_pb2.ExplainResponse:
         """Return why a past request was placed where it was, or where a prompt would go now."""
         max_tokens = request.max_tokens or _DEFAULT_MAX_TOKENS
-        dispatcher, tenant = self._dispatcher, _whose(context, request.tenant, Role.LOOK)
+        tenant = _whose(context, request.tenant, Role.LOOK)
         what = request.WhichOneof("what")
         if what in ("prompt", "num_prompt_tokens") and not context.principal.is_operator:
             raise PermissionDeniedError(
-                "what: must be a request_id: what nodes would do with a prompt tells what others "
-                "do, for which the role look is needed"
+                "what: must be a request_id without the role look: where a prompt would go tells "
+                "about the requests of others"
             )
         match what:
             case "request_id":
-                record = self._record(request.request_id, tenant)
-                decisions = dispatcher.placer.decisions.get(
+                base, record = self._record(request.request_id, tenant)
+                decisions = base.dispatcher.placer.decisions.get(
                     scoped_id(record.request_id, record.tenant)
                 )
             case "prompt":
-                token_ids = await self._intake.tokenize_only(request.prompt, context.principal)
+                base = self._names.find_base(request.model)
+                token_ids = await base.intake.tokenize_only(request.prompt, context.principal)
                 whose = Principal(tenant=tenant) if tenant else context.principal
-                salt = self._intake.cache_salts.of(whose)
+                salt = base.intake.cache_salts.of(whose)
                 num_tokens = len(token_ids)
-                decisions = [explain_now(dispatcher, num_tokens, max_tokens, token_ids, salt)]
+                decisions = [explain_now(base.dispatcher, num_tokens, max_tokens, token_ids, salt)]
             case "num_prompt_tokens" if request.num_prompt_tokens:
-                decisions = [explain_now(dispatcher, request.num_prompt_tokens, max_tokens)]
+                base = self._names.find_base(request.model)
+                decisions = [explain_now(base.dispatcher, request.num_prompt_tokens, max_tokens)]
             case _:
                 raise InvalidRequestError(
                     "what", "one of request_id, prompt or num_prompt_tokens is needed"
@@ -207,7 +215,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """Cancel an open request, also on its nodes; its client gets CANCELLED."""
         tenant = _whose(context, request.tenant, Role.OPERATE)
         why = "an operator ended the request" if tenant is None else "the request was ended"
-        if not self._dispatcher.abort(request.request_id, why, tenant=tenant):
+        aborted = [
+            base.dispatcher.abort(request.request_id, why, tenant=tenant) for base in self._bases
+        ]
+        if not any(aborted):
             raise NotFoundError(f"request {request.request_id!r} is not open")
         _note(context, f"abort {request.request_id}")
         return admin_pb2.AbortResponse()
@@ -216,13 +227,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListQuarantineRequest, context: Context
     ) -> admin_pb2.ListQuarantineResponse:
         """Return the requests that are refused because equal ones crashed nodes."""
-        return describe_quarantine(self._dispatcher.suspects)
+        return describe_quarantine([base.dispatcher.recoveries.suspects for base in self._bases])
 
     async def ReleaseQuarantine(  # gRPC's naming
         self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
     ) -> admin_pb2.ReleaseQuarantineResponse:
         """Stop refusing some quarantined requests, or all."""
-        num_released = self._dispatcher.suspects.release(request.fingerprint)
+        num_released = sum(
+            base.dispatcher.recoveries.suspects.release(request.fingerprint) for base in self._bases
+        )
         _note(context, f"release {request.fingerprint or 'all'}: {num_released}")
         return admin_pb2.ReleaseQuarantineResponse(num_released=num_released)
 
@@ -239,25 +252,28 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.PolicyDescription:
         """Use another routing policy from now on; placed requests stay where they are."""
         try:
-            policy = POLICIES.load(request.policy)()
+            policies = [POLICIES.load(request.policy)() for _ in self._bases]
         except ConfigError as error:
             raise InvalidRequestError("policy", str(error)) from None
         _note(context, f"policy set {request.policy}, was {self._policy}")
-        self._dispatcher.placer.policy, self._policy = policy, request.policy
+        for base, policy in zip(self._bases, policies, strict=True):
+            base.dispatcher.placer.policy = policy
+        self._policy = request.policy
         self._on_policy(request.policy)
         return await self.GetPolicy(admin_pb2.GetPolicyRequest(), context)
 
     async def GetRollout(  # gRPC's naming
         self, request: admin_pb2.GetRolloutRequest, context: Context
     ) -> admin_pb2.RolloutDescription:
-        """Return the nodes' revisions and their shares of requests."""
-        return describe_rollout(self._pool)
+        """Return the nodes' revisions and their shares of a base model's requests."""
+        return _describe_rollout(self._names.find_base(request.model))
 
     async def ChangeRollout(  # gRPC's naming
         self, request: admin_pb2.ChangeRolloutRequest, context: Context
     ) -> admin_pb2.RolloutDescription:
         """Freeze revisions' shares, undo a revision, or let shares follow capacity."""
-        rollout, revision = self._pool.rollout, ""
+        base = self._names.find_base(request.model)
+        rollout, revision = base.pool.rollout, ""
         match request.action:
             case admin_pb2.ROLLOUT_ACTION_PAUSE:
                 rollout.pause()
@@ -271,15 +287,40 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             case _:
                 raise InvalidRequestError("action", "must be pause, resume or undo")
         _note(context, " ".join(filter(None, ("rollout", what, revision))))
-        self._pool.note_eligibility_change()
-        return describe_rollout(self._pool)
+        base.pool.note_eligibility_change()
+        return _describe_rollout(base)
 
     async def GetVersion(  # gRPC's naming
         self, request: admin_pb2.GetVersionRequest, context: Context
     ) -> admin_pb2.GetVersionResponse:
         """Return the versions of this router and its nodes."""
-        nodes = {node.name: node.registration.version for node in self._pool.nodes}
+        nodes = {node.name: node.registration.version for node in self._nodes()}
         return admin_pb2.GetVersionResponse(router=__version__, nodes=nodes)
+
+    # ------------------------------------------------------------------ names
+
+    async def ListNames(  # gRPC's naming
+        self, request: admin_pb2.ListNamesRequest, context: Context
+    ) -> admin_pb2.ListNamesResponse:
+        """Return what clients may call models, the default name first."""
+        return describe_names(self._names)
+
+    async def SetName(  # gRPC's naming
+        self, request: admin_pb2.SetNameRequest, context: Context
+    ) -> admin_pb2.NameDescription:
+        """Let a name stand for something else from now on; running requests go on."""
+        served = name_from_proto(self._names, request)
+        await self._names.set_name(served)
+        _note(context, f"name {served.name!r} is {served.base.model} {served.adapter}".rstrip())
+        return describe_name(served)
+
+    async def RemoveName(  # gRPC's naming
+        self, request: admin_pb2.RemoveNameRequest, context: Context
+    ) -> admin_pb2.ListNamesResponse:
+        """Remove a name; its running requests go on."""
+        await self._names.remove(request.name)
+        _note(context, f"remove the name {request.name!r}")
+        return describe_names(self._names)
 
     # ------------------------------------------------------------------ asked of nodes
 
@@ -348,23 +389,42 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     # ------------------------------------------------------------------ inside
 
     def _describe(self, node: Node) -> admin_pb2.NodeDescription:
-        return describe_node(self._pool, node)
+        base = next(one for one in self._bases if one.pool.node(node.engine_id) is node)
+        description = describe_node(base.pool, node)
+        description.model = base.model
+        return description
+
+    def _nodes(self) -> list[Node]:
+        """Return the nodes of all base models."""
+        return [node for base in self._bases for node in base.pool.nodes]
 
     def _find(self, name: str) -> Node:
-        for node in self._pool.nodes:
+        for node in self._nodes():
             if name in (node.name, node.engine_id):
                 return node
         raise NotFoundError(f"there is no node {name!r}")
 
     def _chosen(self, name: str) -> list[Node]:
         """Return one node, or all if no name is given."""
-        return [self._find(name)] if name else self._pool.nodes
+        return [self._find(name)] if name else self._nodes()
 
-    def _record(self, request_id: str, tenant: str | None) -> RequestRecord:
-        record = self._dispatcher.log.get(request_id, tenant)
-        if record is None:
+    def _expel(self, name: str) -> NodeRegistration:
+        """Remove a node of any base model at once; raises NotFoundError."""
+        for base in self._bases[:-1]:
+            with contextlib.suppress(NotFoundError):
+                return base.pool.expel(name)
+        return self._bases[-1].pool.expel(name)
+
+    def _record(self, request_id: str, tenant: str | None) -> tuple[BaseModel, RequestRecord]:
+        """Return the newest record of a request, and its base model; raises NotFoundError."""
+        found = [
+            (base, record)
+            for base in self._bases
+            if (record := base.dispatcher.log.get(request_id, tenant)) is not None
+        ]
+        if not found:
             raise NotFoundError(f"request {request_id!r} is not among the last ones of this router")
-        return record
+        return max(found, key=lambda one: one[1].started_at)
 
 
 def _whose(context: Context, tenant: str, role: Role) -> str | None:
@@ -382,8 +442,14 @@ def _whose(context: Context, tenant: str, role: Role) -> str | None:
     if not principal.tenant:
         raise PermissionDeniedError(f"authorization: the role {role} is needed for this")
     if tenant not in ("", principal.tenant):
-        raise PermissionDeniedError(f"tenant: {principal.name} may mean requests of its own only")
+        raise PermissionDeniedError(f"tenant: {principal.name} may name only its own requests")
     return principal.tenant
+
+
+def _describe_rollout(base: BaseModel) -> admin_pb2.RolloutDescription:
+    description = describe_rollout(base.pool)
+    description.model = base.model
+    return description
 
 
 def _calls(context: Context) -> NodeCalls:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from baton.link import wire
 from baton.link.words import NodeRegistration
@@ -145,9 +146,13 @@ def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
     return trace
 
 
-def describe_quarantine(suspects: Suspects) -> admin_pb2.ListQuarantineResponse:
-    """Describe the requests that are refused because equal ones crashed nodes."""
-    now = suspects.clock()
+def describe_quarantine(of_models: Sequence[Suspects]) -> admin_pb2.ListQuarantineResponse:
+    """Describe the requests that are refused because equal ones crashed nodes.
+
+    Args:
+        of_models: suspects of each base model.
+    """
+    now = of_models[0].clock()
     return admin_pb2.ListQuarantineResponse(
         requests=[
             admin_pb2.QuarantinedRequest(
@@ -159,28 +164,36 @@ def describe_quarantine(suspects: Suspects) -> admin_pb2.ListQuarantineResponse:
                 left_s=one.expires_at - now,
                 num_refused=one.num_refused,
             )
+            for suspects in of_models
             for one in suspects.quarantined
         ],
-        num_ended=suspects.num_ended_total,
-        num_refused=suspects.num_refused_total,
+        num_ended=sum(suspects.num_ended_total for suspects in of_models),
+        num_refused=sum(suspects.num_refused_total for suspects in of_models),
     )
 
 
 def describe_stats(
-    log: RequestLog, window: WindowStats, admission: AdmissionState
+    logs: Sequence[RequestLog], window: WindowStats, admissions: Sequence[AdmissionState]
 ) -> admin_pb2.GetStatsResponse:
-    """Describe counts since the start, and figures of recently finished requests."""
-    records = log.open
+    """Describe counts since the start, and figures of recently finished requests.
+
+    Args:
+        logs: request log of each base model.
+        admissions: state of admission of each base model.
+    """
+    records = [record for log in logs for record in log.open]
     num_queued = sum(record.state == "queued" for record in records)
+    num_failed: Counter[str] = sum((log.num_failed for log in logs), Counter())
+    num_refused: Counter[str] = sum((Counter(one.num_refused) for one in admissions), Counter())
     response = admin_pb2.GetStatsResponse(
-        uptime_s=log.clock() - log.began_at,
+        uptime_s=logs[0].clock() - logs[0].began_at,
         num_open=len(records),
         num_queued=num_queued,
-        num_finished=log.num_finished,
-        num_retried=log.num_retried,
-        num_failed=log.num_failed,
-        num_prompt_tokens=log.num_prompt_tokens,
-        num_output_tokens=log.num_output_tokens,
+        num_finished=sum(log.num_finished for log in logs),
+        num_retried=sum(log.num_retried for log in logs),
+        num_failed=num_failed,
+        num_prompt_tokens=sum(log.num_prompt_tokens for log in logs),
+        num_output_tokens=sum(log.num_output_tokens for log in logs),
         window_s=window.window_s,
         num_finished_in_window=window.num_finished,
         ttft_s=_percentiles(window.ttft_s),
@@ -190,11 +203,11 @@ def describe_stats(
     )
     response.admission.CopyFrom(
         admin_pb2.AdmissionDescription(
-            num_queued=admission.num_queued,
-            num_queued_tokens=admission.num_queued_tokens,
-            num_begun=admission.num_begun,
-            expected_wait_s=admission.expected_wait_s,
-            num_refused=admission.num_refused,
+            num_queued=sum(one.num_queued for one in admissions),
+            num_queued_tokens=sum(one.num_queued_tokens for one in admissions),
+            num_begun=sum(one.num_begun for one in admissions),
+            expected_wait_s=max(one.expected_wait_s for one in admissions),
+            num_refused=num_refused,
         )
     )
     return response

@@ -22,12 +22,11 @@ from router.api.http.chat import note_effort
 from router.api.http.conversation import chat_prompt
 from router.api.http.errors import ApiError, MessageError, message_error
 from router.api.http.event_exchange import AnswerEvent, answer_in_events, as_fields
-from router.api.http.exchange import ENTRY, PRINCIPAL, HttpOptions, read_body
+from router.api.http.exchange import ENTRY, PRINCIPAL, SERVED, HttpOptions, read_body
 from router.api.http.ignored_fields import note_ignored
 from router.api.http.responses import MessageDelta, ToolCallDelta
 from router.api.http.schema import ChatRequest
 from router.calls.call import Call
-from router.intake.intake import Intake
 from router.intake.parsers import NONE
 
 _CUT_SHORT = ApiError(500, "the output was cut short on a node")
@@ -229,18 +228,15 @@ def _input(arguments: str) -> msgspec.Raw:
     return msgspec.Raw(raw)
 
 
-async def messages(
-    request: web.Request, intake: Intake, options: HttpOptions
-) -> web.StreamResponse:
+async def messages(request: web.Request, options: HttpOptions) -> web.StreamResponse:
     """Answer a request; `web.middleware` turns raised errors into responses."""
     received_at = request[ENTRY].began_at
     given = await read_body(request, MessagesRequest, options)
     body = chat_request(given)
     note_ignored(request, dropped_tools(given))
-    _note_thinking(request, intake, given, body)
+    _note_thinking(request, given, body)
     return await answer_in_events(
         request,
-        intake,
         body,
         received_at=received_at,
         names=FIELD_NAMES,
@@ -252,28 +248,29 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-async def count_tokens(request: web.Request, intake: Intake, options: HttpOptions) -> TokenCount:
+async def count_tokens(request: web.Request, options: HttpOptions) -> TokenCount:
     """Count a prompt's tokens; `web.middleware` turns raised errors into responses."""
     given = await read_body(request, CountTokensRequest, options)
-    intake.check_key(request[PRINCIPAL])
+    served = request[SERVED]
+    intake = served.intake
+    intake.admission.check_key(request[PRINCIPAL])
     body = chat_request(given)
     with as_fields(FIELD_NAMES):
-        prompt = chat_prompt(body)
+        prompt = chat_prompt(body, served.chat_template)
         return TokenCount(len(await intake.tokenize_only(prompt, request[PRINCIPAL])))
 
 
-def _note_thinking(
-    request: web.Request, intake: Intake, given: MessagesRequest, body: ChatRequest
-) -> None:
+def _note_thinking(request: web.Request, given: MessagesRequest, body: ChatRequest) -> None:
     """Note fields about thinking as ignored if they cannot affect the model."""
     if given.thinking is None or given.thinking.type == "disabled":
         field = "output_config.effort" if given.thinking is None else "thinking"
-        note_effort(request, intake, body, field)
+        note_effort(request, body, field)
         return
+    intake = request[SERVED].intake
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     can_be_told = template is not None and "enable_thinking" in template.variables
     # Without a reasoning parser, the model does not think on its own either.
     if not can_be_told and intake.parsers.reasoning_parser == NONE:
         note_ignored(request, ["thinking"])
     if given.output_config is not None:
-        note_effort(request, intake, body, "output_config.effort")
+        note_effort(request, body, "output_config.effort")

@@ -267,7 +267,7 @@ def _texts(
     """Return content that has texts only.
 
     Args:
-        of_a_tool: other parts may be there, too, such as images; see `unseen_results`.
+        of_a_tool: whether to allow other parts, such as images; see `unseen_results`.
 
     Raises InvalidRequestError naming the first part that is none.
     """

@@ -1,4 +1,4 @@
-"""Inference service: the public gRPC API, on top of `Intake`."""
+"""Inference service: the public gRPC API, on top of the table of names."""
 
 from __future__ import annotations
 
@@ -23,32 +23,39 @@ from baton.wire import types as wire_types
 from router.api.grpc.journal import Journal
 from router.calls.call import Call, Terms
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
-from router.intake.intake import MAX_REQUEST_ID_CHARS, Intake
+from router.intake.intake import MAX_REQUEST_ID_CHARS
 from router.intake.prompt_reader import Prompt
 from router.intake.texts import ChatPrompt, check_num_messages
+from router.names.served_name import ServedName
+from router.names.table import NameTable
 
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
+NamingRequest = (
+    inference_pb2.GenerateRequest
+    | inference_pb2.GenerateBatchRequest
+    | inference_pb2.TokenizeRequest
+    | inference_pb2.CountTokensRequest
+)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Serve all calls of `proto/baton/v1/inference.proto`.
 
     Args:
-        model: name for `ListModels`.
+        names: what clients may call models.
         journal: keeps the streams of resumable requests.
         max_timeout_s: upper limit of clients' deadlines.
     """
 
     def __init__(
         self,
-        intake: Intake,
+        names: NameTable,
         *,
-        model: str = "",
         journal: Journal | None = None,
         max_timeout_s: float = math.inf,
     ) -> None:
-        self._intake = intake
-        self._model = model
+        self._names = names
+        self._long_answers = names.bases[0].intake.answers.long
         self._journal = journal or Journal()
         self._max_timeout_s = max_timeout_s
 
@@ -83,13 +90,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Stream the outputs of several prompts as they come; all are checked before any begins."""
         n = request.n or 1
         check_num_outputs("prompts", n * len(request.prompts))
-        prompts = [*map(_prompt_from_proto, request.prompts)]
+        served = self._find_name(request, context)
+        prompts = [_prompt_from_proto(prompt, served) for prompt in request.prompts]
         params = dataclasses.replace(_params_from_proto(request.sampling_params), n=n)
-        terms = self._terms(request, context)
+        terms = self._terms(request, context, served)
         _name(context, request.request_id)
-        calls = await accept_choices(self._intake, prompts, params, terms, request.request_id)
+        calls = await accept_choices(served.intake, prompts, params, terms, request.request_id)
         _note_accepted(context, calls, n)
-        streams = [self._intake.stream(call) for call in calls]
+        streams = [served.intake.stream(call) for call in calls]
         async with contextlib.aclosing(merge_streams(streams)) as merged:
             async for number, delta in merged:
                 context.entry.note_tokens(len(delta.token_ids))
@@ -104,56 +112,71 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Return the tokens of a prompt as `Generate` would see them."""
-        prompt = _prompt_from_proto(request.prompt)
-        token_ids = await self._intake.tokenize_only(prompt, context.principal)
+        served = self._find_name(request, context)
+        prompt = _prompt_from_proto(request.prompt, served)
+        token_ids = await served.intake.tokenize_only(prompt, context.principal)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def CountTokens(  # gRPC's naming
         self, request: inference_pb2.CountTokensRequest, context: Context
     ) -> inference_pb2.CountTokensResponse:
         """Return the number of a prompt's tokens."""
-        prompt = _prompt_from_proto(request.prompt)
-        token_ids = await self._intake.tokenize_only(prompt, context.principal)
+        served = self._find_name(request, context)
+        prompt = _prompt_from_proto(request.prompt, served)
+        token_ids = await served.intake.tokenize_only(prompt, context.principal)
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
 
     async def ListModels(  # gRPC's naming
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """Return the one model of this router."""
-        model = inference_pb2.Model(name=self._model, max_model_len=self._intake.max_model_len)
-        return inference_pb2.ListModelsResponse(models=[model])
+        """Return the names that the caller may use."""
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.Model(name=one.name, max_model_len=one.intake.max_model_len)
+                for one in self._names.served_to(context.principal)
+            ]
+        )
 
     async def _begin(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[TextDelta, None]:
         """Return the stream of a new request, or of a resumable one that is kept already."""
         _name(context, message.request_id)
-        prompt, terms = _prompt_from_proto(message), self._terms(message, context)
+        served = self._find_name(message, context)
+        intake = served.intake
+        prompt, terms = _prompt_from_proto(message, served), self._terms(message, context, served)
         params = _params_from_proto(message.sampling_params)
         if not message.resumable:
-            call = await self._intake.accept(prompt, params, terms, message.request_id)
+            call = await intake.accept(prompt, params, terms, message.request_id)
             _note_accepted(context, [call])
-            return self._intake.stream(call)
+            return intake.stream(call)
         content = message.SerializeToString(deterministic=True)
         tenant = terms.principal.tenant
         request_id = message.request_id or uuid.uuid4().hex
         if not self._journal.holds(request_id, content, tenant=tenant):
-            call = await self._intake.accept(prompt, params, terms, request_id)
+            call = await intake.accept(prompt, params, terms, request_id)
             _note_accepted(context, [call])
             # Again, because checking takes time.
             if not self._journal.holds(request_id, content, tenant=tenant):
-                deltas = self._intake.stream(call)
+                deltas = intake.stream(call)
                 self._journal.keep(request_id, content, deltas, tenant=tenant)
         return self._journal.read(request_id, 0, tenant=tenant)
 
     async def _to_proto(self, delta: TextDelta) -> inference_pb2.GenerateResponse:
         make = functools.partial(wire.text_delta_to_proto, delta)
-        return await self._intake.long_answers.make(delta, make)
+        return await self._long_answers.make(delta, make)
+
+    def _find_name(self, request: NamingRequest, context: Context) -> ServedName:
+        """Return what the request's name stands for; raises what `NameTable.resolve` does."""
+        served = self._names.resolve(request.model or None, context.principal)
+        context.entry.model = served.name
+        return served
 
     def _terms(
         self,
         request: inference_pb2.GenerateRequest | inference_pb2.GenerateBatchRequest,
         context: Context,
+        served: ServedName,
     ) -> Terms:
         timeout_s = context.time_remaining()
         if timeout_s is not None:
@@ -165,6 +188,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             priority=request.priority,
             principal=context.principal,
             trace=context.entry.trace,
+            adapter=served.adapter,
         )
 
 
@@ -188,7 +212,7 @@ def _params_from_proto(params: types_pb2.SamplingParams) -> SamplingParams:
     return wire_types.sampling_params_from_proto(params)
 
 
-def _prompt_from_proto(request: AnyPrompt) -> Prompt:
+def _prompt_from_proto(request: AnyPrompt, served: ServedName) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
             return request.text
@@ -197,7 +221,8 @@ def _prompt_from_proto(request: AnyPrompt) -> Prompt:
         case "chat":
             check_num_messages(len(request.chat.messages))
             return ChatPrompt(
-                [{"role": m.role, "content": m.content} for m in request.chat.messages]
+                [{"role": m.role, "content": m.content} for m in request.chat.messages],
+                named_template=served.chat_template,
             )
         case _:
             raise InvalidRequestError("prompt", "one of text, token_ids or chat is needed")

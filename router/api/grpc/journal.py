@@ -143,7 +143,7 @@ class Journal:
                 _note_change(stream)
                 if stream.num_bytes > self._options.max_bytes // 4:
                     raise OverloadedError(
-                        "resumable: no more of this request fits: "
+                        "resumable: the request's output is too long to keep: "
                         f"{stream.num_bytes} bytes are kept"
                     )
         except BatonError as error:
@@ -192,7 +192,7 @@ class Journal:
                     self._forget(key, stream)
             if num_streams >= max_streams or num_bytes >= max_bytes:
                 raise OverloadedError(
-                    f"resumable: no more fit: {num_streams} requests, {num_bytes} bytes {whose}"
+                    f"resumable: no room: {num_streams} requests, {num_bytes} bytes {whose}"
                 )
 
 

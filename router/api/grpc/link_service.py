@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from baton.access.access import Access
 from baton.access.audit_log import AuditKind
@@ -18,6 +18,7 @@ from baton.serving.call_gate import Context
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire.reading import Unread
 from router.api.grpc.long_messages import LongMessages, read_registration
+from router.fleet.join_gate import JoinGate
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
 
@@ -31,12 +32,30 @@ MAX_QUEUED_COMMANDS = 50_000
 _Messages: TypeAlias = AsyncIterator[node_pb2.NodeMessage | Unread]
 
 
+class NodePools(Protocol):
+    """Where nodes join: the pool of one base model, or the pools of several."""
+
+    @property
+    def gate(self) -> JoinGate:
+        """Decides which nodes may join now."""
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All nodes that have joined."""
+
+    def refusal(self, registration: NodeRegistration) -> str:
+        """Return why a node can never join; empty if it can."""
+
+    def find_pool(self, registration: NodeRegistration) -> NodePool:
+        """Return the pool that a node joins."""
+
+
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     """Serve `Link`: one call per joined node, which lasts as long as the node is connected."""
 
-    def __init__(self, pool: NodePool, access: Access | None = None) -> None:
+    def __init__(self, pools: NodePools, access: Access | None = None) -> None:
         """Args: access: logs which nodes joined, left or were refused."""
-        self._pool = pool
+        self._pools = pools
         self._access = access or Access()
         self._long = LongMessages()
         # One piece of long messages per round of the loop, over all links.
@@ -57,12 +76,12 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         if registration is None:
             yield registered("the first message must be a registration with a known role")
             return
-        refusal = self._refusal(context, registration) or self._pool.refusal(registration)
+        refusal = self._refusal(context, registration) or self._pools.refusal(registration)
         if refusal:
             self._note(AuditKind.REFUSED, context, registration, refusal)
             yield registered(refusal)
             return
-        obstacle = self._pool.gate.obstacle(registration, self._pool.nodes, context.address)
+        obstacle = self._pools.gate.obstacle(registration, self._pools.nodes, context.address)
         if obstacle:
             self._note(AuditKind.REFUSED, context, registration, obstacle)
             yield registered(obstacle, may_retry=True)
@@ -80,18 +99,19 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     outgoing.get_nowait()
                 call.cancel()  # the call only waits for commands, so cancelling it is safe
 
-        del first  # else the message would be kept as long as the link
+        del first  # otherwise the message would be kept as long as the link
         node = Node(
             registration,
             send,
             hang_up=lambda: outgoing.put_nowait(None),
             address=context.address,
         )
-        self._pool.add_node(node)
+        pool = self._pools.find_pool(registration)
+        pool.add_node(node)
         self._note(AuditKind.JOINED, context, registration)
-        reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
+        reader = asyncio.create_task(self._read(pool, node, request_iterator, outgoing))
         try:
-            yield registered("", self._pool.router_id)
+            yield registered("", pool.router_id)
             while (command := await outgoing.get()) is not None:
                 message = write_command(command, node.name)
                 if isinstance(message, node_pb2.RouterMessage):
@@ -99,7 +119,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                 elif message is not None:
                     node.deliver(message)
         finally:
-            self._pool.remove(node)
+            pool.remove(node)
             self._note(AuditKind.LEFT, context, registration)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -127,6 +147,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
     async def _read(
         self,
+        pool: NodePool,
         node: Node,
         messages: _Messages,
         outgoing: asyncio.Queue[RouterCommand | None],
@@ -134,32 +155,32 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         try:
             async for message in messages:
                 if isinstance(message, Unread):
-                    problem = await self._take_long(node, message)
+                    problem = await self._take_long(pool, node, message)
                 else:
-                    problem = self._take(node, message)
+                    problem = self._take(pool, node, message)
                 if problem:
-                    self._pool.hang_up(node, problem)
+                    pool.hang_up(node, problem)
                     return
         except InvalidRequestError as error:  # the message could not be parsed
-            self._pool.hang_up(node, str(error))
+            pool.hang_up(node, str(error))
         except Exception:  # the link just ends: without this line nobody would see why
-            logger.exception("the link of %s broke by what it said", node.name)
+            logger.exception("a message of %s broke its link", node.name)
         finally:
-            self._pool.remove(node)
+            pool.remove(node)
             outgoing.put_nowait(None)
 
-    def _take(self, node: Node, message: node_pb2.NodeMessage) -> str:
+    def _take(self, pool: NodePool, node: Node, message: node_pb2.NodeMessage) -> str:
         """Pass a message's event to the pool; return why the message is invalid, or ""."""
         event, problem = read_event(message)
         if event is not None:
-            self._pool.on_event(node, event)
+            pool.on_event(node, event)
         return problem
 
-    async def _take_long(self, node: Node, message: Unread) -> str:
-        pieces, problem = await self._long.read(node, message, self._pool.vocabulary)
+    async def _take_long(self, pool: NodePool, node: Node, message: Unread) -> str:
+        pieces, problem = await self._long.read(node, message, pool.vocabulary)
         for piece in pieces:
             async with self._one_piece:
-                self._pool.on_event(node, piece, is_checked=True)
+                pool.on_event(node, piece, is_checked=True)
                 await asyncio.sleep(0)  # let other tasks run
         return problem
 

@@ -25,9 +25,9 @@ from router.api.http.conversation import (
 )
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
-    DEFAULTS,
     ENTRY,
     PRINCIPAL,
+    SERVED,
     Exchange,
     HttpOptions,
     check_stream,
@@ -52,10 +52,9 @@ from router.api.http.schema import ChatRequest
 from router.calls.call import Call
 from router.intake.answers.divided_text import DividedDelta
 from router.intake.choices import accept_choices
-from router.intake.intake import Intake
 from router.intake.parsers import NONE
 from router.intake.parsers.base import CallArguments, CallBegins, OutputParser, Part, Reasoning
-from router.served_names import NameDefaults
+from router.names.defaults import NameDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +180,16 @@ def _parts(delta: TextDelta) -> tuple[Part, ...]:
     return delta.parts
 
 
-async def chat_completions(
-    request: web.Request, intake: Intake, options: HttpOptions
-) -> web.StreamResponse:
+async def chat_completions(request: web.Request, options: HttpOptions) -> web.StreamResponse:
     """Answer a chat request; `web.middleware` turns raised errors into responses."""
     received_at = request[ENTRY].began_at
     body = await read_body(request, ChatRequest, options)
+    intake = request[SERVED].intake
     check_stream(body)
-    note_effort(request, intake, body, effort_field(body))
+    note_effort(request, body, effort_field(body))
     if body.thinking is not None and intake.parsers.reasoning_parser == NONE:
         note_ignored(request, ["thinking"])
-    calls, dialect = await open_chat(request, intake, body, received_at)
+    calls, dialect = await open_chat(request, body, received_at)
     return await Exchange(
         request=request,
         intake=intake,
@@ -202,12 +200,13 @@ async def chat_completions(
     ).respond()
 
 
-def note_effort(request: web.Request, intake: Intake, body: ChatRequest, field: str) -> None:
+def note_effort(request: web.Request, body: ChatRequest, field: str) -> None:
     """Note fields about thinking as ignored if the model does not think.
 
     Args:
         field: the client's name for the reasoning effort.
     """
+    intake = request[SERVED].intake
     if intake.parsers.reasoning_parser != NONE:
         return
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
@@ -222,7 +221,6 @@ def note_effort(request: web.Request, intake: Intake, body: ChatRequest, field: 
 
 async def open_chat(
     request: web.Request,
-    intake: Intake,
     body: ChatRequest,
     received_at: float,
     grammars: Grammars | None = None,
@@ -234,6 +232,8 @@ async def open_chat(
 
     Raises InvalidRequestError, and what tokenizing raises.
     """
+    served = request[SERVED]
+    intake, named = served.intake, served.defaults
     if body.modalities not in (None, ["text"]):
         raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
     with as_client_wrote(body):
@@ -241,11 +241,12 @@ async def open_chat(
     if held is None:
         note_ignored(request, open_formats(body, grammars or {}))
     note_ignored(request, unseen_results(body))
-    intake.check_key(request[PRINCIPAL])  # before any expensive work
+    intake.admission.check_key(request[PRINCIPAL])  # before any expensive work
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)
-    prompt = await intake.reader.tokenize(chat_prompt(body), request[PRINCIPAL])
-    named = request[DEFAULTS]
+    prompt = await intake.reader.tokenize(
+        chat_prompt(body, served.chat_template), request[PRINCIPAL]
+    )
     params = sampling_params(
         body,
         max_tokens=_max_tokens(body, intake.max_model_len - len(prompt), named),

@@ -11,9 +11,9 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import TextDelta
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
-    DEFAULTS,
     ENTRY,
     PRINCIPAL,
+    SERVED,
     Exchange,
     HttpOptions,
     check_num_returned,
@@ -110,16 +110,14 @@ class CompletionDialect:
         return joined(texts.completion(echoed_ids, of_prompt, offsets), found)
 
 
-async def completions(
-    request: web.Request, intake: Intake, options: HttpOptions
-) -> web.StreamResponse:
+async def completions(request: web.Request, options: HttpOptions) -> web.StreamResponse:
     """Answer a completions request; `web.middleware` turns raised errors into responses."""
     received_at = request[ENTRY].began_at
     body = await read_body(request, CompletionRequest, options)
+    intake, named = request[SERVED].intake, request[SERVED].defaults
     check_stream(body)
     # The engine cannot make an output without a token: one is drawn and left out of the answer.
     scores_only = bool(body.echo) and body.max_tokens == 0
-    named = request[DEFAULTS]
     max_tokens = named.num_tokens(body.max_tokens, DEFAULT_MAX_TOKENS)
     params = sampling_params(
         body,

@@ -35,8 +35,12 @@ _EFFORT_VARIABLES = frozenset(("reasoning_effort", *_SWITCHES))
 _OURS = ("messages", "tools", "add_generation_prompt")
 
 
-def chat_prompt(request: ChatRequest) -> ChatPrompt:
-    """Return the input of the chat template; raises InvalidRequestError."""
+def chat_prompt(request: ChatRequest, named_template: str = "") -> ChatPrompt:
+    """Return the input of the chat template; raises InvalidRequestError.
+
+    Args:
+        named_template: template of the served name; empty: it has none.
+    """
     given = request.chat_template_kwargs or {}
     for name in _OURS:
         if name in given:
@@ -50,6 +54,7 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
         template_options={**_template_options(request), **given},
         continues_last=bool(request.continue_final_message),
         template=request.chat_template,
+        named_template=named_template,
     )
 
 
@@ -121,7 +126,7 @@ def _budget(request: ChatRequest) -> int | None:
         check_budget(field, value)
     if len(set(budgets.values())) > 1:
         first, other, *_ = budgets
-        raise InvalidRequestError(other, f"must be as {first}, got {budgets[other]}")
+        raise InvalidRequestError(other, f"must equal {first}, got {budgets[other]}")
     return next(iter(budgets.values()), None)
 
 
@@ -273,13 +278,13 @@ def _text_or_calls(
     grammar = parsers.text_or_calls(functions, several=several)
     if grammar is None and is_strict:
         raise InvalidRequestError(
-            "tools", "must not be strict: no calls are looked for in this model's outputs"
+            "tools", "must not be strict: this model's outputs are not searched for calls"
         )
     return HeldOutput(_grammar_of_calls(grammar), is_free=True) if grammar else None
 
 
 def _grammar_of_calls(grammar: str) -> StructuredOutput:
-    """Return what holds an output to calls; raises InvalidRequestError of the tools' size."""
+    """Return a constraint to this grammar; raises InvalidRequestError if it is too large."""
     num_bytes = len(grammar.encode(errors="surrogatepass"))
     if num_bytes > MAX_TEXT_BYTES:
         raise InvalidRequestError(

@@ -20,7 +20,7 @@ from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.outputs import TextDelta
 from router.api.http.chat import ChatDialect, open_chat
 from router.api.http.errors import ApiError
-from router.api.http.exchange import ENTRY, respond_in_events
+from router.api.http.exchange import ENTRY, SERVED, respond_in_events
 from router.api.http.responses import MessageDelta
 from router.api.http.sampling import TOGETHER, as_client_wrote
 from router.api.http.schema import ChatRequest
@@ -94,7 +94,6 @@ def _named(names: FieldNames, field: str) -> str:
 
 async def answer_in_events(
     request: web.Request,
-    intake: Intake,
     body: ChatRequest,
     *,
     received_at: float,
@@ -108,10 +107,10 @@ async def answer_in_events(
         grammars: see `conversation.Grammars`.
     """
     with as_fields(names):
-        (call,), dialect = await open_chat(request, intake, body, received_at, grammars)
+        (call,), dialect = await open_chat(request, body, received_at, grammars)
     return await EventExchange(
         request=request,
-        intake=intake,
+        intake=request[SERVED].intake,
         body=body,
         call=call,
         dialect=dialect,

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from baton.access.identity import Principal
-from baton.api.errors import BatonError, InvalidRequestError
+from baton.api.errors import BatonError, InvalidRequestError, NotFoundError
 from baton.api.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
 from baton.serving.access_log import AccessEntry
 from baton.serving.held_calls import HeldCalls
@@ -27,13 +27,14 @@ from router.api.http.ignored_fields import note_ignored
 from router.api.http.logprobs import TokenTexts, as_many
 from router.api.http.responses import Choice, Receipts, Response, usage_of, usage_up_to
 from router.api.http.sampling import as_client_wrote
-from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, SamplingRequest
+from router.api.http.schema import ChatRequest, SamplingRequest
 from router.api.http.sse import EventStream
 from router.calls.call import Call, Terms
 from router.intake.choices import merge_streams
 from router.intake.intake import Intake
 from router.intake.parsers.base import OutputParser
-from router.served_names import NameDefaults
+from router.names.served_name import ServedName
+from router.names.table import NameTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +42,16 @@ class HttpOptions:
     """Options of the HTTP API; see `baton router --help`.
 
     Attributes:
-        model_name: name that clients use for the model.
-        served: all names of the model, with defaults of their requests; empty: only `model_name`.
+        names: what clients may call models.
         strict_fields: whether a field without effect is an error.
     """
 
-    model_name: str
-    served: Mapping[str, NameDefaults] = field(default_factory=dict)
+    names: NameTable
     strict_fields: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the model."""
-        return tuple(self.served) or (self.model_name,)
-
-    def defaults_of(self, name: str | None) -> NameDefaults:
-        """Return the defaults of requests under a name; None means the first name."""
-        return self.served.get(name or self.model_name, NO_DEFAULTS)
 
 
 class Body(Protocol):
-    """A request's fields; without a model name the served model is meant."""
+    """A request's fields; without a model name the default name is meant."""
 
     @property
     def model(self) -> str | None: ...
@@ -70,8 +60,7 @@ class Body(Protocol):
 T = TypeVar("T", bound=Body)
 
 ENTRY = web.RequestKey("entry", AccessEntry)
-DEFAULTS = web.RequestKey("defaults", NameDefaults)
-NO_DEFAULTS = NameDefaults()
+SERVED = web.RequestKey("served", ServedName)
 PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
 SHORT_BODY_BYTES = 2**16  # bodies up to this size need no turn
@@ -162,11 +151,11 @@ class Exchange:
                     if num_logprobs > MAX_LOGPROBS_AT_ONCE:
                         raise InvalidRequestError(
                             "logprobs",
-                            f"a response without stream may have {MAX_LOGPROBS_AT_ONCE} together",
+                            f"a response without stream may have {MAX_LOGPROBS_AT_ONCE} in all",
                         )
         outputs = [join_deltas(parts) for parts in deltas]
         receipts = [_receipt_of(output) for output in outputs]
-        make = self.intake.long_answers.make
+        make = self.intake.answers.long.make
         response = self._response(
             self.dialect.object,
             [
@@ -205,7 +194,7 @@ class Exchange:
                 if delta.finish_reason is not None:
                     ended = [_receipt_of(delta)]
                     receipts[index] = ended[0]
-                made = await self.intake.long_answers.make(
+                made = await self.intake.answers.long.make(
                     delta, functools.partial(self.dialect.chunk, index, delta)
                 )
                 choice = self._with_ids(made, delta)
@@ -293,6 +282,7 @@ def terms_of(request: web.Request, body: SamplingRequest, received_at: float) ->
         priority=body.priority or 0,
         principal=request[PRINCIPAL],
         cache_word=body.cache_salt or "",
+        adapter=request[SERVED].adapter,
         trace=request[ENTRY].trace,
         text_options=DetokenizeOptions(
             skip_special_tokens=body.skip_special_tokens is not False,
@@ -312,11 +302,14 @@ def check_num_returned(num_token_ids: int) -> None:
 
 
 async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -> T:
-    """Return the request's fields; notes those without effect.
+    """Return the request's fields, and note what its name stands for under `SERVED`.
+
+    Fields without effect are noted, too.
 
     Raises:
         InvalidRequestError: a field is wrong.
-        ApiError: the body is not JSON, comes too slowly, or names another model.
+        ApiError: the body is not JSON, comes too slowly, or names a model that is not served.
+        BatonError: the caller may not use the name, or no node can serve it.
     """
     # (`request.content_type` takes seconds for a header with thousands of semicolons.)
     content_type, _, _ = request.headers.get(hdrs.CONTENT_TYPE, "no").partition(";")
@@ -327,9 +320,8 @@ async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -
     raw = await _read_in_turn(request)
     body, ignored = decode(raw, kind, strict=options.strict_fields)
     note_ignored(request, ignored)
-    if body.model is not None and body.model not in options.names:
-        raise unknown_model(body.model, options.model_name)
-    request[DEFAULTS] = options.defaults_of(body.model)
+    request[SERVED] = find_name(options.names, body.model, request[PRINCIPAL])
+    request[ENTRY].model = request[SERVED].name
     return body
 
 
@@ -338,7 +330,7 @@ def check_stream(body: SamplingRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is for stream: true only")
     if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError("prompt_logprobs", "is not for stream: true; logprobs are")
+        raise InvalidRequestError("prompt_logprobs", "is for stream: false only")
 
 
 async def _read_in_turn(request: web.Request) -> bytes:
@@ -398,7 +390,9 @@ def _receipt_of(delta: TextDelta) -> Receipt:
     return delta.receipt
 
 
-def unknown_model(model: str, model_name: str) -> ApiError:
-    """Return the error for a model that is not served."""
-    message = f"model: {model[:MAX_SHOWN_CHARS]!r} does not exist here, {model_name!r} is served"
-    return ApiError(404, message, param="model", code="model_not_found")
+def find_name(names: NameTable, name: str | None, principal: Principal) -> ServedName:
+    """Return what a name stands for; raises ApiError if the name is unknown."""
+    try:
+        return names.resolve(name, principal)
+    except NotFoundError as error:
+        raise ApiError(404, str(error), param="model", code="model_not_found") from None

@@ -103,7 +103,7 @@ class TokenTexts:
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
         by_text: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            # Of several tokens with equal text the likeliest counts.
+            # If several tokens have equal texts, the likeliest counts.
             by_text.setdefault(self.text(token_id), logprob)
         return by_text
 

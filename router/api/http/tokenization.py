@@ -9,10 +9,9 @@ from aiohttp import web
 
 from baton.api.errors import InvalidRequestError
 from router.api.http.conversation import chat_prompt
-from router.api.http.exchange import PRINCIPAL, HttpOptions, read_body
+from router.api.http.exchange import PRINCIPAL, SERVED, HttpOptions, read_body
 from router.api.http.logprobs import TokenTexts
 from router.api.http.schema import ChatRequest, Message, Tool
-from router.intake.intake import Intake
 from router.intake.prompt_reader import Prompt
 
 
@@ -55,12 +54,13 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-async def tokenize(request: web.Request, intake: Intake, options: HttpOptions) -> Tokenized:
+async def tokenize(request: web.Request, options: HttpOptions) -> Tokenized:
     """Answer a request to tokenize; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, TokenizeRequest, options)
-    intake.check_key(request[PRINCIPAL])
+    intake = request[SERVED].intake
+    intake.admission.check_key(request[PRINCIPAL])
     token_ids = await intake.tokenize_only(
-        _prompt(body),
+        _prompt(body, request[SERVED].chat_template),
         request[PRINCIPAL],
         add_special_tokens=body.add_special_tokens is not False,
     )
@@ -71,14 +71,15 @@ async def tokenize(request: web.Request, intake: Intake, options: HttpOptions) -
     return answer
 
 
-async def detokenize(request: web.Request, intake: Intake, options: HttpOptions) -> Detokenized:
+async def detokenize(request: web.Request, options: HttpOptions) -> Detokenized:
     """Answer a request to detokenize; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, DetokenizeRequest, options)
-    intake.check_key(request[PRINCIPAL])
+    intake = request[SERVED].intake
+    intake.admission.check_key(request[PRINCIPAL])
     return Detokenized(await intake.reader.decode(body.tokens))
 
 
-def _prompt(body: TokenizeRequest) -> Prompt:
+def _prompt(body: TokenizeRequest, named_template: str) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt", "or messages is needed, and not both")
     if body.prompt is not None:
@@ -92,5 +93,6 @@ def _prompt(body: TokenizeRequest) -> Prompt:
             continue_final_message=body.continue_final_message,
             chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
-        )
+        ),
+        named_template,
     )

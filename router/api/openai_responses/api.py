@@ -19,7 +19,6 @@ from router.api.openai_responses.output import Event, Items, ResponseHead, respo
 from router.api.openai_responses.request import FIELD_NAMES, ResponsesRequest, chat_request
 from router.api.openai_responses.tools import OfferedTools, read_tools
 from router.calls.call import Call
-from router.intake.intake import Intake
 
 _STATUS = {"length": "incomplete", "abort": "failed"}  # other reasons: completed
 _CUT_SHORT = {"code": "server_error", "message": "the output was cut short on a node"}
@@ -69,9 +68,7 @@ class ResponseEvents:
         return event
 
 
-async def responses(
-    request: web.Request, intake: Intake, options: HttpOptions
-) -> web.StreamResponse:
+async def responses(request: web.Request, options: HttpOptions) -> web.StreamResponse:
     """Answer a request; `web.middleware` turns raised errors into responses."""
     received_at = request[ENTRY].began_at
     given = await read_body(request, ResponsesRequest, options)
@@ -80,7 +77,7 @@ async def responses(
     offered = read_tools(given.tools)
     note_ignored(request, offered.dropped)
     body = chat_request(given, offered)
-    note_effort(request, intake, body, "reasoning.effort")
+    note_effort(request, body, "reasoning.effort")
 
     def make_events(call: Call) -> ResponseEvents:
         head = ResponseHead(given, request[REQUEST_ID], call.sampling_params)
@@ -88,7 +85,6 @@ async def responses(
 
     return await answer_in_events(
         request,
-        intake,
         body,
         received_at=received_at,
         names=FIELD_NAMES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import shlex
@@ -37,6 +38,8 @@ from router.api.ui.drawings import meter, spans_of, sparkline, waterfall
 from router.api.ui.history import INTERVAL_S, NUM_KEPT, History
 from router.calls.dispatcher import Dispatcher
 from router.gate.overload import Overload
+from router.names.base_model import BaseModel
+from router.names.table import NameTable
 
 FOLDER = Path(__file__).parent / "files"
 MAX_REQUESTS = 40
@@ -68,26 +71,22 @@ class StatusPage:
     """Serve ``/ui``, one page per request below it, and their style and script.
 
     Args:
-        dispatcher: the router's; has its pool and logs.
-        model: name that clients use for the model.
+        names: what clients may call models; has the base models with their pools and logs.
         policy: returns the name of the current routing policy.
         overload: the router's overload state.
     """
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        names: NameTable,
         *,
-        model: str,
         policy: Callable[[], str],
         overload: Overload,
     ) -> None:
-        self._dispatcher = dispatcher
-        self._pool = dispatcher.pool
-        self._model = model
+        self._names = names
         self._policy = policy
         self._overload = overload
-        self.history = History(dispatcher.log, lambda: dispatcher.admission.num_queued)
+        self._histories = {base.model: _history_of(base.dispatcher) for base in names.bases}
         self._templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(FOLDER),
             autoescape=True,
@@ -102,26 +101,47 @@ class StatusPage:
             seconds=format_seconds, count=format_count, rate=format_rate, clock=_clock
         )
 
+    @property
+    def history(self) -> History:
+        """History of the first base model."""
+        return self._histories[self._names.bases[0].model]
+
+    async def run(self) -> None:
+        """Record the histories. Never returns."""
+        await asyncio.gather(*(history.run() for history in self._histories.values()))
+
     async def show_all(self, request: web.Request) -> web.Response:
-        """Return the page of the whole router."""
-        first = first_conversation(request, self._model)
-        return self._html("ui.html.j2", first=first, **await self._state())
+        """Return the page of a base model: of ``?model=``, or of the first one."""
+        base = self._names.find_base(request.query.get("model", ""))
+        named = (one.name for one in self._names.served if one.base is base)
+        model = next(named, base.model)
+        return self._html(
+            "ui.html.j2",
+            model=model,
+            others=[one.model for one in self._names.bases if one is not base],
+            first=first_conversation(request, model),
+            **await self._state(base),
+        )
 
     async def show_request(self, request: web.Request) -> web.Response:
         """Return the page of a recent request; raises NotFoundError."""
         request_id = request.match_info["request_id"]
         tenant = request.query.get("tenant")
-        record = self._dispatcher.log.get(request_id, tenant)
-        if record is None:
+        found = [
+            (record, base.dispatcher)
+            for base in self._names.bases
+            if (record := base.dispatcher.log.get(request_id, tenant)) is not None
+        ]
+        if not found:
             raise NotFoundError(f"request {request_id!r} is not among the last ones of this router")
-        decisions = self._dispatcher.placer.decisions.get(
-            scoped_id(record.request_id, record.tenant)
-        )
+        record, dispatcher = max(found, key=lambda one: one[0].started_at)
+        decisions = dispatcher.placer.decisions.get(scoped_id(record.request_id, record.tenant))
         return self._html(
             "request.html.j2",
+            model=self._names.names[0],
             trace=describe_request(record),
             decisions=[describe_decision(decision) for decision in decisions],
-            now_s=self._dispatcher.log.clock() - record.started_at,
+            now_s=dispatcher.log.clock() - record.started_at,
         )
 
     async def show_file(self, request: web.Request) -> web.Response:
@@ -133,12 +153,12 @@ class StatusPage:
 
     def _html(self, template: str, **values: Any) -> web.Response:
         text = self._templates.get_template(template).render(
-            model=self._model, version=__version__, told_at=time.time(), **values
+            version=__version__, told_at=time.time(), **values
         )
         return web.Response(text=text, content_type="text/html", headers=_HEADERS)
 
-    async def _state(self) -> dict[str, Any]:
-        dispatcher, pool, log = self._dispatcher, self._pool, self._dispatcher.log
+    async def _state(self, base: BaseModel) -> dict[str, Any]:
+        dispatcher, pool, log = base.dispatcher, base.pool, base.dispatcher.log
         joined = pool.nodes
         nodes = await describe_nodes(pool, joined[:MAX_NODES])
         lost = [describe_lost(registration) for registration in pool.lost]
@@ -150,10 +170,10 @@ class StatusPage:
             "why_not_ready": "" if pool.fleet else pool.why_no_pair(),
             "policy": self._policy(),
             "stats": describe_stats(
-                log, window_stats(log, DEFAULT_WINDOW_S), dispatcher.admission.state()
+                [log], window_stats([log], DEFAULT_WINDOW_S), [dispatcher.admission.state()]
             ),
             "overload": describe_overload(self._overload.state()),
-            "series": self._series(),
+            "series": _series(self._histories[base.model]),
             "series_s": INTERVAL_S * NUM_KEPT,
             "nodes": nodes + lost,
             "num_nodes": len(joined),
@@ -162,7 +182,7 @@ class StatusPage:
             "num_pairs": len(pairs),
             "transports": _by_transport(pairs),
             "rollout": describe_rollout(pool),
-            "quarantine": describe_quarantine(dispatcher.suspects),
+            "quarantine": describe_quarantine([dispatcher.recoveries.suspects]),
             "traces": traces,
             "ages_s": [wall - trace.received_at for trace in traces],
             "scale_s": max(
@@ -175,14 +195,18 @@ class StatusPage:
             "uptime_s": clock - log.began_at,
         }
 
-    def _series(self) -> list[tuple[str, float, list[float]]]:
-        """Return (name, last value, all values) of each figure drawn over time."""
-        intervals = self.history.intervals
-        series = []
-        for title, name in _RATES:
-            values = [float(getattr(interval, name)) for interval in intervals]
-            series.append((title, values[-1] if values else 0.0, values))
-        return series
+
+def _history_of(dispatcher: Dispatcher) -> History:
+    return History(dispatcher.log, lambda: dispatcher.admission.num_queued)
+
+
+def _series(history: History) -> list[tuple[str, float, list[float]]]:
+    """Return (name, last value, all values) of each figure drawn over time."""
+    series = []
+    for title, name in _RATES:
+        values = [float(getattr(interval, name)) for interval in history.intervals]
+        series.append((title, values[-1] if values else 0.0, values))
+    return series
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Recovery: decides after a failed attempt who is at fault, and when and where to retry.
 
-Most calls never need it. Knows neither tokens nor their order.
+Most calls never need it. Knows neither tokens nor their order. `Recoveries` holds what the calls
+of one router share.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from baton.api.errors import NodeUnavailableError
+from baton.api.errors import NodeUnavailableError, error_of
 from baton.link.words import BEAT_INTERVAL_S, NodeRole, RequestError
 from router.calls.attempt import Attempt
 from router.calls.call import Call
@@ -20,7 +21,6 @@ from router.calls.recovery.pair_choice import PairChoice
 from router.calls.recovery.retry_budget import CallRetries, RetryBudget, RetryOptions
 from router.calls.recovery.suspects import WINDOW_S, Suspects
 from router.calls.recovery.suspicion import Suspicion, begun_on
-from router.fleet.call_errors import error_of
 from router.fleet.fleet import Fleet
 from router.fleet.node import LegDelta
 from router.fleet.node_pool import NodePool
@@ -30,33 +30,58 @@ logger = logging.getLogger(__name__)
 
 # A lost node, an unreachable peer or a broken engine: another node may succeed.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
-# By then a silent node has been heard again, or the router has declared it lost.
+# After this time, a silent node was either heard again or declared lost.
 _VERDICT_S = 2.0
+
+
+class Recoveries:
+    """Make the recoveries of one router's calls, which share a retry budget and suspicions.
+
+    Args:
+        pool: the router's nodes.
+        options: limits of each call's retries; the default ones if not given.
+        budget: limits the retries of all calls together; a default one if not given.
+
+    Attributes:
+        options: as given; calls that come later follow a replacement.
+        suspects: requests that may have crashed nodes.
+    """
+
+    def __init__(
+        self,
+        pool: NodePool,
+        options: RetryOptions | None = None,
+        budget: RetryBudget | None = None,
+    ) -> None:
+        self.pool = pool
+        self.options = options or RetryOptions()
+        self.budget = budget or RetryBudget()
+        self.suspects = Suspects(pool)
+
+    def recover(self, call: Call, remaining_s: Callable[[], float]) -> Recovery:
+        """Count a new call, and return its recovery; see `Recovery`."""
+        self.budget.note_call()
+        return Recovery(call, self, remaining_s)
 
 
 class Recovery:
     """Decide whether one call is retried, when and on which nodes.
 
     Args:
+        shared: what the calls of this router share.
         remaining_s: returns the seconds until the deadline; raises if the call was ended.
+
+    Attributes:
+        pair_timeout_s: how long an attempt waits for nodes if there are none.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        pool: NodePool,
-        suspects: Suspects,
-        options: RetryOptions,
-        budget: RetryBudget,
-        remaining_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, call: Call, shared: Recoveries, remaining_s: Callable[[], float]) -> None:
         self._call = call
-        self._pool = pool
-        self._suspects = suspects
-        self._options = options
-        self._budget = budget
+        self._pool, self._suspects = shared.pool, shared.suspects
+        self._options, self._budget = shared.options, shared.budget
+        self.pair_timeout_s = shared.options.pair_timeout_s
         self._remaining_s = remaining_s
-        self._retries = CallRetries(options, budget)
+        self._retries = CallRetries(shared.options, shared.budget)
         self._choice = PairChoice()
         self._suspicion: Suspicion | None = None  # set at the first loss of a node
 

@@ -141,7 +141,7 @@ class CallRetries:
         self._budget = budget
         self._num_preemptions = 0
         self._num_losses = 0
-        self._failures: list[Callable[[], bool]] = []  # each: was it a loss after all?
+        self._failures: list[Callable[[], bool]] = []  # each returns whether it was a loss
         self._failing_since = 0.0
         self._latest: Callable[[], bool] | None = None  # the last failure; None: a preemption
 

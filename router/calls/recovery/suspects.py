@@ -103,7 +103,7 @@ class Suspects:
         self._lost_with: OrderedDict[str, set[Loss]] = OrderedDict()  # by fingerprint
         self._num_suspects: Counter[Loss] = Counter()
         self._tried: Counter[str] = Counter()  # fingerprint -> trials now
-        # Of calls that ended before the node's fate was known.
+        # Verdicts on calls that ended before their node's fate was known.
         self._open_verdicts: list[Verdict] = []
 
     # ------------------------------------------------------------------ quarantine
@@ -112,7 +112,7 @@ class Suspects:
         """Raise PoisonRequestError if an equal request was ended as poison."""
         if self._open_verdicts:
             self._settle_verdicts()
-        if self._quarantined:  # else hashing the prompt is wasted
+        if self._quarantined:  # otherwise, hashing the prompt is wasted
             self.check_fingerprint(self.fingerprint(call))
 
     def check_fingerprint(self, fingerprint: str) -> None:
@@ -151,7 +151,7 @@ class Suspects:
             self._quarantined.popitem(last=False)
         self.num_ended_total += 1
         logger.error(
-            "request %s of %s was ended and its like is refused for %g s (%s): %s died under it",
+            "request %s of %s is ended and equal ones refused for %g s (%s): %s died computing it",
             call.request_id,
             call.terms.principal.name or "anybody",
             self._quarantine_s,

@@ -1,6 +1,6 @@
 """Suspicion: track which lost nodes one call may have killed, and try the call on a node alone.
 
-Made at its first loss: nearly no call has one. See `suspects.py` for the whole of it.
+Made at a call's first loss of a node, which most calls never have. See `suspects.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.fleet.load.node_load import NodeLoad
 from router.fleet.lost_nodes import Fate, Loss
 from router.policies.base import Placement
 
-# A request that had so many tokens on a node does not end nodes by being begun.
+# A request that got this many tokens from a node is cleared: its beginning crashes no nodes.
 PROVEN_TOKENS = 8
 # Longest time that a suspect waits for a node of its own.
 MAX_WAIT_S = 5.0
@@ -25,7 +25,7 @@ _FEW_LOSSES = 2
 
 
 class Work(Enum):
-    """The kinds of work of a node; a request that kills by one kind does not by the other."""
+    """Kinds of a node's work; a request that crashes nodes is blamed for one kind only."""
 
     PROMPT = "prompt"
     TOKENS = "tokens"  # and compiling their grammar
@@ -73,7 +73,7 @@ class Suspicion:
         work = None
         for loss in losses:
             begun = begun_on(attempt, loss.engine_id)
-            part = begun or Work.TOKENS  # if this request kills it, then by its KV that arrives
+            part = begun or Work.TOKENS  # its arriving KV may have killed the node
             blamed = self._blamed.setdefault(part, set())
             blamed.add(loss)
             suspects.note_lost_with(self._fingerprint, (loss,))

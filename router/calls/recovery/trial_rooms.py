@@ -39,7 +39,7 @@ class _Room:
     node: Node
     owner: object | None  # None: between two suspects
     kept_since: float
-    is_told: bool = False  # in the log: requests are moved
+    is_told: bool = False  # whether the log tells that requests are moved
 
 
 class TrialRooms:

@@ -1,7 +1,8 @@
 """MeasuredLine: a linear model, fitted to measurements, of the seconds of a prompt or a step.
 
     prior    the node's own step times, or the line measured by other nodes, or a default
-    level    median of measured / prior, which one odd measurement does not move
+    level    median of measured / prior, which one odd measurement does not move; begins with the
+             level of all nodes, or an unmeasured node would look faster than measured equals
     slope    least squares of relative errors around that level; outliers are bounded
 
 Only the last measurements count, newer ones more. Knows neither nodes nor clocks.
@@ -28,19 +29,44 @@ _LEAST_S, _MOST_S = 1e-6, 1e6
 _SHARED_UNITS = (1.0, 256.0, 2048.0)
 
 
+class FleetLevel:
+    """Track the median of measured / profile over the last measurements of all nodes.
+
+    A node that serves is slower than its profile, which it measured alone.
+
+    Attributes:
+        value: the median; 1 before any measurement.
+        num_changes: times that the value was computed.
+    """
+
+    def __init__(self) -> None:
+        self.value, self.num_changes = 1.0, 0
+        self._ratios: deque[Point] = deque(maxlen=NUM_KEPT)
+        self._num_noted = 0
+
+    def note(self, ratio: float) -> None:
+        """Add the measured seconds of a prompt or step over those of its node's profile."""
+        self._ratios.append((ratio, 1.0))
+        self._num_noted += 1
+        if self._num_noted <= NUM_KEPT or self._num_noted % DRAWN_EVERY == 0:
+            self.value = _median([*self._ratios, (1.0, PROFILE_WEIGHT)])
+            self.num_changes += 1
+
+
 class MeasuredLine:
     """Model ``seconds = base + per_unit * units``, with both coefficients at least 0.
 
     Args:
         profile: times that the node measured at its start, sorted by units.
         shared: receives every measurement but the first; its line is the prior if there is no
-            profile.
+            profile, and its ``fleet_level`` the first level if there is one.
         default: two points used until something is measured; needed without ``shared``.
         num_kept: number of measurements kept.
         shared_units: units at which the line of ``shared`` is sampled.
 
     Attributes:
         num_measured: measurements added here since the start.
+        fleet_level: on a shared line, the level of all nodes with a profile.
     """
 
     def __init__(
@@ -54,6 +80,8 @@ class MeasuredLine:
     ) -> None:
         self._shared = shared
         self._follows = shared if not profile else None
+        self.fleet_level = FleetLevel()
+        self._level = self.fleet_level if shared is None else shared.fleet_level
         self._weight = PROFILE_WEIGHT if profile else SHARED_WEIGHT
         points = tuple(profile) or tuple(default)
         self._points = tuple((units, _bounded(seconds)) for units, seconds in points)
@@ -62,8 +90,10 @@ class MeasuredLine:
         self._num_kept = num_kept
         self._faded = tuple(_OLDEST_WEIGHT ** (age / num_kept) for age in range(num_kept))
         self._shared_units = shared_units
-        self._num_drawn = self._num_shared = -1  # measurements at the time of the last fit
+        # Measurements here, on the shared line, and changes of the level at the last fit.
+        self._num_drawn = self._num_shared = self._num_levels = -1
         self.num_measured = 0
+        self._prior = _fit_prior(self._points, self._weight) if self._points else (0.0, 0.0)
         self.base = self.per_unit = 0.0
         self.refresh()
 
@@ -84,6 +114,9 @@ class MeasuredLine:
         self.num_measured += 1
         if self._shared is not None and not is_cold:
             self._shared.measure(units, seconds)
+            if self._has_profile:
+                base, per_unit = self._prior
+                self._level.note(seconds / (base + per_unit * units))
 
     def refresh(self) -> None:
         """Fit the line again if enough was measured since the last fit."""
@@ -93,25 +126,32 @@ class MeasuredLine:
         if shared is not None:
             shared.refresh()
             is_due |= shared._num_drawn != self._num_shared and self.num_measured <= self._num_kept
+        elif self._has_profile and self.num_measured <= self._num_kept:
+            is_due |= self._level.num_changes != self._num_levels
         if is_due:
             self._num_shared = shared._num_drawn if shared is not None else 0
+            self._num_levels = self._level.num_changes
             self._num_drawn = self.num_measured
             self._draw()
 
     def _draw(self) -> None:
         points, shared = self._points, self._follows
+        (base, per_unit), level = self._prior, 1.0
         if shared is not None:
             points = tuple((units, shared.seconds(units)) for units in self._shared_units)
-        each = self._weight / len(points)
-        known = [(units, seconds, each) for units, seconds in points]
-        base, per_unit = _fit(known, *_through(points))
+            base, per_unit = _fit_prior(points, self._weight)
+        elif self._has_profile:
+            level = self._level.value
         if self._measured:
             newest_first = zip(reversed(self._measured), self._faded, strict=False)
             measured = [(units, s, weight * faded) for (units, s, weight), faded in newest_first]
-            level = _level(measured, base, per_unit, self._weight)
+            ratios = [(s / (base + per_unit * units), weight) for units, s, weight in measured]
+            level = _median([*ratios, (level, self._weight)])
+            each = self._weight / len(points)
             measured += [(units, level * seconds, each) for units, seconds in points]
-            base, per_unit = _fit(measured, level * base, level * per_unit)
-        self.base, self.per_unit = base, per_unit
+            self.base, self.per_unit = _fit(measured, level * base, level * per_unit)
+        else:
+            self.base, self.per_unit = level * base, level * per_unit
 
 
 def _bounded(seconds: float) -> float:
@@ -125,10 +165,8 @@ def _through(points: Sequence[Point]) -> Point:
     return max(first_s - per_unit * least, 0.0), per_unit
 
 
-def _level(measured: Sequence[_Weighted], base: float, per_unit: float, weight: float) -> float:
-    """Return the weighted median of measured / predicted; ``weight`` is for an added ratio of 1."""
-    ratios = [(seconds / (base + per_unit * units), each) for units, seconds, each in measured]
-    ratios.append((1.0, weight))
+def _median(ratios: list[Point]) -> float:
+    """Return the weighted median of (ratio, weight) pairs; sorts them."""
     ratios.sort()
     left = 0.5 * sum([each for _, each in ratios])
     for ratio, each in ratios:
@@ -136,6 +174,13 @@ def _level(measured: Sequence[_Weighted], base: float, per_unit: float, weight: 
         if left <= 0:
             return ratio
     return 1.0
+
+
+def _fit_prior(points: Sequence[Point], weight: float) -> Point:
+    """Return base and slope fitted to points that weigh so much together."""
+    each = weight / len(points)
+    known = [(units, seconds, each) for units, seconds in points]
+    return _fit(known, *_through(points))
 
 
 def _fit(points: Sequence[_Weighted], near_base: float, near_slope: float) -> Point:

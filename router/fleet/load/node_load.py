@@ -33,8 +33,8 @@ _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
 _LONG_PROMPT = 4  # times the largest step: a prompt of this length is added to a profile
-# Seconds of a prompt while others decode on its node, over its seconds there alone: until measured,
-# the highest that counts, and the weight of the newest measurement.
+# How many times longer a prompt takes while others decode on its node: the assumed value until
+# measured, the highest value that counts, and the weight of the newest measurement.
 _FIRST_BESIDE, _MOST_BESIDE, _BESIDE_FADING = 2.0, 20.0, 0.2
 _FADING = 0.05  # weight of a new value in running averages
 _LONG_FADING = 0.01
@@ -105,15 +105,15 @@ class NodeLoad:
         max_model_len: most tokens of one request.
         beat: the node's last report of its load by all routers.
         num_open_requests: requests that this router placed there and that have not ended.
-        num_open_tokens: for these, prompt tokens not computed yet (prefill node), or prompt tokens
-            plus the largest output (decode node).
-        num_uncomputed_requests: those of them whose prompt must be computed there.
-        num_placed_tokens: sum of such tokens over all requests ever placed there.
+        num_open_tokens: prompt tokens of open requests that are not computed yet (prefill node), or
+            prompt tokens plus largest outputs of open requests (decode node).
+        num_uncomputed_requests: open requests whose prompt must be computed there.
+        num_placed_tokens: tokens of all requests ever placed there, counted like `num_open_tokens`.
         prefill: seconds per prompt, by the number of its tokens to compute.
         prefill_queue_s: time that its open prompts take.
         prefill_base_s, prefill_s_per_token: line of the time until one more prompt is computed, by
             its tokens; scaled up for a weight below 1.
-        prefill_front_s: the part of it for the first prompt, which may be partly computed.
+        prefill_front_s: the first prompt's part of ``prefill_queue_s``; may be partly computed.
         prefill_progress_at: when the last prompt was done, by the clock; for an idle node, when the
             next one came.
         prefill_asked_at: when the last prompt was placed there; before the first, when it joined.
@@ -223,7 +223,7 @@ class NodeLoad:
         )
 
     def _forecast(self, num_tokens: int, now: float, factor: float) -> PrefillForecast:
-        """Return what is expected of a prompt, if computing takes so many times its own time."""
+        """Return a prompt's forecast, if computing takes ``factor`` times as long as alone."""
         begun_s = min(now - self.prefill_progress_at, factor * self.prefill_front_s)
         wait_s = max(factor * self.prefill_queue_s - begun_s, 0.0)
         return PrefillForecast(num_tokens, wait_s, factor * self.prefill.seconds(num_tokens), now)
@@ -264,11 +264,11 @@ class NodeLoad:
     def note_prompt_time(self, account: Account, own_s: float = math.inf) -> None:
         """Measure the prompt that this decode node computed; harmless where there is none.
 
-        The time from here has the way to the node and back. On a rest of a few tokens that is most
-        of the time, and long prompts would look as many times slower.
+        The time measured by the router includes the way to the node and back. For a prompt with few
+        uncomputed tokens this is most of the time, and would make long prompts look slower.
 
         Args:
-            own_s: until its first token, by the node; inf where the node did not tell.
+            own_s: seconds until its first token, measured by the node; inf: not told.
         """
         if account.unmeasured is not None:
             num_tokens, seconds = account.unmeasured

@@ -111,7 +111,7 @@ class PrefixIndex:
         """
         self.remove(engine_id)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
-            logger.warning("%s names blocks in one way too many; it is not indexed", engine_id)
+            logger.warning("%s: one kind of block hash too many; it is not indexed", engine_id)
             return
         self._enter(engine_id, kind)
 

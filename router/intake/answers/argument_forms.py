@@ -139,7 +139,7 @@ class ArgumentRules:
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         others = schema.get("additionalProperties", True)
         if not isinstance(properties, Mapping) or set(required) - set(properties):
-            raise InexpressibleError("required names what properties does not have")
+            raise InexpressibleError("required lists names that properties lacks")
         found = [
             Argument(name, self._value(f"{self._prefix}v{index}", one), name in required)
             for index, (name, one) in enumerate(properties.items())
@@ -203,7 +203,7 @@ class ArgumentRules:
         try:
             found = rewritten(dict(schema), self._schema)
         except (TypeError, AttributeError, ValueError, KeyError) as error:
-            raise InexpressibleError(f"a schema of it is none: {error}") from None
+            raise InexpressibleError(f"a schema in it is not valid: {error}") from None
         if isinstance(found, bool):
             yield from self._flat(found, depth + 1)
             return
@@ -284,14 +284,14 @@ def _rebased(schema: Any) -> Any:
 def _regexes(schema: Mapping[str, Any]) -> list[str]:
     """Return grammar regexes that a text must all match to fit a schema."""
     if more := set(schema) - _TEXT_KEYWORDS:
-        raise InexpressibleError(f"{min(more)} is not enforced of texts here")
+        raise InexpressibleError(f"{min(more)} is not enforced on texts here")
     found = []
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     if low or high != "":
         found.append(f"/(?s:.{{{low},{high}}})/")
     if "format" in schema:
         if schema["format"] not in _FORMATS:
-            raise InexpressibleError(f"format {schema['format']!r} is not enforced of texts here")
+            raise InexpressibleError(f"format {schema['format']!r} is not enforced on texts here")
         found.append(f"/{_FORMATS[schema['format']]}/")
     if "pattern" in schema:
         found.append(f"/{_searched(str(schema['pattern']))}/")
@@ -310,11 +310,11 @@ def _searched(pattern: str) -> str:
         elif sign == "[":
             end = end_of_class(pattern, position)
         elif sign == "(" and pattern.startswith("?", end) and not _GROUP.match(pattern, end):
-            raise InexpressibleError(f"pattern {pattern[:80]!r} is not enforced of texts here")
+            raise InexpressibleError(f"pattern {pattern[:80]!r} is not enforced on texts here")
         depth += (sign == "(") - (sign == ")")
         is_end = (sign == "^" and not way) or (sign == "$" and _ends(pattern[end:]))
         if sign in "^$" and (depth or not is_end):
-            raise InexpressibleError(f"pattern {pattern[:80]!r} is not enforced of texts here")
+            raise InexpressibleError(f"pattern {pattern[:80]!r} is not enforced on texts here")
         part = pattern[position:end]
         if sign == "|" and not depth:
             ways.append(way)
@@ -330,7 +330,7 @@ def _ends(rest: str) -> bool:
 
 
 def _part(part: str) -> str:
-    """Write a character or a class as a grammar's regex does."""
+    """Convert a pattern's character or class to the syntax of a grammar's regex."""
     if part[:1] == "[":
         return _ESCAPE.sub(lambda one: _CLASSES.get(one[0][1:], one[0]), part).replace("/", "\\/")
     if part[:1] == "\\":

@@ -70,7 +70,7 @@ def answer_or_calls(
     Raises InvalidRequestError.
     """
     if isinstance(form, BareJsonForm) and any(function.held_text for function in functions):
-        # Both begin with a brace, where the library's lexer commits to one of the two.
+        # An answer and a call both begin with a brace, at which the library's lexer picks one.
         raise InvalidRequestError(
             "response_format", "cannot be together with a grammar of a tool's input for this model"
         )

@@ -40,7 +40,7 @@ from tests.clients.agents.sessions import (
     script,
 )
 from tests.clients.agents.settings import read_settings
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [
     pytest.mark.large,

@@ -21,14 +21,14 @@ from sim_node.scripted_outputs import Script, ScriptedOutputs, scripted_outputs
 from sim_node.sim_model import TokenAt
 from sim_node.timing import preset
 from tests.clients.agents.recorder import Recorder
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 
 NAME = "demo"
 MAX_MODEL_LEN = 65_536
 MAX_OUTPUT_TOKENS = 1500
 BLOCK_SIZE = 16
 ROOT = Path(__file__).parents[3]
-_TEMPLATE = ROOT / "tests" / "fakes" / "chat_templates" / "qwen2_5.jinja"
+_TEMPLATE = ROOT / "tests" / "fakes" / "answers" / "chat_templates" / "qwen2_5.jinja"
 _START_TIMEOUT_S = 150.0
 _METRIC = re.compile(r"^(\w+(?:\{[^}]*\})?) (\S+)$", re.MULTILINE)
 

@@ -126,7 +126,7 @@ def test_a_file_read_again_counts_at_once_and_a_wrong_one_changes_nothing(
         path.write_text("nonsense", encoding="utf-8")
         access.reload()
     assert access.principal_of(showing("new")).name == "dora"
-    assert "is no TOML" in caplog.text
+    assert "is not TOML" in caplog.text
     assert "the keys stay as they were" in caplog.text
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from baton.access.audit_log import AuditEvent, AuditKind, AuditLog
 from baton.api.errors import ConfigError
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 
 
 def event(call: str = "Drain") -> AuditEvent:

@@ -230,3 +230,16 @@ def test_a_short_hash_is_the_first_8_bytes_low_ones_first() -> None:
     assert shorten(hashes) == expected
     assert len(set(expected)) == 3
     assert shorten([]) == ()
+
+
+def test_adapters_separate_cached_content() -> None:
+    """Salt and adapter are told apart even where their bytes are equal."""
+    one, two = "1" * 64, "2" * 64
+    keys = [
+        extra_keys_of(salt, adapter)
+        for salt in (b"", b"salt", one.encode())
+        for adapter in ("", one, two)
+    ]
+    every = [hash_all(TOKENS, extra_keys=key) for key in keys]
+    assert len({hashes[0] for hashes in every}) == len(keys)
+    assert extra_keys_of(b"", "") == ()

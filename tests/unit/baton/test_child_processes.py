@@ -51,7 +51,9 @@ def test_a_deployment_runs_no_file_of_the_current_folder(trap: Path) -> None:
 
 def test_workers_run_no_file_of_the_current_folder(trap: Path) -> None:
     limits = WorkLimits(cpu_s=10, wall_s=30, memory_bytes=2**26)
-    workers = WorkerProcesses("tests.fakes.costly_work:make_work", {}, limits, num_workers=2)
+    workers = WorkerProcesses(
+        "tests.fakes.processes.costly_work:make_work", {}, limits, num_workers=2
+    )
     try:
         assert asyncio.run(workers.run(b"1")) == b"1"
     finally:

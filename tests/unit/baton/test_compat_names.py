@@ -12,13 +12,12 @@ from prometheus_client.samples import Sample
 from baton.api.outputs import FinishReason, TextDelta
 from baton.link.words import NodeRole
 from baton.telemetry.ledger import Ledger
-from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
+from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from node_runtime.collector import NodeCollector
-from router.gate.admission import Admission
-from router.gate.capacity import Capacity
+from router.gate.admission import make_admission
 from router.intake.metrics import RouterMetrics
-from tests.fakes.nodes import make_pool
+from tests.fakes.router.nodes import make_pool
 from tests.unit.router.intake.test_metrics import RECEIPT
 
 # What vLLM's dashboards and the Gateway API Inference Extension ask for, but for prefixes.
@@ -46,7 +45,7 @@ def samples(text: str) -> dict[str, list[Sample]]:
 @pytest.mark.parametrize("prefix", ["vllm:", "vllm_"])
 def test_a_router_tells_of_requests(prefix: str) -> None:
     pool = make_pool()
-    metrics = RouterMetrics(pool, Admission(Capacity(lambda: pool.fleet)))
+    metrics = RouterMetrics(pool, make_admission(pool))
     metrics.show_names_of("demo")
     with metrics.running() as record:
         record.on_last_delta(TextDelta("a", 4, (1,), "x", FinishReason.LENGTH, RECEIPT))

@@ -9,8 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.app import app
+from baton.cli.declared import make_or_refuse
 from baton.cli.programs import run_up
 from baton.deployment.local_deployment import LocalDeploymentConfig
+from router.config import RouterConfig
 from tools.options_page import PAGE, page
 
 FLEET = """\
@@ -100,8 +102,8 @@ def test_no_secret_is_shown_and_what_must_be_given_is_said() -> None:
         ("[decode]\nblock_size = 1.5", "[decode] block_size: expected `int`, got `float`"),
         ("[decode]\nblock_size = -1", "[decode] block_size: must be 0 or more, got -1"),
         ("[decode]\nkv_cache_memory = 3", "[decode] kv_cache_memory: expected `str`, got `int`"),
-        ("listen = 'x:1'", "listen: each program has its own; say it in one's table, as [router]"),
-        ("router = []", "router: each program has its own; say it in one's table, as [router]"),
+        ("listen = 'x:1'", "listen: each program has its own; put it in a table such as [router]"),
+        ("router = []", "router: each program has its own; put it in a table such as [router]"),
         ("admin_token = 'x'", "admin_token: is a secret; give it as BATON_ADMIN_TOKEN"),
         ("[decode", "Expected ']' at the end of a table declaration (at end of document)"),
     ],
@@ -182,6 +184,52 @@ def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
     ]  # fmt: skip
     assert config.node_args == ["--config", str(path), "--kv-cache-memory", "1G"]
     assert (config.prefill_args, config.decode_args) == (["--push", "chunks"], [])
+
+
+def test_several_models_come_from_the_line_the_file_or_a_variable(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text("[router]\nmodel = ['/a b', '/c']\n", encoding="utf-8")
+    assert shown("router", "--config", path)["model"] == ["/a b /c", f"{path}: [router] model"]
+    assert shown("router", "--model", "/a", "--model", "/c")["model"] == ["/a /c", "--model"]
+    assert shown("router", "--model", "/a")["served_model_name"] == ['""', "default"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "models"), [("/a b", ("/a b",)), ("/a b,/c", ("/a b", "/c")), ("/a", ("/a",))]
+)
+def test_a_variable_divides_models_at_commas_as_paths_may_have_spaces(
+    variable: str, models: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_MODEL", variable)
+    given = {"model": variable.split()}  # by Typer
+    config: RouterConfig = make_or_refuse(RouterConfig, given)
+    assert config.models == models
+
+
+def test_up_starts_each_model_and_divides_the_memory_among_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[LocalDeploymentConfig] = []
+
+    def run(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr(run_up, "run_up", run)
+    names = ["--served-model-name", "x=/a", "--served-model-name", "y=/b"]
+    models = ["--model", "/a", "--model", "/b", "--prefill", "2"]
+    assert baton("up", *models, *names, "--kv-cache-memory", "1G")[0] == 0
+    assert baton("up", *models)[0] == 0
+    divided, measured = started
+    assert divided.models == ("/a", "/b")
+    assert divided.router_args == names
+    assert divided.node_args[-2:] == ["--kv-cache-memory", str(2**29)]
+    assert measured.node_args == []
+    assert divided.nodes == [
+        ("prefill", "p0", "/a"), ("prefill", "p1", "/a"),
+        ("prefill", "p2", "/b"), ("prefill", "p3", "/b"),
+        ("decode", "d0", "/a"), ("decode", "d1", "/b"),
+    ]  # fmt: skip
 
 
 def test_up_reads_the_tables_of_all_that_it_starts_before_it_starts_them(tmp_path: Path) -> None:

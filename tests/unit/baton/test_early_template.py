@@ -19,11 +19,11 @@ import asyncio, os, sys
 from baton.processes.early_template import fork_template
 from baton.processes.worker_processes import WorkerProcesses
 from baton.processes.worker_template import WorkLimits
-from tests.fakes.costly_work import make_work
+from tests.fakes.processes.costly_work import make_work
 
 LIMITS = WorkLimits(cpu_s=5.0, wall_s=20.0, memory_bytes=2**26)
 def make_workers(early):
-    return WorkerProcesses("tests.fakes.costly_work:make_work", {}, LIMITS, early=early)
+    return WorkerProcesses("tests.fakes.processes.costly_work:make_work", {}, LIMITS, early=early)
 """
 
 

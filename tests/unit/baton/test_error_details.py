@@ -12,7 +12,6 @@ from baton.api.errors import (
     OverloadedError,
     PromptTooLongError,
 )
-from baton.api.outputs import Receipt
 from baton.serving.call_gate import status_of
 from baton.serving.error_details import (
     DETAILS_KEY,
@@ -22,18 +21,9 @@ from baton.serving.error_details import (
     receipt_from_trailers,
     receipt_trailer,
 )
+from tests.fakes.router.nodes import make_receipt
 
-RECEIPT = Receipt(
-    num_prompt_tokens=3,
-    num_output_tokens=1,
-    ttft_s=0.5,
-    total_s=0.75,
-    prefill_node="p0",
-    decode_node="",
-    prefill=None,
-    decode=None,
-    router_queue_s=0.25,
-)
+RECEIPT = make_receipt(ttft_s=0.5, total_s=0.75, prefill=None, decode=None, router_queue_s=0.25)
 
 
 def make(kind: type[BatonError]) -> BatonError:

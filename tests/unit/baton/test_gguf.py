@@ -23,8 +23,8 @@ from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton.checkpoint.model_folder import config_digest, find_model_folder, weights_digest
 from baton.checkpoint.model_identity import folder_identity
 from baton.text.tokenizer import Tokenizer
-from tests.fakes.gguf_files import Vocabulary, plain_vocabulary, write_gguf
-from tests.fakes.vocabularies import VOCABULARIES, original, random_text
+from tests.fakes.checkpoints.gguf_files import Vocabulary, plain_vocabulary, write_gguf
+from tests.fakes.checkpoints.vocabularies import VOCABULARIES, original, random_text
 
 F32 = GGMLQuantizationType.F32
 FIELDS: dict[str, int | float | str] = {
@@ -260,7 +260,7 @@ def patch(path: Path, old: bytes, new: bytes) -> None:
          "tokenizer.ggml.pre: missing"),
         (lambda path: write(path, vocabulary=changed(kind="bert")),
          "tokenizer.ggml.model: 'bert' is not supported; supported: gpt2, llama"),
-        (lambda path: write(path, vocabulary=changed(merges=["ab"])), "merges: 'ab' is no pair"),
+        (lambda path: write(path, vocabulary=changed(merges=["ab"])), "merges: 'ab' is not a pair"),
         (lambda path: write(path, vocabulary=changed(fields={"eos_token_id": 700})),
          "eos_token_id: must be one of 40 tokens, got 700"),
     ],
@@ -286,7 +286,7 @@ HOSTILE: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "length": (
         {"x": TEXTS + struct.pack("<QQ", 2, 2**64 - 1) + bytes(64)},
-        "truncated: byte",
+        "truncated: needs",
     ),
     "architecture": (
         {"general.architecture": TEXTS + struct.pack("<Q", 1) + text("llama")},

@@ -15,7 +15,7 @@ from baton.checkpoint.gguf.file import GgufFile
 from baton.checkpoint.gguf.folder import read_folder
 from baton.checkpoint.model_folder import find_model_folder
 from baton.checkpoint.model_identity import folder_identity
-from tests.fakes.gguf_files import plain_vocabulary, write_gguf
+from tests.fakes.checkpoints.gguf_files import plain_vocabulary, write_gguf
 
 F32 = GGMLQuantizationType.F32
 ONES = numpy.ones(4, dtype=numpy.float32)

@@ -17,17 +17,17 @@ from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
 from baton.text.grammars import _LARK, make_grammar
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 pytestmark = pytest.mark.medium
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 # Readers of quadratic time took a minute.
 LINEAR_S = 5.0
 
 
 @pytest.fixture(scope="module")
 def trials() -> Iterator[GrammarTrials]:
-    trials = GrammarTrials(DEMO)
+    trials = GrammarTrials(DEMO_MODEL)
     yield trials
     trials.close()
 

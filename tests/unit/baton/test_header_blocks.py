@@ -8,8 +8,16 @@ from baton.api.outputs import RequestDelta
 from baton.link.wire import node_event_to_proto
 from baton.serving.http2.frames import FrameGuard, FrameLimits, Hold, Http2Error
 from baton.serving.http2.header_blocks import HeaderBlockError, HeaderMeter
-from tests.fakes.http2_tricks import ACK, block, flood, headers, integer, literal
-from tests.fakes.raw_http2 import DATA, HEADERS, PING, PREFACE, SETTINGS, WINDOW_UPDATE, frame
+from tests.fakes.network.http2_tricks import ACK, block, flood, headers, integer, literal
+from tests.fakes.network.raw_http2 import (
+    DATA,
+    HEADERS,
+    PING,
+    PREFACE,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+)
 
 MOST = 2**15
 BEGIN = PREFACE + frame(SETTINGS)

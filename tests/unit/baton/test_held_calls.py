@@ -10,7 +10,7 @@ import pytest
 from baton.api.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from baton.serving import held_calls
 from baton.serving.held_calls import HeldCalls
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.router_scene import asynchronous
 
 
 class Message:

@@ -75,7 +75,7 @@ def test_a_quantization_is_a_file_or_its_parts(
         (HubName("owner/name", "Q4_K"), "no .gguf file of Q4_K; it has: Q4_K_M, Q4_K_S, Q8_0, UD-"),
         (HubName("owner/name", "F16"), "no .gguf file of F16"),
         (HubName("owner/name"), "files of several kinds; name one, as owner/name:KIND: Q4_K_M, "),
-        (HubName("owner/name", file="../../b.gguf"), "is no name of a file"),
+        (HubName("owner/name", file="../../b.gguf"), "is not a file name"),
     ],
 )
 def test_what_no_file_is_meant_by_is_refused_in_one_line(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,10 +12,10 @@ from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
 from baton.text.tokenizer import Tokenizer
 from router.intake.texts import SHORT_TEXT_CHARS, Texts
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 pytestmark = pytest.mark.medium
 
-DEMO = Path(__file__).resolve().parents[3] / "examples" / "demo_model"
 NUM_REQUESTS = 120
 
 
@@ -35,7 +34,7 @@ async def ask_while_templates_are_killed(ask: Callable[[int], Awaitable[object]]
 
 
 def test_texts_that_a_killed_template_was_to_read() -> None:
-    tokenizer = Tokenizer(DEMO)
+    tokenizer = Tokenizer(DEMO_MODEL)
     texts = Texts(tokenizer, max_model_len=100_000)
 
     async def run() -> None:
@@ -54,7 +53,7 @@ def test_texts_that_a_killed_template_was_to_read() -> None:
 
 
 def test_grammars_that_a_killed_template_was_to_try() -> None:
-    trials = GrammarTrials(DEMO)
+    trials = GrammarTrials(DEMO_MODEL)
 
     async def run() -> None:
         def ask(number: int) -> Awaitable[object]:

@@ -23,7 +23,7 @@ from baton.link.words import (
     StepDeltas,
 )
 from baton.v1 import node_pb2
-from tests.fakes.nodes import PREFILL_RECEIPT, make_registration
+from tests.fakes.router.nodes import PREFILL_RECEIPT, make_registration
 
 COMMAND = DecodeCommand(
     request_id="a",

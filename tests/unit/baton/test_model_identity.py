@@ -10,8 +10,7 @@ import pytest
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.model_identity import folder_identity
-
-DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 
 @pytest.fixture

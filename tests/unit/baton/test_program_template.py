@@ -13,14 +13,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.deployment.local_deployment import NODE_MODULES
+from baton.deployment.local_deployment import NODE_LOAD, NODE_MODULES
 from baton.processes.child_processes import THREAD_VARIABLES
 from baton.processes.program_template import ForkedProgram, ProgramTemplate, TemplateError
 
 PROGRAM = """
 import os, sys, time
 
+loaded = []
+
+def load(*words):
+    loaded.extend([os.getpid(), *words])
+
 def main():
+    if sys.argv[1] == "loaded":
+        print(loaded[0] == os.getppid(), loaded[1:], flush=True)
+        sys.exit()
     print(sys.argv, os.environ.get("TOLD"), os.getsid(0) == os.getpid(), flush=True)
     if sys.argv[1] == "wait":
         time.sleep(60)
@@ -32,6 +40,7 @@ import threading, time
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 """
 Start = Callable[[Sequence[str]], ForkedProgram]
+DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 
 
 @pytest.fixture
@@ -41,9 +50,9 @@ def make_template(tmp_path: Path) -> Iterator[Callable[..., ProgramTemplate]]:
     (tmp_path / "threaded.py").write_text(THREADED)
     templates: list[ProgramTemplate] = []
 
-    def make(*modules: str) -> ProgramTemplate:
+    def make(*modules: str, load: Sequence[str] = ()) -> ProgramTemplate:
         environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-        templates.append(ProgramTemplate("told:main", ("told", *modules), environment))
+        templates.append(ProgramTemplate("told:main", ("told", *modules), environment, load=load))
         return templates[-1]
 
     yield make
@@ -122,6 +131,37 @@ def test_programs_go_on_without_their_template(
         start(["0"])
 
 
+def test_a_template_that_released_its_memory_still_reports_ends(
+    start: Start, template: ProgramTemplate
+) -> None:
+    ended_before, ended, killed = start(["3"]), start(["wait"]), start(["wait"])
+    process = psutil.Process(psutil.Process(killed.pid).ppid())
+    before = process.memory_info().rss
+    template.release_memory()
+    template.release_memory()  # a second time changes nothing
+    wait_for(lambda: "program_reaper.py" in " ".join(process.cmdline()))
+    wait_for(lambda: process.memory_info().rss < before / 2)
+    with pytest.raises(TemplateError):
+        start(["0"])
+    assert killed.poll() is None
+    killed.kill()
+    ended.send_signal(signal.SIGTERM)
+    assert (ended_before.wait(30), killed.wait(30)) == (3, -signal.SIGKILL)
+    assert ended.wait(30) == -signal.SIGTERM
+    template.close()
+    assert not process.is_running()
+
+
+def test_what_a_template_loads_is_there_in_each_program(
+    make_template: Callable[..., ProgramTemplate], tmp_path: Path
+) -> None:
+    template = make_template(load=("told:load", "a model"))
+    for _ in range(2):
+        with (tmp_path / "log").open("ab") as log:
+            assert template.start(["loaded"], {}, log.fileno()).wait() == 0
+    assert (tmp_path / "log").read_text() == 2 * "True ['a model']\n"
+
+
 @pytest.mark.parametrize("module", ["threaded", "missing"])
 def test_a_template_that_cannot_fork_says_so(
     module: str, make_template: Callable[..., ProgramTemplate]
@@ -130,13 +170,16 @@ def test_a_template_that_cannot_fork_says_so(
         make_template(module).start(["0"], {}, 2)
 
 
-def test_nodes_modules_start_no_thread() -> None:
+def test_what_nodes_share_starts_no_thread() -> None:
     program = (
         "import importlib, os, sys\n"
-        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "for name in sys.argv[3:]: importlib.import_module(name)\n"
+        "module, _, function = sys.argv[1].partition(':')\n"
+        "getattr(importlib.import_module(module), function)(sys.argv[2])\n"
+        "assert sys.modules[module]._load.cache_info().currsize == 1\n"
         "print(len(os.listdir('/proc/self/task')))"
     )
     environment = {**THREAD_VARIABLES, **os.environ, "OMP_NUM_THREADS": "2"}
-    words = [sys.executable, "-c", program, *NODE_MODULES]
+    words = [sys.executable, "-c", program, NODE_LOAD, str(DEMO_MODEL), *NODE_MODULES]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"

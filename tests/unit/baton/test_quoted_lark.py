@@ -9,7 +9,7 @@ import pytest
 
 from baton.api.errors import InvalidRequestError
 from baton.text.quoted_lark import quoted_lark
-from tests.fakes.family_grammars import FamilyTokens
+from tests.fakes.answers.family_grammars import FamilyTokens
 
 PATCH = """\
 start: begin hunk+ end
@@ -100,15 +100,15 @@ def test_what_is_drawn_is_a_json_string_of_a_fitting_text(tokens: FamilyTokens) 
     ("grammar", "problem"),
     [
         ("start: /a(?=b)/", "/a(?=b)/: look-around cannot be enforced"),
-        ("start: <|end|>", "<|end|>: a text has no tokens of its own and no other grammars"),
-        ("start: @other", "@other: a text has no tokens of its own and no other grammars"),
-        ("start: %json {}", "%json cannot be in the grammar of a text"),
-        ("%llguidance {}\nstart: A", "%llguidance cannot be in the grammar of a text"),
+        ("start: <|end|>", "<|end|>: a text's grammar cannot name tokens or other grammars"),
+        ("start: @other", "@other: a text's grammar cannot name tokens or other grammars"),
+        ("start: %json {}", "%json cannot be in a text's grammar"),
+        ("%llguidance {}\nstart: A", "%llguidance cannot be in a text's grammar"),
         ("start: /[[:alpha:]]/", "[[:alpha:]] cannot be enforced: list its characters"),
         ("start: /\\p{P}/", "\\p{P} cannot be enforced: list its characters"),
         ("%import python.NAME\nstart: NAME", "%import python.NAME: only terminals of common"),
         ("%import common.X\nstart: X", "%import: common.X is not known"),
-        ("start: A\nA: /.*/ & ~/a/", "A: & and ~ cannot be of texts that JSON escapes"),
+        ("start: A\nA: /.*/ & ~/a/", "A: & and ~ cannot stand on texts that JSON escapes"),
         ("start: /(a/", "/(a/: a parenthesis is not closed"),
         ("start: /a/x", "the flags 'x' of a regex cannot be enforced"),
     ],

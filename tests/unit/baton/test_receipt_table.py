@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from baton.api.outputs import Receipt
 from baton.telemetry.receipt_table import receipt_line
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
+from tests.fakes.router.nodes import PREFILL_RECEIPT, make_receipt
 
-RECEIPT = Receipt(
-    num_prompt_tokens=3,
-    num_output_tokens=5,
-    ttft_s=0.01,
-    total_s=0.05,
-    prefill_node="p0",
-    decode_node="d0",
-    prefill=PREFILL_RECEIPT,
-    decode=DECODE_RECEIPT,
-)
+RECEIPT = make_receipt()
 START = "3 + 5 tokens | TTFT 10 ms | 10.0 ms/token | "
 
 

@@ -43,7 +43,7 @@ from baton.v1 import node_pb2, node_pb2_grpc
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node import LegDelta, Node
 from router.fleet.node_pool import NodePool
-from tests.fakes.nodes import HandNode, make_pool, make_registration
+from tests.fakes.router.nodes import HandNode, make_pool, make_registration
 
 
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

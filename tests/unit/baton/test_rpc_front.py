@@ -18,10 +18,10 @@ from baton.serving.http2.call_pace import INTERVAL_S, MAX_AT_ONCE, CallPace
 from baton.serving.http2.frames import cancel_frame
 from baton.serving.http2.rpc_front import RpcFront
 from baton.serving.rpc import RpcServer, open_channel
-from tests.fakes.http2_tricks import block, headers
-from tests.fakes.http_scene import until
-from tests.fakes.raw_http2 import PREFACE, SETTINGS, frame
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.network.http2_tricks import block, headers
+from tests.fakes.network.raw_http2 import PREFACE, SETTINGS, frame
+from tests.fakes.router.http_scene import until
+from tests.fakes.router.router_scene import asynchronous
 
 pytestmark = pytest.mark.medium
 

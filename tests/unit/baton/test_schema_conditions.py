@@ -13,7 +13,7 @@ import pytest
 from baton.api.errors import InvalidRequestError
 from baton.text.schemas.lists import MAX_PLACES
 from baton.text.schemas.repairs import enforceable_schema
-from tests.fakes.drawn_schemas import by_hand
+from tests.fakes.answers.drawn_schemas import by_hand
 from tests.unit.baton.test_schema_rewrites import fits, matcher_of
 
 KIND = {"type": "string", "enum": ["card", "cash", "check"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,10 @@ from baton.api.structured_output import StructuredOutput
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
 from baton.text.schemas.repairs import enforceable_schema
 from baton.text.tokenizer import Tokenizer
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
-TOKENIZER = Tokenizer(DEMO)
-LIBRARY = load_grammar_tokenizer(DEMO / "tokenizer.json", [4095])
+TOKENIZER = Tokenizer(DEMO_MODEL)
+LIBRARY = load_grammar_tokenizer(DEMO_MODEL / "tokenizer.json", [4095])
 
 
 def matcher_of(schema: Any) -> LLMatcher:

@@ -11,10 +11,9 @@ import pytest
 
 from baton.api.errors import ConfigError
 from baton.telemetry.export.span_export import MAX_WAITING, SpanExporter
-from baton.telemetry.spans import Span, SpanKind
-from baton.telemetry.trace_context import TraceContext
-from tests.fakes.otlp_collector import OtlpCollector
-from tests.fakes.waiting import wait_until
+from baton.telemetry.spans import Span, SpanKind, TraceContext
+from tests.fakes.outside.otlp_collector import OtlpCollector
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = pytest.mark.medium
 

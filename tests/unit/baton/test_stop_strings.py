@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,8 +13,9 @@ from hypothesis import strategies as st
 from baton.api.sampling_params import SamplingParams
 from baton.text.stop_strings import OutputText, StopStrings
 from baton.text.tokenizer import Tokenizer
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(DEMO_MODEL)
 
 # Few letters, so that beginnings of stop strings are frequent.
 texts = st.text("ab", max_size=30)

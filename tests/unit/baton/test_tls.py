@@ -11,8 +11,8 @@ import pytest
 from baton.access.dev_certificates import DevCA, Holder
 from baton.access.tls import TlsFiles, TlsOptions, read_material, read_tls
 from baton.api.errors import ConfigError
-from tests.fakes.certificates import FAR_AHEAD, LONG_AGO, Authority, replace
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.network.certificates import FAR_AHEAD, LONG_AGO, Authority, replace
+from tests.fakes.time.virtual_clock import VirtualClock
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from baton.api.errors import NodeUnavailableError
 from baton.client.client import AsyncClient, Client
 from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from tests.fakes.certificates import FAR_AHEAD, LONG_AGO, Authority, replace
+from tests.fakes.network.certificates import FAR_AHEAD, LONG_AGO, Authority, replace
 
 pytestmark = pytest.mark.medium
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.text.token_pieces import piece_decoder
 from baton.text.tokenizer import Tokenizer
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(DEMO_MODEL)
 SENTENCE_PIECE = {"type": "Sequence", "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}]}
 
 

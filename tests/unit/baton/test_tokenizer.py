@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from baton.api.errors import ConfigError, InvalidRequestError, ModelLoadError
 from baton.text.detokenizer import Detokenizer
 from baton.text.tokenizer import Tokenizer
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
-TOKENIZER = Tokenizer(DEMO)
+TOKENIZER = Tokenizer(DEMO_MODEL)
 SPECIAL = [4093, 4094, 4095]
 
 
@@ -195,8 +195,8 @@ def test_the_demo_template_renders_turns_and_ends_where_the_answer_begins() -> N
 
 def copy_demo(folder: Path, **config: Any) -> Path:
     """The demo tokenizer with other fields in its tokenizer_config.json; None removes one."""
-    shutil.copy(DEMO / "tokenizer.json", folder)
-    values = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8")) | config
+    shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
+    values = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text(encoding="utf-8")) | config
     kept = {key: value for key, value in values.items() if value is not None}
     (folder / "tokenizer_config.json").write_text(json.dumps(kept), encoding="utf-8")
     return folder
@@ -241,13 +241,13 @@ def test_with_tools_the_template_of_that_name_is_used_wherever_it_is_written(
 def test_a_template_that_is_named_comes_before_the_checkpoints(tmp_path: Path) -> None:
     given = tmp_path / "mine.jinja"
     given.write_text("mine: {{ messages[0].content }}", encoding="utf-8")
-    tokenizer = Tokenizer(DEMO, chat_template=given)
+    tokenizer = Tokenizer(DEMO_MODEL, chat_template=given)
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "mine: hi"
     with pytest.raises(ConfigError, match=r"chat_template: .*nowhere.* cannot be read"):
-        Tokenizer(DEMO, chat_template=tmp_path / "nowhere")
+        Tokenizer(DEMO_MODEL, chat_template=tmp_path / "nowhere")
     given.write_text("{% for %}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"chat_template: .*mine\.jinja is broken"):
-        Tokenizer(DEMO, chat_template=given)
+        Tokenizer(DEMO_MODEL, chat_template=given)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_a_folder_without_a_tokenizer_is_told_apart_from_a_broken_one(tmp_path: 
     assert not Tokenizer.exists_in(tmp_path)
     with pytest.raises(ModelLoadError, match="No such file"):
         Tokenizer(tmp_path)
-    assert Tokenizer.exists_in(DEMO)
+    assert Tokenizer.exists_in(DEMO_MODEL)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": 1}'])
@@ -403,15 +403,17 @@ def test_a_template_that_does_not_parse_is_refused_when_the_tokenizer_is_loaded(
 
 
 def test_a_tokenizer_without_a_config_file_is_fine(tmp_path: Path) -> None:
-    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
     assert Tokenizer(tmp_path).encode("hi") == TOKENIZER.encode("hi")
 
 
 @pytest.mark.parametrize("call_id", ["", "call_4f1c", "toolu_01ABC", "nine_char", "a1B2c3D4e"])
 def test_ids_of_any_server_fit_a_template_that_takes_nine_characters(call_id: str) -> None:
     """Regression: Mistral's template refused other servers' ids, and those of forced calls."""
-    template = DEMO.parents[1] / "tests" / "fakes" / "chat_templates" / "mistral.jinja"
-    tokenizer = Tokenizer(DEMO, chat_template=template)
+    template = (
+        DEMO_MODEL.parents[1] / "tests" / "fakes" / "answers" / "chat_templates" / "mistral.jinja"
+    )
+    tokenizer = Tokenizer(DEMO_MODEL, chat_template=template)
     function = {"name": "f", "arguments": {}}
     text = tokenizer.render_chat(
         [
@@ -436,7 +438,7 @@ def test_a_template_that_takes_one_system_message_gets_one(tmp_path: Path) -> No
         "[{{ m.role }}:{{ m.content }}]{%- endfor %}"
     )
     (tmp_path / "one.jinja").write_text(source, encoding="utf-8")
-    tokenizer = Tokenizer(DEMO, chat_template=tmp_path / "one.jinja")
+    tokenizer = Tokenizer(DEMO_MODEL, chat_template=tmp_path / "one.jinja")
     system = [{"role": "system", "content": text} for text in ("a", "b", "c")]
     user = {"role": "user", "content": "x"}
     assert tokenizer.render_chat([*system[:2], user]) == "[system:a\n\nb][user:x]"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 pytestmark = pytest.mark.medium
 
@@ -64,7 +65,7 @@ def test_help_is_shown_without_torch(program: str) -> None:
 def test_a_node_says_what_is_wrong_with_its_options_without_torch(
     options: list[str], problem: str
 ) -> None:
-    model = str(Path(__file__).parents[3] / "examples" / "demo_model")
+    model = str(DEMO_MODEL)
     code = (
         "import sys\nfrom baton.cli.app import app\n"
         f"try: app({['decode', '--model', model, *options]}, prog_name='baton')\n"

@@ -7,10 +7,10 @@ import pytest
 from baton.link.wire import command_from_proto, command_to_proto
 from baton.link.words import DecodeCommand, PrefillCommand
 from baton.serving.access_log import AccessEntry
-from baton.telemetry.trace_context import MAX_STATE_CHARS, TraceContext, parse_traceparent
+from baton.telemetry.spans import MAX_STATE_CHARS, TraceContext, parse_traceparent
 from baton.telemetry.trace_options import TraceOptions
 from baton.telemetry.tracing import NO_TRACING, Tracing
-from tests.fakes.router_scene import PARAMS
+from tests.fakes.router.router_scene import PARAMS
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = f"00-{TRACE}-{PARENT}-01"

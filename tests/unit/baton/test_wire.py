@@ -26,7 +26,7 @@ from baton.api.structured_output import StructuredOutput
 from baton.api.thinking import Thinking
 from baton.link import wire
 from baton.link import words as link
-from baton.telemetry.trace_context import TraceContext
+from baton.telemetry.spans import TraceContext
 from baton.v1 import node_pb2, types_pb2
 from baton.wire import types as wire_types
 

@@ -21,7 +21,7 @@ from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, Wo
 
 pytestmark = pytest.mark.medium
 
-WORK = "tests.fakes.costly_work:make_work"
+WORK = "tests.fakes.processes.costly_work:make_work"
 LIMITS = WorkLimits(cpu_s=0.5, wall_s=20.0, memory_bytes=64 * 2**20)
 
 

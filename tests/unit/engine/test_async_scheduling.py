@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,12 @@ from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.request import RequestStatus
-from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares
 
 pytestmark = pytest.mark.medium
 
-MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "demo_model")
+MODEL = str(DEMO_MODEL)
 SMALL = {
     "block_size": 8,
     "num_blocks": 40,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import engine.core
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 _UNWANTED = ("torch", "grpc", "baton.link", "engine.worker", "baton_kernels")
 
@@ -23,7 +23,13 @@ def test_there_is_a_core() -> None:
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    "modules", [CORE, ["engine.executors", "engine.executors.base"], ["engine.engine"]]
+    "modules",
+    [
+        CORE,
+        ["engine.executors", "engine.executors.base"],
+        ["engine.engine"],
+        ["engine.make_engine"],
+    ],
 )
 def test_the_core_loads_no_torch_and_no_link(modules: list[str]) -> None:
     code = f"""
@@ -40,7 +46,7 @@ print(*[name for name in {_UNWANTED!r} if name in sys.modules])
 @pytest.mark.medium
 def test_an_engine_on_a_cpu_does_not_load_the_compiler() -> None:
     """Check that torch's compiler is not imported, the slowest part of a node's start."""
-    model = Path(__file__).parents[3] / "examples" / "demo_model"
+    model = DEMO_MODEL
     code = f"""
 import sys
 from pathlib import Path

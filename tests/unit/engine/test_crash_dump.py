@@ -13,8 +13,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from engine import LLM, crash_dump
 from engine.crash_dump import FOLDER_VARIABLE, dump_crash
-
-DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,13 @@ from engine.sampling.device_sampling import (
 )
 from engine.worker.cuda_graphs import captured_sizes, reason_against_graphs
 from engine.worker.device_choice import check_allocator
-from engine.worker.graph_inputs import GraphInputs, StagedStep
+from engine.worker.graph_inputs import GraphInputs
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs import request_rows
-from engine.worker.inputs.prepared_step import PreparedStep
-from tests.fakes.engine_parts import make_request
-from tests.fakes.prepared_steps import attention_groups
-from tests.fakes.sampling import sampling_input
+from engine.worker.inputs.prepared_step import PreparedStep, StagedStep
+from tests.fakes.engine.engine_parts import make_request
+from tests.fakes.engine.prepared_steps import attention_groups
+from tests.fakes.engine.sampling import sampling_input
 
 CPU = torch.device("cpu")
 MAX_SEQ_LEN = 16

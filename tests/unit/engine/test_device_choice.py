@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,23 +17,23 @@ from baton.engine_config import EngineConfig
 from baton_kernels.dispatch import enable_native_kernels
 from baton_kernels.quantized import QuantizedFormat
 from engine.core.request import Request
-from engine.engine import Engine
 from engine.executors.uniproc import worker_of
+from engine.make_engine import make_engine
+from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.device_choice import (
     check_batch_invariant,
     choose_dtype,
     choose_packer,
     describe_weights,
 )
-from engine.worker.launched_step import LaunchedStep
 from engine.worker.model_runner import ModelRunner
 from models import load_model
 from models.config import ModelConfig
 from models.gpu.invariant import InvariantPacker
 from models.gpu.packing import GpuPacker
 from models.recipe import LatentSpec, LayerSpec, MixerSpec, ShortConvSpec
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 LATENTS = LatentSpec(
     num_heads=4, q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8,
     v_head_dim=8, rope_interleave=True, scale=1.0,
@@ -63,7 +62,7 @@ def test_steps_are_launched_on_the_engines_device_whichever_thread_runs_them(
     asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = EngineConfig(device="cpu", kv_cache_bytes=2**22, async_scheduling=asynchronous)
-    engine = Engine(DEMO, options)
+    engine = make_engine(DEMO_MODEL, options)
     worker_of(engine.executor).device = SECOND_GPU
     threads, launched_on = Threads(), []
     monkeypatch.setattr(torch.cuda, "set_device", threads.set_device)
@@ -109,7 +108,7 @@ def test_auto_computes_in_16_bits_on_a_gpu(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "engine.worker.device_choice")
-    model = ModelConfig.from_folder(DEMO)
+    model = ModelConfig.from_folder(DEMO_MODEL)
     object.__setattr__(model, "dtype", checkpoint)
     assert choose_dtype(name, device, model) is expected
     assert ("bfloat16 for a float32 checkpoint" in caplog.text) is is_said
@@ -227,7 +226,7 @@ def test_where_results_can_have_no_company(
     pytest.importorskip("triton")
     capability = (10, 0) if problem is not None and "compute" in problem else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    described = ModelConfig.from_folder(DEMO)
+    described = ModelConfig.from_folder(DEMO_MODEL)
     if mixer is not None:
         layers = (*described.layers[1:], LayerSpec(mixer, None))
         described = replace(described, recipe=replace(described.recipe, layers=layers))
@@ -255,7 +254,7 @@ def test_layers_of_integers_are_kept_where_results_have_no_company(
 
 
 def test_nodes_whose_results_have_company_or_that_add_otherwise_make_no_pair() -> None:
-    model = load_model(DEMO)
+    model = load_model(DEMO_MODEL)
     packers = (None, InvariantPacker("8.0"), InvariantPacker("9.0"))
     said = [describe_weights("auto", packer, model) for packer in packers]
     assert said[0] == "auto"
@@ -266,11 +265,11 @@ def test_nodes_whose_results_have_company_or_that_add_otherwise_make_no_pair() -
 def test_an_engine_without_native_kernels_keeps_none_from_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    described = ModelConfig.from_folder(DEMO)
+    described = ModelConfig.from_folder(DEMO_MODEL)
     monkeypatch.setattr("baton_kernels.dispatch._loaded_native_ops", object)
     enable_native_kernels(enabled=False)
     check_batch_invariant(EngineConfig(batch_invariant=True), CPU, described)
-    with pytest.raises(ConfigError, match=r"^attention_backend: with batch_invariant it is native"):
+    with pytest.raises(ConfigError, match=r"^attention_backend: must be native"):
         check_batch_invariant(
             EngineConfig(batch_invariant=True, attention_backend="reference"), CPU, described
         )

@@ -22,7 +22,7 @@ from engine.speculation.draft_lengths import (
 )
 from engine.speculation.in_steps import InStepsProposer
 from engine.speculation.speculation import Speculation
-from tests.fakes.engine_parts import make_request
+from tests.fakes.engine.engine_parts import make_request
 from tests.unit.engine.test_speculation import NotingProposer, by_id, output
 
 

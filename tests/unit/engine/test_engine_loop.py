@@ -10,7 +10,7 @@ import pytest
 
 from node_runtime import engine_loop
 from node_runtime.engine_loop import EngineLoop
-from tests.fakes.waiting import TIMEOUT_S, wait_until
+from tests.fakes.time.waiting import TIMEOUT_S, wait_until
 
 
 class Steps:

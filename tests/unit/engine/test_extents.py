@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv.block_hash import BlockHash
-from engine.core.block_pool import BlockPool
-from engine.core.extents import WINDOW_FACTOR, choose_extents
+from engine.core.block_pool import WINDOW_FACTOR, BlockPool, choose_extents
 
 
 def num_runs(block_ids: list[int]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,8 +14,7 @@ from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import PendingStep
 from node_runtime.node_engine import LoadedEngine, load_engine
 from node_runtime.threads import ENGINE_THREAD, NodeThreads
-
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 
 class NoNode:
@@ -54,7 +52,7 @@ class Noted:
 @pytest.fixture
 def loaded() -> LoadedEngine:
     config = EngineConfig(device="cpu", num_blocks=32, num_threads=1)
-    return load_engine(str(DEMO), config, node_name="d0", kv_connector="in_memory")
+    return load_engine(str(DEMO_MODEL), config, node_name="d0", kv_connector="in_memory")
 
 
 @pytest.fixture

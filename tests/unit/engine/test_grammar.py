@@ -24,26 +24,26 @@ from engine.core.grammar import GrammarState
 from engine.core.request import Request, RequestStatus
 from engine.crash_dump import describe
 from engine.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler
-from tests.fakes.sampling import adjust
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.sampling import adjust
 
 pytestmark = pytest.mark.medium
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 ENDS = {4093, 4095}
 VOCAB_SIZE = 4096
-TOKENIZER = Tokenizer(DEMO)
+TOKENIZER = Tokenizer(DEMO_MODEL)
 TEXTS = [TOKENIZER.decode([token_id]) for token_id in range(VOCAB_SIZE)]
 CHOICES = ("apple pie", "apple", "banana", "a\n")
 
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(DEMO, VOCAB_SIZE, frozenset(ENDS))
+    return GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, frozenset(ENDS))
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(str(DEMO), dtype="float32", num_blocks=64, num_threads=1)
+    return LLM(str(DEMO_MODEL), dtype="float32", num_blocks=64, num_threads=1)
 
 
 def choosing(*texts: str, **params: object) -> SamplingParams:
@@ -103,7 +103,7 @@ def test_a_token_that_does_not_fit_is_refused_and_so_is_all_after_it(
 
 @pytest.mark.parametrize("vocab_size", [100, 4090, 4096, 4099, 5000])
 def test_logits_may_be_wider_or_narrower_than_the_tokenizer(vocab_size: int) -> None:
-    compiler = GrammarCompiler(DEMO, vocab_size, frozenset({9000} | ENDS))
+    compiler = GrammarCompiler(DEMO_MODEL, vocab_size, frozenset({9000} | ENDS))
     params = SamplingParams(structured_output=StructuredOutput(regex="(?s:.*)"))
     found = allowed(compiler.compile_now(params))
     assert found

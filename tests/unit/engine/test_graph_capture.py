@@ -17,7 +17,7 @@ from engine.worker.graph_capture import (
     measure_graph_bytes,
 )
 from engine.worker.model_runner import ModelRunner
-from tests.fakes.cuda import MIB, WORKSPACE_BYTES, FakeCuda
+from tests.fakes.engine.cuda import MIB, WORKSPACE_BYTES, FakeCuda
 
 FIRST_BYTES, EACH_BYTES = 500 * MIB, 2 * MIB
 

@@ -12,7 +12,7 @@ from baton.kv.block_hash import BlockHasher
 from engine.core.block_pool import BlockPool, BlocksRemoved, BlocksStored
 from engine.core.kv_cache_coordinator import KVCacheCoordinator
 from engine.core.kv_cache_manager import KVCacheManager
-from tests.fakes.engine_parts import ContentRunner, make_request, make_scheduler, step
+from tests.fakes.engine.engine_parts import ContentRunner, make_request, make_scheduler, step
 
 NUM_LOGICAL = 6
 HASHES = [bytes([index]) * 16 for index in range(NUM_LOGICAL)]

@@ -6,7 +6,7 @@ import pytest
 
 from baton.kv.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
-from tests.fakes.engine_parts import make_request
+from tests.fakes.engine.engine_parts import make_request
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])

@@ -9,7 +9,7 @@ import pytest
 from baton.kv.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.kv_retention import Find, FullAttention, SlidingWindow
-from tests.fakes.engine_parts import ContentRunner, make_request, make_scheduler, step
+from tests.fakes.engine.engine_parts import ContentRunner, make_request, make_scheduler, step
 
 HASHES = [bytes([index]) for index in range(6)]
 NULL = 99

@@ -17,11 +17,11 @@ from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton_kernels.dispatch import native_ops
 from baton_kernels.huge_pages import huge_pages
-from engine.engine import Engine
+from engine.make_engine import make_engine
 from engine.worker.host.lent_cores import LentCores, lent_cores
 from engine.worker.host.pages_ahead import PagesAhead
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 FIRST_CORE = str(min(os.sched_getaffinity(0)))
 Placed = tuple[int, frozenset[int], int, frozenset[int]]
 
@@ -167,7 +167,7 @@ def test_memory_is_found_ahead_only_while_no_other_node_uses_the_cores(tmp_path:
     if not PagesAhead(huge_pages(2**22).view(2, -1)).find(0):
         pytest.skip("a kernel without MADV_POPULATE_WRITE")
     config = EngineConfig(core_locks=str(tmp_path), cpu_list=FIRST_CORE, kv_cache_bytes=2**26)
-    engine, other = Engine(DEMO_MODEL, config), node(tmp_path, "4000")
+    engine, other = make_engine(DEMO_MODEL, config), node(tmp_path, "4000")
     assert engine.do_idle_work()
     other.borrow()
     assert not engine.do_idle_work()

@@ -12,12 +12,12 @@ from baton.api.errors import ConfigError, InvalidRequestError, ModelLoadError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPTS = [[3, 4, 5], [7], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
 OPTIONS = {"block_size": 4, "num_blocks": 24, "max_num_batched_tokens": 64}
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_every_block_is_free_after_generate(llm: LLM) -> None:
 
 
 def test_prompts_of_a_batch_are_not_cut_for_those_who_decode() -> None:
-    llm = LLM(str(DEMO), kv_cache_bytes=2**24)
+    llm = LLM(str(DEMO_MODEL), kv_cache_bytes=2**24)
     [first] = llm._make_choices([300, 301], SamplingParams(max_tokens=5, ignore_eos=True))
     llm.engine.add_request(first)
     llm.engine.step()
@@ -189,7 +189,7 @@ def test_a_checkpoint_with_a_tokenizer_takes_and_gives_text(tmp_path: Path, thei
     big = make_hugging_face_model("Qwen3ForCausalLM", vocab_size=4096)
     save(big, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, tmp_path)
+        shutil.copy(DEMO_MODEL / name, tmp_path)
     llm = LLM(str(tmp_path), **OPTIONS)
     assert llm.tokenizer is not None
     [one] = llm.generate("hi", GREEDY)

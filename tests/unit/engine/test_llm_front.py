@@ -12,8 +12,8 @@ from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.crash_dump import FOLDER_VARIABLE
 from engine.executors.uniproc import worker_of
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 QUESTION = [{"role": "user", "content": "Write the function `is_empty(self)`: Return a bool."}]
 

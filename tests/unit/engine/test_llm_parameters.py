@@ -15,11 +15,11 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.sampling.logprobs import compute_logprobs
-from tests.fakes.engine_parts import make_request
-from tests.fakes.sampling import sampling_input
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.engine_parts import make_request
+from tests.fakes.engine.sampling import sampling_input
 from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 OPTIONS = {"block_size": 4, "num_blocks": 24, "max_num_batched_tokens": 64}
 PROMPTS = [[3, 4, 5], [7], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
 
@@ -34,7 +34,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, theirs: Any) -> LLM:
     """Engine with random weights and a real tokenizer."""
     folder = save(theirs, tmp_path_factory.mktemp("tiny"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder)
+        shutil.copy(DEMO_MODEL / name, folder)
     return LLM(str(folder), **OPTIONS)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.api.sampling_params import SamplingParams
 from engine.core.request import Request
-from tests.fakes.sampling import adjust, sample, scores
+from tests.fakes.engine.sampling import adjust, sample, scores
 
 VOCAB_SIZE = 24
 EOS = 9

@@ -13,7 +13,7 @@ from baton.api.errors import ModelLoadError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
-from tests.fakes.handoff_cluster import Cluster
+from tests.fakes.handoff.handoff_cluster import Cluster
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = pytest.mark.medium

@@ -22,13 +22,13 @@ from engine.core.scheduler import Scheduler
 from engine.sampling import grammar_compiler, mask_threads
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
-from tests.fakes.engine_parts import FakeRunner, make_request, shares, step
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.engine_parts import FakeRunner, make_request, shares, step
 
 pytestmark = pytest.mark.medium
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 ENDS = frozenset({4093, 4095})
-COMPILER = GrammarCompiler(DEMO, 4096, ENDS)
+COMPILER = GrammarCompiler(DEMO_MODEL, 4096, ENDS)
 
 
 class HeldMatcher:
@@ -214,7 +214,7 @@ def test_a_tokenizer_is_loaded_once_and_before_the_first_grammar(
         return real(path, **options)
 
     monkeypatch.setattr("baton.text.grammars.LLTokenizer", count)
-    compiler = GrammarCompiler(DEMO, 4096, ENDS)
+    compiler = GrammarCompiler(DEMO_MODEL, 4096, ENDS)
     compiler.prepare()
     assert made == [{"eos_token": sorted(ENDS)}]
     assert compiler.compile_now(
@@ -236,7 +236,7 @@ def test_a_state_comes_with_its_mask_and_with_what_the_output_had_before() -> No
         max_model_len=100,
         output_token_ids=[first],
     )
-    compiler, ready = GrammarCompiler(DEMO, 4096, ENDS), threading.Event()
+    compiler, ready = GrammarCompiler(DEMO_MODEL, 4096, ENDS), threading.Event()
     compiler.on_ready = ready.set
     compiler.submit(request)
     assert ready.wait(60)
@@ -260,7 +260,7 @@ def test_what_nobody_foresaw_ends_the_request(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(GrammarState, "compute_mask", fail)
     params = SamplingParams(structured_output=StructuredOutput(regex="[a-c]"), max_tokens=20)
     request = make_request("panics", params=params)
-    compiler, ready = GrammarCompiler(DEMO, 4096, ENDS), threading.Event()
+    compiler, ready = GrammarCompiler(DEMO_MODEL, 4096, ENDS), threading.Event()
     compiler.on_ready = ready.set
     compiler.submit(request)
     assert ready.wait(60)
@@ -276,7 +276,7 @@ def test_what_is_ours_to_do_is_no_fault_of_the_request_and_passes(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: clients were told that their schemas were wrong."""
-    compiler = GrammarCompiler(DEMO, 4096, ENDS)
+    compiler = GrammarCompiler(DEMO_MODEL, 4096, ENDS)
     params = SamplingParams(structured_output=StructuredOutput(regex="[ab]"))
     with monkeypatch.context() as want:
 
@@ -299,7 +299,7 @@ def test_a_folder_without_a_tokenizer_is_prepared_and_refuses_grammars(tmp_path:
 def test_the_first_grammar_of_a_prepared_engine_starts_no_process_and_loads_no_tokenizer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compiler = GrammarCompiler(DEMO, 4096, ENDS)
+    compiler = GrammarCompiler(DEMO_MODEL, 4096, ENDS)
     compiler.prepare()
 
     def refuse(*_: object, **__: object) -> None:
@@ -319,7 +319,7 @@ def test_small_grammars_are_compiled_before_any_request(monkeypatch: pytest.Monk
         return compile_grammar(structured_output, *rest)
 
     monkeypatch.setattr(grammar_compiler, "compile_grammar", note)
-    compiler = GrammarCompiler(DEMO, 4096, ENDS)
+    compiler = GrammarCompiler(DEMO_MODEL, 4096, ENDS)
     compiler.prepare()
     assert compiled == ["json_schema", "regex", "grammar"]
     assert not compiler._cache, "nobody asked for these"

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from engine.executors.meeting import _HELLO, _LINKS, Meeting
-from tests.fakes.waiting import wait_until
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = pytest.mark.medium
 

@@ -10,7 +10,7 @@ from baton.kv.layers import LayerKV, PagedKV, StateArray, StateKV
 from baton.kv.manifest import KVKind
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.worker.kv_cache import KVCacheSpec, kv_cache_spec
-from tests.fakes.engine_parts import make_request
+from tests.fakes.engine.engine_parts import make_request
 
 WINDOW = 1024
 NUM_TOKENS = 32_768

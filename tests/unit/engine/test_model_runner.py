@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
@@ -11,8 +10,9 @@ from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
+from engine.make_engine import make_engine
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 PARAMS = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0.9, top_p=0.8, logprobs=2),
@@ -22,7 +22,9 @@ PARAMS = [
 
 
 def start() -> tuple[Engine, list[Request]]:
-    engine = Engine(DEMO, EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**24))
+    engine = make_engine(
+        DEMO_MODEL, EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**24)
+    )
     requests = [
         Request.create(
             str(index),

@@ -20,8 +20,8 @@ from baton.api.errors import ConfigError
 from baton.link.words import NodeRole
 from baton.serving.metrics_page import MetricsPage
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
-from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
+from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from node_runtime.collector import NodeCollector
 
 pytestmark = pytest.mark.medium

@@ -17,7 +17,7 @@ from engine.core.block_pool import (
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
-from tests.fakes.engine_parts import ContentRunner, make_request, make_scheduler, step
+from tests.fakes.engine.engine_parts import ContentRunner, make_request, make_scheduler, step
 
 BLOCK_SIZE = 4
 PROMPT = list(range(10, 30))  # five blocks

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from baton.api.sampling_params import SamplingParams
-from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
-from engine.core.request import Request
 from engine.core.step_plan import SHARE, StepHooks, StepPlan
 from engine.engine import Engine
 from engine.executors.base import PendingStep
 from engine.rehearsal import rehearse
-
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
-
-
-def load_demo(**options: Any) -> Engine:
-    return Engine(DEMO, EngineConfig(device="cpu", num_blocks=32, num_threads=1, **options))
-
-
-def answer(engine: Engine) -> list[int]:
-    params = SamplingParams(max_tokens=8, temperature=0)
-    engine.add_request(
-        Request.create(
-            "a", [*range(5, 45)], params, seed=0, eos_token_ids=frozenset(), max_model_len=99
-        )
-    )
-    tokens: list[int] = []
-    while engine.requests:
-        for output in engine.step().outputs:
-            tokens += output.token_ids
-    return tokens
+from tests.fakes.engine.demo_engine import answer, load_demo
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +55,13 @@ def test_prompts_and_decodes_of_one_and_several_requests_sample_in_every_way(
     rehearse(engine)
     assert noted.kinds() == {(1, True), (1, False), (6, True), (6, False)}
     assert len(noted.plans) == 4, "a start must not take much longer for it"
+
+
+def test_a_node_that_never_decodes_rehearses_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_demo()
+    noted = Noted(engine, monkeypatch)
+    rehearse(engine, decodes=False)
+    assert noted.kinds() == {(1, True), (6, True)}
     params = {new.sampling_params for plan in noted.plans for new in plan.new_rows}
     assert {one.temperature for one in params} == {0, 1}
     assert any(one.top_p < 1 and one.top_k and one.min_p for one in params)

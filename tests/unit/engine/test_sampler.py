@@ -15,8 +15,8 @@ from baton.api.sampling_params import SamplingParams
 from engine.core.request import Request
 from engine.sampling.philox import WordTable, counter_words
 from engine.sampling.sampler import TOP_VALUES
-from tests.fakes.engine_parts import make_request
-from tests.fakes.sampling import random_words, sample, scores
+from tests.fakes.engine.engine_parts import make_request
+from tests.fakes.engine.sampling import random_words, sample, scores
 
 VOCAB_SIZE = 40
 

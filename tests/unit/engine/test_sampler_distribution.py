@@ -15,8 +15,8 @@ import torch
 from baton.api.sampling_params import SamplingParams
 from engine.core.request import Request
 from engine.sampling.sampler import TOP_VALUES
-from tests.fakes.engine_parts import make_request
-from tests.fakes.sampling import sample, scores
+from tests.fakes.engine.engine_parts import make_request
+from tests.fakes.engine.sampling import sample, scores
 
 VOCAB_SIZE = 2 * TOP_VALUES[-1] + 33  # no whole number of vector registers
 NUM_DRAWS = 4_000

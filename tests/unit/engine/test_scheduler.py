@@ -8,7 +8,14 @@ from baton.api.outputs import FinishReason, RequestDelta
 from engine.core.kv_cache_manager import GrantedBlocks
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
-from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares, step
+from tests.fakes.engine.engine_parts import (
+    EOS,
+    FakeRunner,
+    make_request,
+    make_scheduler,
+    shares,
+    step,
+)
 
 
 def run_to_end(scheduler: Scheduler, max_steps: int = 200) -> list[RequestDelta]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +15,12 @@ from engine.core.grammar import GrammarState
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from engine.sampling.grammar_compiler import GrammarCompiler
-from tests.fakes.engine_parts import FakeRunner, make_request, make_scheduler, step
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.engine_parts import FakeRunner, make_request, make_scheduler, step
 
 pytestmark = pytest.mark.medium
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
-COMPILER = GrammarCompiler(DEMO, 4096, frozenset({4093, 4095}))
+COMPILER = GrammarCompiler(DEMO_MODEL, 4096, frozenset({4093, 4095}))
 LONG = StructuredOutput(regex="[a-c]{12}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,9 @@ from engine.core.outputs import ModelRunnerOutput
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from engine.sampling.grammar_compiler import GrammarCompiler
-from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
-from tests.fakes.engine_parts import (
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.drafting_executor import DraftingExecutor, outputs_of
+from tests.fakes.engine.engine_parts import (
     EOS,
     ContentRunner,
     FakeRunner,
@@ -33,8 +33,7 @@ from tests.fakes.engine_parts import (
 
 pytestmark = pytest.mark.medium
 
-DEMO = Path(__file__).resolve().parents[3] / "examples" / "demo_model"
-COMPILER = GrammarCompiler(DEMO, 4096, frozenset({4093, 4095}))
+COMPILER = GrammarCompiler(DEMO_MODEL, 4096, frozenset({4093, 4095}))
 
 # ---------------------------------------------------------------- where an output ends
 
@@ -322,7 +321,7 @@ REQUESTS = draw_requests(2 * len(KINDS))
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[Completion], int]:
     """Completions without drafts, and the number of steps that they took."""
-    llm = LLM(str(DEMO), **SMALL)
+    llm = LLM(str(DEMO_MODEL), **SMALL)
     return llm.generate(*REQUESTS), llm.engine.num_steps
 
 
@@ -331,7 +330,7 @@ def test_drafts_change_no_token_of_a_model(
     asynchronous: bool, plain: tuple[list[Completion], int]
 ) -> None:
     expected, num_steps = plain
-    llm = LLM(str(DEMO), async_scheduling=asynchronous, **SMALL)
+    llm = LLM(str(DEMO_MODEL), async_scheduling=asynchronous, **SMALL)
     llm.engine.executor = executor = DraftingExecutor(
         llm.engine.executor,
         outputs_of({one.request_id: one.token_ids for one in expected}),
@@ -366,7 +365,7 @@ def test_a_tape_computes_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         run_tape(tape)
 
     monkeypatch.setattr(Tape, "run", count_runs)
-    llm = LLM(str(DEMO), **SMALL)
+    llm = LLM(str(DEMO_MODEL), **SMALL)
     params = SamplingParams(max_tokens=41, temperature=0.0, ignore_eos=True)
     [expected] = llm.generate([[5, 6, 7]], params)
     assert num_runs > 30

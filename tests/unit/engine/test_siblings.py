@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +12,12 @@ from baton.wire.types import sampling_params_to_proto
 from engine import LLM
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
-from tests.fakes.engine_parts import make_request, make_scheduler, step
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.engine_parts import make_request, make_scheduler, step
 
 pytestmark = pytest.mark.medium
 
-MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "demo_model")
+MODEL = str(DEMO_MODEL)
 
 
 def add_family(scheduler: Scheduler, num_prompt_tokens: int, names: str = "abc") -> list[Request]:

@@ -19,7 +19,7 @@ from engine.core.outputs import StepResult
 from engine.core.request import Request
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.speculation import Speculation, make_speculation
-from tests.fakes.engine_parts import make_request
+from tests.fakes.engine.engine_parts import make_request
 
 
 def runs_by_hand(tokens: list[int], least: int, most: int) -> int:

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.api.sampling_params import SamplingParams
-from baton.engine_config import EngineConfig
 from engine import step_profile
-from engine.core.request import Request
 from engine.core.step_plan import StepHooks, StepPlan
-from engine.engine import Engine
 from engine.executors.base import PendingStep
 from engine.step_profile import measure_decode_times, measure_step_times
-
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
-
-
-def load_demo(**options: Any) -> Engine:
-    return Engine(DEMO, EngineConfig(device="cpu", num_blocks=32, num_threads=1, **options))
-
-
-def answer(engine: Engine) -> list[int]:
-    params = SamplingParams(max_tokens=8, temperature=0)
-    engine.add_request(
-        Request.create(
-            "a", [*range(5, 45)], params, seed=0, eos_token_ids=frozenset(), max_model_len=99
-        )
-    )
-    tokens: list[int] = []
-    while engine.requests:
-        for output in engine.step().outputs:
-            tokens += output.token_ids
-    return tokens
+from tests.fakes.engine.demo_engine import answer, load_demo
 
 
 def test_steps_of_one_a_few_and_most_tokens_are_measured() -> None:
@@ -67,6 +43,25 @@ def test_steps_that_push_are_measured_with_a_callback(monkeypatch: pytest.Monkey
     assert all(hooks.after_layer is not None for hooks in hooks_seen)
 
 
+@pytest.mark.parametrize(("compiles", "num_steps"), [(True, 6), (False, 3)])
+def test_long_steps_are_computed_once_where_nothing_compiles(
+    compiles: bool, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_demo(max_num_requests=8)
+    monkeypatch.setattr(step_profile, "_LONG_S", 0.0)
+    num_computed = 0
+    submit = engine.executor.submit
+
+    def counted(plan: StepPlan, hooks: StepHooks) -> PendingStep:
+        nonlocal num_computed
+        num_computed += 1
+        return submit(plan, hooks)
+
+    monkeypatch.setattr(engine.executor, "submit", counted)
+    measure_decode_times(engine, compiles=compiles)
+    assert num_computed == num_steps
+
+
 def test_decode_steps_are_measured_of_one_of_many_and_of_a_long_context() -> None:
     engine = load_demo(max_num_requests=8)
     measure_step_times(engine, pushes=False)
@@ -79,7 +74,7 @@ def test_decode_steps_are_measured_of_one_of_many_and_of_a_long_context() -> Non
 def test_a_slow_machine_measures_fewer_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load_demo()
     for seconds, most in ((0.01, 32), (0.1, 5), (0.3, 1)):
-        monkeypatch.setattr(step_profile, "_time", lambda *_, s=seconds: s)
+        monkeypatch.setattr(step_profile, "_time", lambda *_, s=seconds, **__: s)
         assert max(num for num, *_ in measure_decode_times(engine)) == most
 
 

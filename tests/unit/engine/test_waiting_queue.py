@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.request import Request, RequestStatus
 from engine.core.waiting_room import WaitingQueue
-from tests.fakes.engine_parts import make_request
+from tests.fakes.engine.engine_parts import make_request
 
 
 def arrived(number: int) -> list[Request]:

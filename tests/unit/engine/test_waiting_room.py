@@ -8,7 +8,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from engine.core.request import Request, RequestStatus
 from engine.core.waiting_room import PARKED, WaitingRoom
-from tests.fakes.engine_parts import make_request
+from tests.fakes.engine.engine_parts import make_request
 
 STRUCTURED = SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex="a+"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +13,18 @@ from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import SHARE, StepPlan
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
+from engine.make_engine import make_engine
 from engine.worker import warm_up, worker
 from engine.worker.kv_cache import allocate_kv_cache
 from engine.worker.model_runner import ModelRunner
 from models.base import CausalLM
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 CPU = torch.device("cpu")
 
 
 def load_demo(**options: Any) -> Engine:
-    return Engine(DEMO, EngineConfig(device="cpu", max_num_requests=20, **options))
+    return make_engine(DEMO_MODEL, EngineConfig(device="cpu", max_num_requests=20, **options))
 
 
 def model_of(engine: Engine) -> CausalLM:
@@ -91,5 +91,5 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
         "warm_up": lambda *arguments: warmed.append(arguments[3:]),
     }.items():
         monkeypatch.setattr(worker, name, stand_in)
-    engine = Engine(DEMO, EngineConfig(**options))  # type: ignore[arg-type]
+    engine = make_engine(DEMO_MODEL, EngineConfig(**options))  # type: ignore[arg-type]
     assert warmed == [(gpu, ("reference",), engine.max_model_len)]

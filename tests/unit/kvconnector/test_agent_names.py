@@ -11,8 +11,8 @@ import torch
 from baton.api.errors import TransferError
 from kvconnector.peer_info import RankMemory
 from kvconnector.transports.nixl.transport import NixlTransport
-from tests.fakes.kv_link import BLOCK_SHAPE, numbers
-from tests.fakes.kv_memories import memory_of
+from tests.fakes.handoff.kv_link import BLOCK_SHAPE, numbers
+from tests.fakes.handoff.kv_memories import memory_of
 
 pytestmark = pytest.mark.nixl
 
@@ -27,7 +27,7 @@ def test_metadata_in_anothers_name_replaces_nobody() -> None:
         x.peer_info, ranks=(RankMemory(agent_metadata=x.peer_info.ranks[0].agent_metadata[:20]),)
     )
     for info in (forged, cut, msgspec.structs.replace(x.peer_info, ranks=(RankMemory(),))):
-        with pytest.raises(TransferError, match="is of somebody else, or damaged"):
+        with pytest.raises(TransferError, match="is damaged, or another agent's"):
             d.connect(info)
     d.notify(p.peer_info.engine_id, b"still there")
     for _ in range(1000):

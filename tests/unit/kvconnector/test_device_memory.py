@@ -12,6 +12,7 @@ import torch
 
 from kvconnector.base import BlockPush, KVReservation
 from kvconnector.block_digests import BlockDigests
+from kvconnector.blocks import Slices
 from kvconnector.ends import Receiver, Sender
 from kvconnector.io import IoLoop
 from kvconnector.layout import KVMemory
@@ -22,7 +23,6 @@ from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.seals import Channels
 from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS, Piece
-from kvconnector.slices import Slices
 from kvconnector.transports.in_memory import InMemoryTransport
 from kvconnector.transports.nixl.transport import NixlTransport, _Peer
 from kvconnector.transports.paths import (
@@ -32,10 +32,10 @@ from kvconnector.transports.paths import (
     judge_path,
 )
 from kvconnector.transports.scratch import Scratch
-from tests.fakes.cuda import FakeCuda, OnDevice
-from tests.fakes.kv_memories import PlainMemory, manifest, memory_of
-from tests.fakes.virtual_clock import VirtualClock
-from tests.fakes.waiting import wait_until
+from tests.fakes.engine.cuda import FakeCuda, OnDevice
+from tests.fakes.handoff.kv_memories import PlainMemory, manifest, memory_of
+from tests.fakes.time.virtual_clock import VirtualClock
+from tests.fakes.time.waiting import wait_until
 
 KEY = BlockKey(b"1" * 32)
 WRITTEN = Written("r", 0, [0, 1], (0, 2), 0, [0, 1])

@@ -20,7 +20,7 @@ from kvconnector.base import (
     TransferKey,
 )
 from kvconnector.block_digests import BlockDigests, digests_are_wanted
-from kvconnector.blocks import LayerRange
+from kvconnector.blocks import LayerRange, Slices
 from kvconnector.ends import Receiver, Sender
 from kvconnector.protocol.actions import Action, Drop, Input, Posted, Send, Write, WriteEnded
 from kvconnector.protocol.digests import DigestTeller, SentDigests, Written
@@ -28,12 +28,11 @@ from kvconnector.protocol.messages import Digests, Verified, Watermark, decode, 
 from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.seals import Channels, peek
 from kvconnector.protocol.transfer import MAX_ATTEMPTS, Piece
-from kvconnector.slices import Slices
 from kvconnector.transports.in_memory import InMemoryTransport, _Done
-from tests.fakes.handoff_cluster import Cluster
-from tests.fakes.kv_memories import memory_of
-from tests.fakes.peer_infos import peer_info
-from tests.fakes.waiting import wait_until
+from tests.fakes.handoff.handoff_cluster import Cluster
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.handoff.peer_infos import peer_info
+from tests.fakes.time.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
 NUM_BLOCKS = 8

@@ -12,9 +12,9 @@ from kvconnector.protocol.messages import Watermark
 from kvconnector.transports.fault_file import LOOK_EVERY_S, NO_FAULTS, FaultFile, faults_of
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from kvconnector.transports.in_memory import InMemoryTransport
-from tests.fakes.kv_memories import memory_of
-from tests.fakes.unsealed import unsealed
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.handoff.unsealed import unsealed
+from tests.fakes.time.virtual_clock import VirtualClock
 
 MARK = Watermark(engine_id="f", request_id="a", epoch=1, num_tokens=16)
 

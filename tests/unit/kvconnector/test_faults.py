@@ -23,9 +23,9 @@ from kvconnector.protocol.messages import (
 from kvconnector.protocol.seals import peek
 from kvconnector.transports.faults import MAX_SWAP_S, FaultSpec, FaultyTransport, KillPoint
 from kvconnector.transports.in_memory import InMemoryTransport
-from tests.fakes.kv_memories import memory_of
-from tests.fakes.unsealed import unsealed
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.handoff.unsealed import unsealed
+from tests.fakes.time.virtual_clock import VirtualClock
 
 
 class Ends:

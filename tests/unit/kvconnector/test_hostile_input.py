@@ -19,8 +19,8 @@ from kvconnector.protocol.actions import Connect, ConnectEnded, Meet
 from kvconnector.protocol.messages import Commit, Digests, Grant, Quiet, decode, encode
 from kvconnector.protocol.receiver import ReceiveMachine
 from kvconnector.protocol.seals import peek
-from tests.fakes.kv_memories import manifest
-from tests.fakes.peer_infos import peer_info
+from tests.fakes.handoff.kv_memories import manifest
+from tests.fakes.handoff.peer_infos import peer_info
 
 (GROUP,) = manifest(2, 4, 4).groups
 GROUP_OF_TOO_MANY_LAYERS = msgspec.structs.replace(GROUP, num_places=1)
@@ -113,7 +113,7 @@ def test_a_giant_peer_info_is_refused_before_it_is_read() -> None:
                 "manifest": KVManifest(groups=(GROUP,), num_ranks=1024),
                 "ranks": (RankMemory(),) * 1024,
             },
-            "at most 64 of a stage",
+            "at most 64 per stage",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_peer_that_describes_what_cannot_be_is_refused(
     [
         ({"connector": "pigeon"}, "speaks pigeon, not scripted"),
         ({"manifest": KVManifest(groups=(GROUP,))}, "KV group 0 with layers"),
-        ({"scratch_bytes": 7}, "other scratch memory"),
+        ({"scratch_bytes": 7}, "another size of scratch memory"),
     ],
 )
 def test_why_no_block_can_be_copied_to_a_peer(change: dict[str, Any], problem: str) -> None:

@@ -11,8 +11,8 @@ from kvconnector.protocol import inbox as inbox_module
 from kvconnector.protocol.inbox import MESSAGES_PER_TURN, WARN_INTERVAL_S, Inbox
 from kvconnector.protocol.messages import Beat, Message, Quiet, encode
 from kvconnector.protocol.seals import Channel, Channels, Refusal
-from tests.fakes.peer_infos import peer_info
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.handoff.peer_infos import peer_info
+from tests.fakes.time.virtual_clock import VirtualClock
 
 
 @dataclass

@@ -28,9 +28,9 @@ from kvconnector.protocol.messages import Hello, encode
 from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.seals import Channel, Channels, Refusal
 from kvconnector.transports.in_memory import InMemoryTransport
-from tests.fakes.kv_memories import memory_of
-from tests.fakes.unsealed import unsealed
-from tests.fakes.waiting import wait_until
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.handoff.unsealed import unsealed
+from tests.fakes.time.waiting import wait_until
 
 
 class Machine:

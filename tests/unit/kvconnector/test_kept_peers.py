@@ -14,8 +14,8 @@ from baton.api.errors import TransferError
 from kvconnector.transports.base import PendingWrite
 from kvconnector.transports.nixl import agent
 from kvconnector.transports.nixl.transport import NixlTransport
-from tests.fakes.kv_link import BLOCK_SHAPE, numbers
-from tests.fakes.kv_memories import memory_of
+from tests.fakes.handoff.kv_link import BLOCK_SHAPE, numbers
+from tests.fakes.handoff.kv_memories import memory_of
 
 pytestmark = pytest.mark.nixl
 
@@ -160,7 +160,7 @@ def test_other_metadata_in_the_name_of_a_kept_peer_replaces_it(
         d.peer_info,
         ranks=(msgspec.structs.replace(d.peer_info.ranks[0], agent_metadata=b"another's"),),
     )
-    with pytest.raises(TransferError, match="is of somebody else, or damaged"):
+    with pytest.raises(TransferError, match="is damaged, or another agent's"):
         p.connect(forged)
 
 

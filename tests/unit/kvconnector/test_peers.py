@@ -10,7 +10,7 @@ from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.protocol.actions import Connect, ConnectEnded, Send, SendEnded, Turn
 from kvconnector.protocol.messages import Beat, Hello, Message
 from kvconnector.protocol.peers import BEAT_INTERVAL_S, HELLO_TIMEOUT_S, LEASE_S, Peers, PeerState
-from tests.fakes.peer_infos import peer_info
+from tests.fakes.handoff.peer_infos import peer_info
 
 CONNECTED, FAILED = TransferEventKind.PEER_CONNECTED, TransferEventKind.PEER_FAILED
 

@@ -22,9 +22,9 @@ from kvconnector.protocol.seals import peek
 from kvconnector.transports.base import KVTransport, PendingWrite
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
 from kvconnector.transports.paths import CUDA_IPC_PATH, UNKNOWN_GPU_PATH
-from tests.fakes.kv_memories import memory_of
-from tests.fakes.scripted_network import ScriptedNetwork, ScriptedTransport
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.handoff.scripted_network import ScriptedNetwork, ScriptedTransport
+from tests.fakes.time.virtual_clock import VirtualClock
 
 CONNECTED, FAILED = TransferEventKind.PEER_CONNECTED, TransferEventKind.PEER_FAILED
 ROUND_S = 0.01

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnector.protocol.messages import Start
-from kvconnector.protocol.repeats import REPEAT_S, Repeats
+from kvconnector.protocol.messages import REPEAT_S, Repeats, Start
 
 
 def start(request_id: str) -> Start:

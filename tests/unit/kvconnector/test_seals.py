@@ -20,7 +20,7 @@ from kvconnector.protocol.seals import (
     RefusedMessageError,
     ReplayWindow,
 )
-from tests.fakes.kv_memories import manifest
+from tests.fakes.handoff.kv_memories import manifest
 
 INFO = PeerInfo(
     engine_id="",

@@ -7,7 +7,7 @@ import pytest
 from loadtest.load.cached import CacheReport, report_cache
 from loadtest.load.generate import Lengths
 from loadtest.plan import LoadPlan, OpenLoop
-from tests.fakes.load_targets import ScriptedTarget, even, run_virtually
+from tests.fakes.outside.load_targets import ScriptedTarget, even, run_virtually
 
 pytestmark = pytest.mark.medium
 

@@ -28,7 +28,7 @@ from loadtest.report.report_compare import (
 )
 from loadtest.report.verdict import judge_comparison, values_of
 from loadtest.slo import Slo
-from tests.fakes.load_targets import Answer, ScriptedTarget, run_virtually
+from tests.fakes.outside.load_targets import Answer, ScriptedTarget, run_virtually
 from tests.unit.loadtest.test_page import assert_numbers_are_those_of
 
 pytestmark = pytest.mark.large
@@ -181,7 +181,7 @@ def test_shapes_become_options() -> None:
     "text", ["", "1", "1:0", "0:1", "colocated:0", "colocated", "1:1+far", "a:b"]
 )
 def test_a_shape_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="deployments: must be of colocated:N"):
+    with pytest.raises(ConfigError, match="deployments: must be colocated:N"):
         Deployment.parse(text)
 
 

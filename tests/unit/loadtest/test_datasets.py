@@ -14,8 +14,8 @@ from loadtest.load.generate import Lengths
 from loadtest.load.prompts import Message, WrittenPrompt
 from loadtest.load.workload import PlannedRequest, planned_requests
 from loadtest.plan import ClosedLoop, LoadPlan
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 SHAREGPT = [
     {"id": "a", "conversations": [
         {"from": "system", "value": "Be short."}, {"from": "human", "value": "Hi"},
@@ -68,7 +68,7 @@ def test_sharegpt_is_conversations_with_their_recorded_answers(tmp_path: Path) -
         system, first, Message("assistant", "Hello, who are you?"), Message("user", "Nobody"),
     )  # fmt: skip
     assert {request.output_length for request in requests} == {33}
-    with_tokenizer = sent(path, 3, tokenizer=MODEL)
+    with_tokenizer = sent(path, 3, tokenizer=DEMO_MODEL)
     lengths = {len(messages(r)[-1].content): r.output_length for r in with_tokenizer}
     assert lengths[len("Hi")] > lengths[len("Nobody")] >= 2
     with pytest.raises(ConfigError, match=r"tokenizer: .*no such"):

@@ -25,7 +25,7 @@ from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.report.fault_report import FaultReport, fault_line, report_faults
 from loadtest.run import RunResult
 from loadtest.slo import Slo
-from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
+from tests.fakes.outside.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
 
 
 @pytest.mark.parametrize(

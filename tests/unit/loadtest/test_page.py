@@ -23,8 +23,8 @@ from loadtest.report.fault_report import report_faults
 from loadtest.report.report import plain, result_to_json
 from loadtest.report.series import waterfall
 from loadtest.slo import Slo
-from tests.fakes.browser import CHROMIUM, look_at_page, open_page
-from tests.fakes.load_targets import Answer, ScriptedTarget, even, run_virtually
+from tests.fakes.outside.browser import CHROMIUM, look_at_page, open_page
+from tests.fakes.outside.load_targets import Answer, ScriptedTarget, even, run_virtually
 from tests.unit.loadtest.test_series import receipt
 
 pytestmark = pytest.mark.large

@@ -24,9 +24,9 @@ from loadtest.report.distribution import PER_MILLE, Distribution
 from loadtest.report.progress import progress_line, show_progress
 from loadtest.run import RunResult
 from loadtest.slo import Slo
-from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
-from tests.fakes.virtual_clock import VirtualClock
-from tests.fakes.virtual_loop import VirtualLoop
+from tests.fakes.outside.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
+from tests.fakes.time.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_loop import VirtualLoop
 
 pytestmark = pytest.mark.large
 

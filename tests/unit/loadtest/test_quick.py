@@ -17,7 +17,7 @@ from loadtest.quick.memory_speed import read_bytes_per_s
 from loadtest.quick.report import WIDTH, print_quick, quick_to_json
 from loadtest.quick.verdict import Grade, judge, share_of_memory
 from loadtest.report.report import plain
-from tests.fakes.load_targets import Answer, ScriptedTarget, even, run_virtually
+from tests.fakes.outside.load_targets import Answer, ScriptedTarget, even, run_virtually
 
 MACHINE = Machine(
     num_cores=2,

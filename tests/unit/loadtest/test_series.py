@@ -15,7 +15,7 @@ from loadtest.report.series import MAX_BINS, Series, cdf, make_series, waterfall
 from loadtest.report.summary import RECEIPT_SECONDS
 from loadtest.run import RunResult
 from loadtest.slo import Slo
-from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
+from tests.fakes.outside.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
 
 
 def play(script: ScriptedTarget, slo: str = "ttft=0.5") -> tuple[RunResult, Series]:

@@ -31,7 +31,7 @@ from loadtest.run import RunResult
 from loadtest.search import find_highest, play_search
 from loadtest.slo import Slo
 from loadtest.steps import Step, Sweep, play_sweep
-from tests.fakes.load_targets import ScriptedTarget, even, run_virtually
+from tests.fakes.outside.load_targets import ScriptedTarget, even, run_virtually
 from tests.unit.loadtest.test_page import assert_numbers_are_those_of
 
 pytestmark = pytest.mark.large

@@ -20,8 +20,14 @@ from loadtest.run import Run, RunResult
 from loadtest.targets import TARGETS, open_target
 from loadtest.targets.base import Frame, TargetError, TargetOptions, Usage
 from loadtest.targets.openai_http import EventReader
-from tests.fakes.load_servers import NUM_CACHED, SERVERS, HttpScript, ScriptedServer, ServedCall
-from tests.fakes.load_targets import Answer, Script, even
+from tests.fakes.outside.load_servers import (
+    NUM_CACHED,
+    SERVERS,
+    HttpScript,
+    ScriptedServer,
+    ServedCall,
+)
+from tests.fakes.outside.load_targets import Answer, Script, even
 
 NUM_REQUESTS = 40
 

@@ -26,7 +26,7 @@ from engine.worker.host.memory_check import check_memory
 from models import ModelConfig, load_model
 from models.cpu.packing import CpuPacker
 from models.memory_needs import memory_needs
-from tests.fakes.gguf_files import write_model
+from tests.fakes.checkpoints.gguf_files import write_model
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 DEMO = "examples/demo_model"

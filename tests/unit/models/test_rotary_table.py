@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.config import ModelConfig
 from models.layers import rotary
 from models.layers.rotary import RotaryEmbedding
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 NUM_POSITIONS = 500
 VIEWS = {"view", "select", "unbind", "alias", "detach"}
 
@@ -36,7 +35,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def embedding() -> RotaryEmbedding:
-    model = ModelConfig.from_folder(DEMO)
+    model = ModelConfig.from_folder(DEMO_MODEL)
     return RotaryEmbedding(model.rope, model.head_dim, NUM_POSITIONS)
 
 

@@ -11,7 +11,7 @@ from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from models.config import ModelConfig
 from models.recipe import MlpSpec
 from models.work import ModelWork, model_work
-from tests.fakes.engine_parts import make_request
+from tests.fakes.engine.engine_parts import make_request
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_a_router_is_healthy_once_its_workers_read_requests(
         workers, stopping = Workers(), asyncio.Event()
         becoming = asyncio.create_task(
             program._become_ready(
-                cast("Any", SimpleNamespace(reader=workers)), cast("Any", servers), stopping
+                [cast("Any", SimpleNamespace(reader=workers))], cast("Any", servers), stopping
             )
         )
         async with asyncio.timeout(10):

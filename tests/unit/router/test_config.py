@@ -14,7 +14,7 @@ from baton.api.errors import ConfigError
 from node_runtime.node_program import run_node_program
 from router.config import RouterConfig, check_exposure, requires_client_certs
 from router.program import serve
-from tests.fakes.certificates import Authority
+from tests.fakes.network.certificates import Authority
 
 TLS = TlsOptions(cert="c", key="k")
 MTLS = TlsOptions(cert="c", key="k", ca="ca")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
 
 from baton.checkpoint.model_folder import read_limits
-from router import program
+from router import base_parts, program
 from router.api import http_server
 from router.api.grpc.journal import JournalOptions
 from router.config import RouterConfig
-from router.intake.early_readers import EarlyReaders
+from router.intake.prompt_reader import EarlyReaders
 from router.intake.text_options import TextOptions
-
-DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 
 class SeenError(Exception):
@@ -30,9 +28,9 @@ def config(**options: Any) -> RouterConfig:
 
 def test_prompts_are_read_and_logged_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
-    monkeypatch.setattr(program, "Intake", lambda *parts, **options: made.update(options))
+    monkeypatch.setattr(base_parts, "Intake", lambda *parts, **options: made.update(options))
     texts = TextOptions(trust_request_chat_template=True, cut_changing_lines=False)
-    program._make_intake(
+    base_parts.make_intake(
         config(texts=texts, log_prompts=True),
         DEMO_MODEL,
         read_limits(DEMO_MODEL),
@@ -53,7 +51,8 @@ async def seen_by_http(monkeypatch: pytest.MonkeyPatch, options: RouterConfig) -
         raise SeenError
 
     monkeypatch.setattr(http_server, "HttpServer", note)
-    parts = MagicMock(config=options, files=None, model_name="demo")
+    names = MagicMock(bases=[MagicMock(model="demo")])
+    parts = MagicMock(config=options, files=None, names=names)
     with pytest.raises(SeenError):
         async with program._serving_http(cast("program._Parts", parts)):
             pass
@@ -62,10 +61,14 @@ async def seen_by_http(monkeypatch: pytest.MonkeyPatch, options: RouterConfig) -
 
 @pytest.mark.parametrize("origin", ["", "https://app.example"])
 def test_pages_of_the_allowed_origin_may_call(origin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = config(http_cors_origin=origin, served_model_aliases="small, tiny")
-    made = asyncio.run(seen_by_http(monkeypatch, options))
+    made = asyncio.run(seen_by_http(monkeypatch, config(http_cors_origin=origin)))
     assert made["cors_origin"] == origin
-    assert list(made["served"]) == ["demo", "small", "tiny"]
+
+
+def test_a_model_has_its_name_and_its_aliases() -> None:
+    base = MagicMock(model="demo")
+    options = config(served_model_name="demo", served_model_aliases="small, tiny")
+    assert list(base_parts.make_names(options, [base]).names) == ["demo", "small", "tiny"]
 
 
 def test_unread_requests_are_kept_as_long_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,11 @@ import pytest
 from baton.api.errors import BatonError
 from baton.api.outputs import FinishReason
 from baton.link.words import DecodeCommand, PrefillCommand
-from baton.telemetry.spans import Span, SpanKind
-from baton.telemetry.trace_context import TraceContext, parse_traceparent
+from baton.telemetry.spans import Span, SpanKind, TraceContext, parse_traceparent
 from router.calls.recovery.retry_budget import RetryOptions
 from router.request_spans import RequestSpans
-from tests.fakes.nodes import failure, token, token_1
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.nodes import failure, token, token_1
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 RETRIES = RetryOptions(
     max_attempts=3, pair_timeout_s=0.2, return_timeout_s=0.2, first_pause_s=0.001

@@ -8,8 +8,8 @@ import pytest
 
 from baton.api.errors import NodeUnavailableError
 from router.calls.recovery.retry_budget import RetryOptions
-from tests.fakes.nodes import token_1
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.nodes import token_1
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 RETRIES = RetryOptions(max_attempts=3, pair_timeout_s=60)
 

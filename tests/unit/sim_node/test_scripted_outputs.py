@@ -10,10 +10,10 @@ from baton.api.errors import ConfigError
 from baton.api.outputs import FinishReason
 from baton.checkpoint.model_folder import read_limits
 from sim_node.scripted_outputs import ScriptedOutputs, parse_script, read_script
-from tests.fakes.sim_parts import SimPair
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.system.sim_parts import SimPair
 
-MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
-VOCAB_SIZE = read_limits(MODEL).vocab_size
+VOCAB_SIZE = read_limits(DEMO_MODEL).vocab_size
 SCRIPT = """
 otherwise = "What?"
 
@@ -62,21 +62,21 @@ def test_a_wrong_script_is_one_line(tmp_path: Path, text: str, problem: str) -> 
     path = tmp_path / "script.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=problem) as caught:
-        read_script(str(path), str(MODEL))
+        read_script(str(path), str(DEMO_MODEL))
     assert str(caught.value).startswith(f"script: {path}: ")
     assert "\n" not in str(caught.value)
 
 
 def test_a_script_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"script: cannot read .*No such file"):
-        read_script(str(tmp_path / "none.toml"), str(MODEL))
+        read_script(str(tmp_path / "none.toml"), str(DEMO_MODEL))
 
 
 @pytest.fixture
 def outputs(tmp_path: Path) -> ScriptedOutputs:
     path = tmp_path / "script.toml"
     path.write_text(SCRIPT)
-    return read_script(str(path), str(MODEL))
+    return read_script(str(path), str(DEMO_MODEL))
 
 
 def test_a_node_says_the_answer_and_ends(outputs: ScriptedOutputs) -> None:

@@ -10,7 +10,7 @@ from baton.api.outputs import FinishReason
 from baton.kv.block_hash import BlockHasher, cache_namespace, shorten
 from baton.link.words import AbortAll, SendKVSnapshot
 from sim_node.sim_model import output_tokens
-from tests.fakes.sim_parts import TIMING, VOCAB_SIZE, SimPair
+from tests.fakes.system.sim_parts import TIMING, VOCAB_SIZE, SimPair
 
 
 def prompt(length: int, first: int = 0) -> list[int]:

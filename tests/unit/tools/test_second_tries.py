@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -19,26 +19,32 @@ def failed(root: Path, *tests: str) -> None:
     file.write_text(json.dumps(dict.fromkeys(tests, True)))
 
 
-def test_each_failed_run_is_a_line_and_tests_are_counted(tmp_path: Path) -> None:
+def test_each_failed_run_is_a_line_and_tests_are_counted_by_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = tmp_path / "build" / "tries.jsonl"
-    for tests in (("t.py::b", "t.py::a"), ("t.py::b",)):
+    for day, tests in enumerate((("t.py::b", "t.py::a"), ("t.py::b",))):
         failed(tmp_path, *tests)
-        number = second_tries.note(tmp_path, record, now=NOW, revision="abc")
-        assert number == len(tests)
+        now = NOW + timedelta(days=day)
+        assert second_tries.note(tmp_path, record, now=now, revision="abc") == len(tests)
     first = json.loads(record.read_text().splitlines()[0])
     assert first == {
         "date": "2026-11-29T03:00:00+00:00",
         "revision": "abc",
         "tests": ["t.py::a", "t.py::b"],
     }
-    assert second_tries.counts(record).most_common() == [("t.py::b", 2), ("t.py::a", 1)]
+    monkeypatch.setenv("BATON_SECOND_TRIES", str(record))
+    assert second_tries.main(tmp_path, ["show"]) == 0
+    assert capsys.readouterr().out == (
+        "   2 t.py::b (2026-11-29 1, 2026-11-30 1)\n   1 t.py::a (2026-11-29 1)\n"
+    )
 
 
 def test_without_failures_nothing_is_written(tmp_path: Path) -> None:
     record = tmp_path / "tries.jsonl"
     assert second_tries.note(tmp_path, record, now=NOW, revision="abc") == 0
     assert not record.exists()
-    assert not second_tries.counts(record)
+    assert not second_tries.days_of(record)
 
 
 def test_the_record_is_where_the_variable_says(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.text.tokenizer import Tokenizer
-from benchmarks.page.rows import Found
+from benchmarks.page.page import Outcome
 from benchmarks.served.rows import SERVED, best_shape, over_best_peer
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -105,9 +105,9 @@ def servers(**throughputs: float) -> dict[str, dict[str, float]]:
     }
 
 
-def found(medians: dict[str, Any], what: str) -> Found:
+def found(medians: dict[str, Any], what: str) -> Outcome:
     [row] = [row for row in SERVED.rows if row.what == f"125M, float32, {what}"]
-    return row.measure({"shapes": {"125M": {"medians": medians}}})
+    return Outcome(row, row.measure({"shapes": {"125M": {"medians": medians}}}))
 
 
 def test_the_best_shape_beats_peers_in_most_columns() -> None:
@@ -116,26 +116,30 @@ def test_the_best_shape_beats_peers_in_most_columns() -> None:
     assert best_shape(rows) == "baton colocated"
     assert over_best_peer(rows, "baton split", "output_tokens_per_s") == 0.9
     medians = {"4": rows}
-    assert found(medians, "4/s: ITL p99, best shape of Baton / best peer").holds is True
+    assert found(medians, "4/s: ITL p99, best shape of Baton / best peer").verdict == "yes"
     lost = found(medians, "4/s: throughput, best shape of Baton / best peer")
-    assert lost.holds is False
-    assert lost.text.startswith("0.80 (baton colocated: baton split 90")
+    assert lost.verdict == "**missed**"
+    assert lost.found is not None
+    assert lost.found.text.startswith("0.80 (baton colocated: baton split 90")
 
 
 def test_as_good_as_a_peer_is_not_better() -> None:
     medians = {"1": servers(baton_split=100, baton_colocated=90, vllm=100)}
     for column in ("throughput", "TTFT p50", "ITL p50", "ITL p99"):
-        assert found(medians, f"1/s: {column}, best shape of Baton / best peer").holds is False
+        assert (
+            found(medians, f"1/s: {column}, best shape of Baton / best peer").verdict
+            == "**missed**"
+        )
 
 
-@pytest.mark.parametrize(("split", "holds"), [(80.0, True), (79.0, False)])
-def test_split_is_judged_by_colocated(split: float, holds: bool) -> None:
+@pytest.mark.parametrize(("split", "verdict"), [(80.0, "yes"), (79.0, "**missed**")])
+def test_split_is_judged_by_colocated(split: float, verdict: str) -> None:
     medians = {"4": servers(baton_split=split, baton_colocated=80)}
-    assert found(medians, "4/s: throughput, split / colocated").holds is holds
+    assert found(medians, "4/s: throughput, split / colocated").verdict == verdict
 
 
 def test_itl_of_split_is_a_quarter_at_most() -> None:
     medians = {"1": servers(baton_split=100, baton_colocated=25)}
-    assert found(medians, "1/s: ITL p99, split / colocated").holds is True
+    assert found(medians, "1/s: ITL p99, split / colocated").verdict == "yes"
     medians["1"]["baton split"]["itl_p99_ms"] += 0.01
-    assert found(medians, "1/s: ITL p99, split / colocated").holds is False
+    assert found(medians, "1/s: ITL p99, split / colocated").verdict == "**missed**"

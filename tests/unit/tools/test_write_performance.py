@@ -13,18 +13,9 @@ from benchmarks.engine_cpu.rows import ENGINE_CPU
 from benchmarks.gpu import rows as gpu
 from benchmarks.loadtest.rows import COMPARE
 from benchmarks.page.headlines import HEADLINES
+from benchmarks.page.measures import at, number, ratio, told, value
 from benchmarks.page.page import CHANGES, RESULTS, anchor, write
-from benchmarks.page.rows import (
-    Found,
-    Json,
-    Measurement,
-    Row,
-    Source,
-    Subject,
-    number,
-    ratio,
-    value,
-)
+from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 from benchmarks.page.write_performance import PAGE, SUBJECTS, count_changes, write_page
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +33,7 @@ ENVIRONMENT = {
 
 
 def row(**fields: str) -> Row:
-    return Row("speed", value("a", least=2.0), ">= 2", **fields)
+    return Row("speed", value("a"), ">= 2", **fields)
 
 
 def page_of(document: object, tmp_path: Path, *rows: Row) -> str:
@@ -54,7 +45,7 @@ def page_of(document: object, tmp_path: Path, *rows: Row) -> str:
 
 
 def subject_of(source: Source) -> Subject:
-    return Subject("Area", (Measurement("benchmarks.subject.one", "engine", (source,)),))
+    return Subject("Area", (Measurement("subject.one", "engine", (source,)),))
 
 
 def cells(page: str, what: str) -> list[str]:
@@ -119,7 +110,7 @@ def test_a_row_says_what_was_measured_and_whether_that_is_enough(tmp_path: Path)
 
 
 def test_a_row_without_a_target_has_no_verdict(tmp_path: Path) -> None:
-    page = page_of({"a": 3, "b": 2}, tmp_path, Row("x", ratio(("a",), ("b",))))
+    page = page_of({"a": 3, "b": 2}, tmp_path, Row("x", ratio("a", "b")))
     assert cells(page, "x") == ["x", "", "1.50 (3 / 2)", ""]
     assert cells(page, "[Area](#area)") == ["[Area](#area)", "0", "0", "0"]
 
@@ -141,14 +132,46 @@ def test_what_is_no_number_is_not_measured(damaged: Json) -> None:
         number({"a": damaged}, "a")
 
 
+@pytest.mark.parametrize(
+    ("target", "found", "verdict"),
+    [
+        ("<= 1,000 us", 1000.0, True),
+        ("< 1", 1.0, False),
+        ("flat: <= 1.05", 1.06, False),
+        ("all >= 1", 1.0, True),
+        ("> 0.5 %", 0.5, False),
+        ("0", 0, True),
+        ("0", 2, False),
+        ("none", True, True),
+        ("p50 < 1, p99 < 1.5", False, False),
+        ("", 3.0, None),
+        ("<= 3", None, None),
+    ],
+)
+def test_a_target_is_judged_by_its_text(
+    target: str, found: float | bool | None, verdict: bool | None
+) -> None:
+    assert Row("x", value("a"), target).is_kept(Found("", found)) is verdict
+
+
+def test_a_place_is_keys_indices_and_values_of_a_row(tmp_path: Path) -> None:
+    rows = [{"name": "a, b", "size": 1, "us": {"p50": 2.0}}, {"name": "a", "size": 1}]
+    assert at({"rows": rows}, "rows > name=a, b, size=1 > us", "p50") == 2.0
+    assert at({"rows": rows}, "rows > -1 > name") == "a"
+    with pytest.raises(LookupError):
+        at({"rows": rows}, "rows > name=a, size=2")
+    page = page_of({"rows": rows}, tmp_path, Row("x", told("rows > 0", "{us[p50]:.1f} us")))
+    assert cells(page, "x") == ["x", "", "2.0 us", ""]
+
+
 def test_a_ratio_over_nothing_is_not_measured(tmp_path: Path) -> None:
-    page = page_of({"a": 3, "b": 0}, tmp_path, Row("x", ratio(("a",), ("b",))))
+    page = page_of({"a": 3, "b": 0}, tmp_path, Row("x", ratio("a", "b")))
     assert cells(page, "x")[-1] == "not measured"
 
 
 def test_a_bar_in_a_figure_breaks_no_table(tmp_path: Path) -> None:
-    page = page_of({}, tmp_path, Row("x", lambda _: Found("a|b", True)))
-    assert "| x |  | a\\|b | yes |" in page
+    page = page_of({}, tmp_path, Row("x", lambda _: Found("a|b", True), "all"))
+    assert "| x | all | a\\|b | yes |" in page
 
 
 def test_links_to_the_log_lead_to_headings() -> None:

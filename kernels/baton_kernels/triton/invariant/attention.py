@@ -1,15 +1,15 @@
-"""Paged attention whose bits for a query do not depend on the batch.
+"""Paged attention whose results for a query have the same bits in every batch.
 
-The keys that a query sees are cut into parts; their number alone decides how. Each part is computed
-tile by tile, and parts are merged in order. So the result does not depend on whether a token is a
-decode, on its place in a chunk of a prompt, or on other requests in the step::
+Only the number of keys that a query sees decides how these keys are cut into parts. Each part is
+computed tile by tile, and parts are merged in order. So the result does not depend on whether a
+token is a decode, on its place in a chunk of a prompt, or on other requests in the step::
 
     keys that are seen    0 .. 511 | 512 .. 1,023 | ...      a query at most 8,192 tokens on
                           0 .. 1,023 | 1,024 .. 2,047 | ...  at most 16,384; so at most 16 parts
 
-Decodes have a program per part, and the last to finish merges all parts; a tile of a prompt's
+Each part of a decode has a program, and the last to finish merges all parts. A tile of a prompt's
 queries has one program, which merges parts as it computes them. Both use one function with tiles of
-one size, compiled without fused multiply-adds, as a compiler's choice to fuse depends on the
+one size, compiled without fused multiply-adds, because a compiler's choice to fuse depends on the
 surrounding code.
 
 Refuses to know: how the host cuts a step into tiles.
@@ -46,7 +46,8 @@ MOST_PARTS = 16  # most parts of one query
 _NO_WINDOW = 2**31 - 1
 
 # Tiles by padded head size, for 16-bit numbers. 64 rows are the fewest of a matrix product on 9.0.
-# All GPUs use the same tiles, as other tiles give other bits; so all must fit the 99 KiB of 8.6.
+# All GPUs use the same tiles, because other tiles give other bits; so all must fit the 99 KiB of
+# 8.6.
 _ROWS = 64
 _TILES = {
     16: TileSize(64, 4, 5),
@@ -82,14 +83,14 @@ def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOS
 
 @triton.jit
 def weigh(highest, total, acc, lse, values):
-    """Add one more part to the sums.
+    """Add one more part to the weighted sums.
 
     Args:
         highest: ``[M]``, the highest log2 of a sum of weights so far; -inf before the first.
-        total: ``[M]``, the sum of parts' weights relative to it.
-        acc: ``[M, D]``, of weighted values relative to it.
-        lse: ``[M]``, of the part; -inf where a row sees none of its keys.
-        values: ``[M, D]``, of the part.
+        total: ``[M]``, the sum of parts' weights relative to ``highest``.
+        acc: ``[M, D]``, the sum of weighted values relative to ``highest``.
+        lse: ``[M]``, log2 of the part's sum of weights; -inf where a row sees none of its keys.
+        values: ``[M, D]``, the part's result.
     """
     new_highest = tl.maximum(highest, lse)
     anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
@@ -111,7 +112,7 @@ def finished(highest, total, acc, sinks, heads, present):
 @triton.jit
 def attend_part(
     q,
-    positions,  # [M], of each row's token
+    positions,  # [M], position of each row's token
     start,
     end,
     window,
@@ -148,7 +149,7 @@ def attend_part(
 
 @triton.jit
 def merge_parts(
-    out,  # [num_heads, HEAD_DIM], of the token
+    out,  # [num_heads, HEAD_DIM], result of the token
     part_out,
     part_lse,
     sinks,
@@ -216,7 +217,7 @@ def invariant_decodes(
 ):
     """Grid (NUM_KV_HEADS, num_requests, MOST): one part of a request with one new token.
 
-    The last part of a request to arrive combines all of them.
+    The last part of a request to finish combines all of them.
     """
     kv_head, request, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, M), tl.arange(0, D)
@@ -246,12 +247,12 @@ def invariant_decodes(
     slot = request * MOST + number
     tl.store(part_out + slot.to(tl.int64) * token_size + places, values, mask=in_tile)
     tl.store(part_lse + slot * (NUM_KV_HEADS * GROUP) + heads, lse, mask=present)
-    # One thread counts: the barrier puts what all threads stored before its release, and its
-    # acquire puts what the other parts stored before the loads of the last one.
+    # One thread counts. The barrier orders this program's stores before the release; the acquire
+    # orders the other parts' stores before the last part's loads.
     tl.debug_barrier()
     counter = arrived + request * NUM_KV_HEADS + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-        tl.store(counter, 0)  # for the next launch; no other part of this one is to come
+        tl.store(counter, 0)  # for the next launch; this was the last part of this one
         merge_parts(
             out + token * token_size, part_out, part_lse, sinks, request * MOST, num_parts,
             kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, D, HEADS,
@@ -260,7 +261,7 @@ def invariant_decodes(
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def invariant_prompts(
-    out,  # this and the next ones: see invariant_decodes
+    out,  # this one and the next: see invariant_decodes
     query,
     kv_cache,
     block_table,
@@ -349,10 +350,10 @@ def cut_prompts(
     Args:
         query_lens: new tokens of each request.
         seq_lens: all tokens of each request, the new ones included.
-        tokens_per_tile: most of a tile.
+        tokens_per_tile: most tokens of a tile.
 
     Returns:
-        ``(request, first new token, end)``, those that see most keys first.
+        ``(request, first new token, end)`` of each tile; tiles that see the most keys come first.
     """
     tiles: list[tuple[int, int, int]] = []
     for request, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -367,24 +368,24 @@ def cut_prompts(
 
 
 def tiles_of_step(metadata: AttentionMetadata, shape: PagedShape, element_size: int) -> Tensor:
-    """Return the step's ``[num_tiles, 3]`` int32 on its device."""
+    """Return the step's tiles, ``[num_tiles, 3]`` int32, on its device."""
     tokens_per_tile = _rows(shape, element_size) // shape.group
     tiles = cut_prompts(metadata.query_lens, metadata.seq_lens_host, tokens_per_tile)
     on_host = torch.from_numpy(np.array(tiles, dtype=np.int32).reshape(-1, 3))
     device = metadata.seq_lens.device
     if device.type == "cuda":
-        on_host = on_host.pin_memory()  # which is reused only after the copy out of it
+        on_host = on_host.pin_memory()  # pinned memory is reused only after its copy to the device
     return on_host.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundInvariant:
-    """The launch of one step in all layers of the same options.
+    """The launch of one step for all layers with the same options.
 
     Attributes:
         attend: launch for the step's decodes or for its tiles.
         metadata: the step.
-        work: further tensors that the kernel takes.
+        work: the kernel's tensors between cache and sinks; see ``bind_invariant``.
     """
 
     attend: Launch
@@ -392,10 +393,10 @@ class BoundInvariant:
     work: tuple[Tensor, ...]
 
     def launch(self, out: Tensor, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> None:
-        """Attend.
+        """Attend with the step's decodes or tiles.
 
         Args:
-            out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are left alone.
+            out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: one layer's, see ``PagedShape.of``.
             sinks: see ``AttentionBackend.run``.
@@ -416,13 +417,13 @@ def bind_invariant(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> BoundInvariant:
-    """Bind the launch of a step to the shapes of these tensors, which all such layers share.
+    """Bind the launch of a step to these tensors' shapes; layers with the same shapes share it.
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: one layer's, see ``PagedShape.of``.
         metadata: the step.
-        work: buffers: its requests with one new token; tiles: those with several.
+        work: buffers, to bind the step's requests with one new token; or tiles, for the others.
         scale: see ``AttentionBackend.run``.
         sliding_window: see ``AttentionBackend.run``.
         soft_cap: see ``AttentionBackend.run``.

@@ -35,7 +35,7 @@ class LinearTile:
         rows: rows of the weight in a tile.
         depth: inputs of a step.
         num_warps: warps of a program.
-        num_stages: steps under way.
+        num_stages: steps in flight.
     """
 
     tokens: int
@@ -47,7 +47,7 @@ class LinearTile:
 
 _FEW = LinearTile(FEW_TOKENS, 128, 64, 4, 4)
 _MANY = LinearTile(2 * FEW_TOKENS, 128, 64, 8, 3)
-# No matrix unit multiplies float32 as it is.
+# No matrix unit multiplies float32 without rounding.
 _FLOAT32 = LinearTile(FEW_TOKENS, 64, 32, 4, 2)
 
 
@@ -98,7 +98,8 @@ def _launcher(tile: LinearTile, is_even: bool) -> Launcher:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # it would be compiled anew while serving
+# Not specialized: a new number must not cause a compilation while serving.
+@triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, arrived_ptr, num_tokens, x_stride,
     weight_stride, in_features, out_features, part_steps,
@@ -139,8 +140,8 @@ def linear_kernel(
     if sum_ptr is not None:
         size = tl.cast(num_tokens, tl.int64) * out_features
         tl.store(sum_ptr + tl.program_id(2) * size + place, total, mask=exists)
-        # One thread counts: the barrier puts what all threads stored before its release, and its
-        # acquire puts what the other parts stored before the loads of the last one.
+        # One thread counts. The barrier orders this program's stores before the release; the
+        # acquire orders the other parts' stores before the last part's loads.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrived_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
         is_last = is_last == tl.num_programs(2) - 1

@@ -3,10 +3,10 @@
     a latent      | rank: key and value | rotary: key |
     rows of a tile  token 0: heads 0..GROUP | token 1: heads 0..GROUP | ...
 
-The form is the absorbed one, for prompts and decodes alike (DeepSeek-AI, arXiv:2405.04434): a
-tile of latents is loaded once and multiplied twice. Requests that compute one token are split over
-programs and merged, as `decode_attention` does; others are tiles of tokens, each program one.
-Refuses to know: layers, how latents come into the cache.
+Prompts and decodes both use the absorbed form (DeepSeek-AI, arXiv:2405.04434): a tile of latents is
+loaded once and multiplied twice. Requests that compute one token are split over programs and
+merged, as in `decode_attention`; each other program computes a tile of tokens. Refuses to know:
+layers, how latents come into the cache.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class LatentShape:
 
     @property
     def tile_keys(self) -> int:
-        """Latents that are loaded at once: 36 KiB with DeepSeek's sizes."""
+        """Number of latents loaded at once: 36 KiB with DeepSeek's sizes."""
         return 32 if self.element_size < 4 else 16
 
     @property
     def num_warps(self) -> int:
-        """Warps of a program: sums of 16 heads and a rank of 512 are 32 registers of 8 warps."""
+        """Warps of a program: the sums of 16 heads of rank 512 take 32 registers of 8 warps."""
         return 8 if self.rank > 128 else 4
 
     @property
@@ -90,7 +90,7 @@ class LatentShape:
 
     @property
     def as_paged(self) -> PagedShape:
-        """The shape for sharing out decodes: a group of heads counts as a KV head."""
+        """The shape for dividing decodes among programs: a group of heads counts as a KV head."""
         return PagedShape(self.num_groups, self.group, self.rank, self.block_size)
 
 
@@ -102,7 +102,7 @@ def attend(
     table_row,
     start,
     end,
-    last_seen,  # [M], each row's last token
+    last_seen,  # [M], last token that each row sees
     block_stride,
     token_stride,
     score_scale,
@@ -127,7 +127,7 @@ def attend(
         block_ids = tl.load(table_row + tokens // BLOCK_SIZE, mask=there, other=0)
         places = block_ids.to(tl.int64) * block_stride + tokens % BLOCK_SIZE * token_stride
         rows = cache + places[:, None]
-        # Zeros and not just any number: what lies behind the last token may be NaN.
+        # Zeros instead of arbitrary memory, as memory behind the last token may contain NaN.
         latents = tl.load(
             rows + ranks[None, :], mask=there[:, None] & (ranks < RANK)[None, :], other=0.0
         )
@@ -179,7 +179,7 @@ def latent_decodes(
     heads = group * GROUP + rows
     in_group = rows < GROUP
     in_tile = in_group[:, None] & (ranks < RANK)[None, :]
-    places = heads[:, None] * RANK + ranks[None, :]  # [M, R], inside a token's results
+    places = heads[:, None] * RANK + ranks[None, :]  # [M, R], offsets within a token's results
 
     num_rows = tl.load(query_start_loc + num_requests)
     for padding in range(num_rows + slot, num_tokens, tl.num_programs(1)):
@@ -211,7 +211,7 @@ def latent_decodes(
     else:
         tl.store(part_out + slot.to(tl.int64) * NUM_HEADS * RANK + places, result, mask=in_tile)
         tl.store(part_lse + slot * NUM_HEADS + heads, highest + tl.log2(total), mask=in_group)
-        # As in decode_attention: the last part sees what all parts stored.
+        # As in decode_attention: the last part sees all other parts' stores.
         tl.debug_barrier()
         counter = arrived + request * (NUM_HEADS // GROUP) + group
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
@@ -233,7 +233,9 @@ def latent_prompts(
     query,
     cache,
     block_table,
-    tiles,  # [num_tiles, 4] int32: request, first row of the step, rows, position of the first
+    # [num_tiles, 4] int32: request, first row of the step, number of rows, position of the first
+    # row.
+    tiles,
     score_scale,
     query_stride,
     table_stride,

@@ -1,7 +1,7 @@
-"""Short causal convolutions of channels, which read and write each request's state.
+"""Short causal convolutions of channels that read and write each request's state.
 
-A program computes some channels of a request. Of a long one several share the tiles of tokens; the
-first of them alone reads and writes states. Refuses to know: models, who owns a slot.
+A program computes some channels of a request. Several programs share the tiles of a long request;
+only the first one reads and writes states. Refuses to know: models, who owns a slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
 CHANNELS = 128  # channels of a program
-TILE_TOKENS = 8  # tokens of a prompt that are computed together
+TILE_TOKENS = 8  # tokens of a prompt that are computed at once
 LARGEST_SHARE = 32  # most programs that share one request's tokens
 
 
@@ -155,7 +155,7 @@ def store_results(
     out_ptr, out_gate_ptr, out_gate_stride, token, channel, num_channels, result, mask,
     SILU: tl.constexpr,
 ):  # fmt: skip
-    """Store sums, float32 ``[tokens, CHANNELS]``, after what follows them."""
+    """Apply ``silu`` and gate to sums, float32 ``[tokens, CHANNELS]``, and store them."""
     dtype = out_ptr.dtype.element_ty
     if SILU:
         small = tl.exp(-tl.abs(result))  # of -|x|, so that it cannot overflow

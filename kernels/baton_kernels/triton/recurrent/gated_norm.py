@@ -1,4 +1,4 @@
-"""Norms of groups of a row, and their gate, before or after. Refuses to know: models."""
+"""Norm groups of a row, with a gate before or after. Refuses to know: models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gated_rms_norm(
 
 @functools.cache
 def _launcher(group_size: int, norm_before_gate: bool) -> tuple[int, Launcher]:
-    """Return the groups of a program, and its launcher."""
+    """Return the number of groups per program, and the launcher."""
     block = triton.next_power_of_2(group_size)
     num_tile_groups = max(1, TILE_ELEMENTS // block)
     return num_tile_groups, Launcher(
@@ -63,7 +63,7 @@ def gated_rms_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, num_groups, x_stride, gate_stride, size, group_size,
     weight_size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS groups per program, counted through all rows."""
+    """Normalize ROWS groups per program; groups are numbered through all rows."""
     dtype = out_ptr.dtype.element_ty
     group = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     groups_per_row = size // group_size

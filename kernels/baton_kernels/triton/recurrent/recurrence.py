@@ -1,7 +1,7 @@
-"""Linear recurrences: Mamba 2's state space and the gated delta rule, a token after another.
+"""Linear recurrences, token by token: Mamba 2's state space and the gated delta rule.
 
 A program carries some columns of one head's state in registers through all tokens of a request.
-Columns do not see each other. Refuses to know: models, who owns a slot.
+Columns are independent. Refuses to know: models, who owns a slot.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _recurrence(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """Compute the delta rule; without ``beta`` the selective scan."""
+    """Compute the delta rule, or the selective scan if ``beta`` is None."""
     num_tokens, num_heads, value_dim = value.shape
     num_key_heads, key_dim = key.shape[1:]
     by_token = [one for one in (query, key, value, rate, beta) if one is not None]
@@ -94,7 +94,7 @@ def _recurrence(
 
 @functools.cache
 def _launcher(key_dim: int, value_dim: int, is_delta: bool) -> tuple[int, Launcher]:
-    """Return the columns of a program, and what launches it."""
+    """Return the number of columns per program, and the launcher."""
     rows, columns = _tile(key_dim, value_dim)
     return columns, Launcher(
         recurrence_kernel, DELTA=is_delta, ROWS=rows, COLUMNS=columns, num_warps=4
@@ -142,7 +142,8 @@ def recurrence_kernel(
             value = tl.load(value_ptr + token * value_stride + value_at, mask=in_value, other=0.0)
             query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
             rate = tl.load(rate_ptr + token * rate_stride + head).to(tl.float32) + rate_bias
-            # softplus; for small x, 1 + x rounds to 1 and its log to 0, where log(1 + x) is x.
+            # softplus; for small x, 1 + x rounds to 1 and its log to 0, so x is taken for log(1 +
+            # x).
             grown = tl.exp(tl.minimum(rate, 20.0))
             more = 1 + grown
             log = tl.where(more == 1, grown, tl.log(more) * grown / (more - 1 + (more == 1)))

@@ -1,9 +1,9 @@
-"""The three kernels of `sampling`: what they share is one row of logits and its noise.
+"""The three kernels of `sampling`, which share one row of logits and its noise.
 
-Floats are compared as `ordered` keys, unsigned integers of the same order, so that a limit is
-found bit by bit and exactly. Sums run in an order that depends on the vocabulary alone: a row's
-token does not depend on the other rows. The noise is that of Baton's Gumbel-max sampler, hash of
-key and token id bit for bit. Refuses to know: how many rows there are, where logits come from.
+Floats are compared as `ordered` keys, unsigned integers of the same order, so that a limit is found
+exactly, bit by bit. Sums run in an order that depends on the vocabulary alone, so a row's token
+does not depend on other rows. The noise equals that of Baton's Gumbel-max sampler, with the same
+hash of key and token id. Refuses to know: how many rows there are, where logits come from.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# `lowbias32` of https://github.com/skeeto/hash-prospector, the key mixed in before and between.
+# `lowbias32` of https://github.com/skeeto/hash-prospector, mixed with the key before and between.
 SPREAD = tl.constexpr(0x9E3779B9)
 FIRST_MULTIPLIER = tl.constexpr(0x7FEB352D)
 SECOND_MULTIPLIER = tl.constexpr(0x846CA68B)
@@ -19,10 +19,10 @@ ALL_BITS = tl.constexpr(0xFFFFFFFF)
 SHARE = tl.constexpr(2.0**-32)
 EXPONENT_BIAS = tl.constexpr(127)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# Bits of a key that give a lower bound at most 2**-11 too low.
+# Leading bits of a key that give a lower bound at most 2**-11 (relative) too low.
 BITS_OF_BOUND = tl.constexpr(20)
 NO_TOKEN = tl.constexpr(2**31 - 1)
-NO_NUMBERS = tl.constexpr(-1)  # in place of a token: the row has NaN, or plus infinity
+NO_NUMBERS = tl.constexpr(-1)  # instead of a token: the row has NaN or plus infinity
 
 
 @triton.jit
@@ -54,10 +54,12 @@ def gumbel(hashes):
 
 @triton.jit
 def gumbel_bound(hashes):
-    """Return an upper bound of `gumbel`, up to rounding; at most 0.09 above for 100 to 2**27.
+    """Return an upper bound of `gumbel`, up to rounding; 0.09 too high at most, for hashes from 100
+    to 2**27.
 
-    It is at most ``-log(share)``, and a float's bits, read as an integer, are its binary logarithm
-    or up to 0.09 below (Mitchell, "Computer Multiplication and Division Using Binary Logarithms").
+    The noise is at most ``-log(share)``. A float's bits, read as an integer, are its binary
+    logarithm or up to 0.09 less (Mitchell, "Computer Multiplication and Division Using Binary
+    Logarithms").
     """
     bits = hashes.to(tl.float32).to(tl.int32, bitcast=True)
     return (bits.to(tl.float32) * -(2.0**-23) + (EXPONENT_BIAS + 32)) * LOG_2
@@ -65,7 +67,7 @@ def gumbel_bound(hashes):
 
 @triton.jit
 def weigh(x, best, temperature):
-    """Return how probable each logit is relative to the best one, which may be infinite."""
+    """Return each logit's weight relative to the best one, which may be infinite."""
     inverse = 1 / temperature
     return tl.where(x == best, 1.0, tl.exp((x - best) * inverse))
 
@@ -161,8 +163,9 @@ def choose_kernel(
 ):  # fmt: skip
     """Choose a row's token if no filter applies or all kept tokens are among its MOST best.
 
-    The k-th largest best logit of a group is a lower bound of the k-th largest logit: only groups
-    that reach it are read. Without top-k, k is DEFAULT_K, and the tokens found have to be enough.
+    The k-th largest best logit of a group is a lower bound of the k-th largest logit, so only
+    groups that reach it are read. Without top-k, k is DEFAULT_K, and the tokens found may be too
+    few.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
@@ -215,7 +218,7 @@ def gather_candidates(
 ):  # fmt: skip
     """Collect a row's tokens at or above a bound that ``wanted`` groups reach, by rising id.
 
-    Returns the bound's key and the number of tokens; more than MOST are too many.
+    Return the bound's key and the number of tokens; a number above MOST means too many.
     """
     group = tl.arange(0, GROUPS)
     exists = group < num_groups
@@ -250,8 +253,9 @@ def draw_candidate(
 ):  # fmt: skip
     """Draw a candidate; return it, and whether all kept tokens are among the candidates.
 
-    A token is kept if those above it weigh less than top-p of the weight that top-k keeps. Equally
-    probable tokens stay or go together, but only those that top-k counts add weight.
+    A token is kept if the tokens above it weigh less than top-p of the weight that top-k keeps.
+    Equally probable tokens are kept or dropped together, but only those that top-k counts add
+    weight.
     """
     slot = tl.arange(0, MOST)
     exists = slot < count
@@ -284,11 +288,11 @@ def search_kernel(
     logits_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, rows_ptr,
     undecided_ptr, out_ptr, logits_stride, vocab_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose the token of a row that `choose_kernel` left open, in some passes over its logits.
+    """Choose the token of a row that `choose_kernel` left open, in several passes over its logits.
 
-    Top-p's set is never searched for. The best score wins if the tokens above it weigh little
-    enough; if not, that token and all less probable ones are dropped. The first try succeeds with
-    a probability of top-p.
+    The set of top-p is never computed. The best score wins if the tokens above its token weigh
+    little enough; if not, that token and all less probable ones are dropped, and the search
+    repeats. The first try succeeds with a probability of top-p.
     """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(undecided_ptr + row) != 0:
@@ -311,7 +315,7 @@ def search_kernel(
             least = tl.maximum(least, by_top_k)
         key0 = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
         key1 = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
-        token = tl.load(out_ptr + row).to(tl.int32)  # the best score of all
+        token = tl.load(out_ptr + row).to(tl.int32)  # the token of the best score
         key = ordered(tl.load(logits_ptr + token).to(tl.float32))
         if key < least:
             token = draw_above(logits_ptr, vocab_size, least, temperature, key0, key1, BLOCK)
@@ -327,7 +331,7 @@ def search_kernel(
 
 @triton.jit
 def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexpr):
-    """Return number and weight of the tokens whose key is at least ``least``."""
+    """Return the number and weight of the tokens whose key is at least ``least``."""
     counts = tl.zeros((BLOCK,), tl.int32)
     weights = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab_size, BLOCK):

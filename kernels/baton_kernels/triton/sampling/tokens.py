@@ -1,14 +1,14 @@
-"""Sampling of one token per row without a sort: top-k, top-p, min-p and seeded Gumbel-max noise.
+"""Sample one token per row without a sort: top-k, top-p, min-p and seeded Gumbel-max noise.
 
-Three launches, whatever the parameters, and nothing is read back: a CUDA graph can hold them.
+Three launches, whatever the parameters, and no result is read back: a CUDA graph can hold them.
 
     partials   every token once: best score, total weight, best logit of each group of tokens
-    choose     rows without filters are done; of the others the few groups that matter are read
-    search     rows whose kept tokens are many (a flat distribution): passes over the row
+    choose     completes rows without filters; in the others, reads the few groups that matter
+    search     completes rows with many kept tokens (a flat distribution) in passes over the row
 
-After the rejection of candidates of FlashInfer's sampling kernels (https://flashinfer.ai,
-"Sorting-Free GPU Kernels for LLM Sampling"), with noise that is fixed per token in place of new
-random numbers per round. Refuses to know: penalties, grammars, requests.
+Rejects candidates like FlashInfer's sampling kernels (https://flashinfer.ai, "Sorting-Free GPU
+Kernels for LLM Sampling"), but with noise that is fixed per token instead of new random numbers per
+round. Refuses to know: penalties, grammars, requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PART, GROUP = 2048, 64
 # Candidates that `choose` can hold, and its k for top-p without top-k.
 MOST, DEFAULT_K = 1024, 256
 TILE = 16  # groups read at once
-SEARCH_BLOCK = 4096  # with 8192 registers of bfloat16 are spilled
+SEARCH_BLOCK = 4096  # 8192 would spill registers for bfloat16
 
 
 def sample_tokens(
@@ -39,19 +39,19 @@ def sample_tokens(
     min_p: Tensor,
     keys: Tensor,
 ) -> Tensor:
-    """Sample one token per row: the best of ``logit + temperature * G(key, token id)`` of the kept.
+    """Sample one token per row: the best ``logit + temperature * G(key, token id)`` of the kept
+    ones.
 
-    Kept are the tokens that top-k, then top-p of what it leaves, and min-p keep; equally probable
-    tokens stay or go together. Means what `engine.sampling.sampler` means, in float32.
+    Top-k, then top-p of the remaining tokens, and min-p decide which tokens are kept; equally
+    probable tokens are kept or dropped together. Equals `engine.sampling.sampler` in float32.
 
     Args:
-        logits: ``[num_rows, vocab_size]``, rows contiguous in themselves; what is not float32 is
-            taken for it as it is read.
-        temperatures: ``[num_rows]`` float32; 0 is greedy: of the best logits the first.
+        logits: ``[num_rows, vocab_size]``, contiguous rows; other dtypes are read as float32.
+        temperatures: ``[num_rows]`` float32; 0: greedy, the first of the best logits.
         top_k: ``[num_rows]`` int32; 0: off.
         top_p: ``[num_rows]`` float32; 1: off.
         min_p: ``[num_rows]`` float32; 0: off.
-        keys: ``[num_rows, 2]`` int32, the bits of the random words of seed and position.
+        keys: ``[num_rows, 2]`` int32, the bits of the random words for seed and position.
 
     Returns:
         ``[num_rows]`` int64; 0 where every logit is minus infinity, -1 where a logit is NaN or plus

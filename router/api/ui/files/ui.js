@@ -1,5 +1,5 @@
-// Keeps the page as it is served up to date, and adds what needs a script: hold, filter, keys.
-// Without it the page is whole, and a browser loads it anew every five seconds.
+// Updates the served page in place, and adds what needs a script: hold, filter, keys.
+// Without scripts, the page is complete, and the browser reloads it every five seconds.
 "use strict";
 
 const INTERVAL_MS = 2000;

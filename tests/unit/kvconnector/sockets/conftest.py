@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fakes.tls_ends import End
+from tests.fakes.handoff.tls_ends import End
 
 
 @pytest.fixture

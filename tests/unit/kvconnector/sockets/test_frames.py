@@ -162,12 +162,12 @@ def test_a_frame_with_one_bit_turned_writes_nothing_that_is_not_granted(
 @pytest.mark.parametrize(
     ("header", "what"),
     [
-        ((0, 0, 0), "a frame of kind 0"),
-        ((Kind.WELCOME, 0, 0), "a frame of kind 5"),
+        ((0, 0, 0), "a frame of unexpected kind 0"),
+        ((Kind.WELCOME, 0, 0), "a frame of unexpected kind 5"),
         ((Kind.MESSAGE, MAX_HEAD_BYTES + 1, 0), "a head of"),
-        ((Kind.MESSAGE, 1, 1), "a payload of 1 bytes"),
-        ((Kind.WRITE, 1, 0), "a payload of 0 bytes"),
-        ((Kind.WRITE, 1, MAX_PAYLOAD_BYTES + 1), "a payload of"),
+        ((Kind.MESSAGE, 1, 1), "an unexpected payload of 1 bytes"),
+        ((Kind.WRITE, 1, 0), "an unexpected payload of 0 bytes"),
+        ((Kind.WRITE, 1, MAX_PAYLOAD_BYTES + 1), "an unexpected payload of"),
     ],
 )
 def test_a_header_that_no_peer_sends_is_refused_before_any_memory_is_taken(

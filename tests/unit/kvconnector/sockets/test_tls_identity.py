@@ -13,8 +13,8 @@ from baton.access.tls import TlsFiles, TlsOptions
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.transports.base import CertificateFiles
 from kvconnector.transports.sockets.identity import identity_of
-from tests.fakes.certificates import FAR_AHEAD, LONG_AGO, Authority
-from tests.fakes.tls_ends import GRANTED, End, done, meet, reason, where_of, with_where
+from tests.fakes.handoff.tls_ends import GRANTED, End, done, meet, reason, where_of, with_where
+from tests.fakes.network.certificates import FAR_AHEAD, LONG_AGO, Authority
 
 pytestmark = pytest.mark.medium
 

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from tests.fakes.tls_ends import End, meet, where_of, with_where
+from tests.fakes.handoff.tls_ends import End, meet, where_of, with_where
 
 pytestmark = pytest.mark.medium
 

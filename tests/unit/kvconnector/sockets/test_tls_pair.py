@@ -12,11 +12,18 @@ import torch
 
 from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.sockets.transport import TlsTransport
-from tests.fakes.kv_link import BLOCK_SHAPE, NUM_D_BLOCKS, NUM_P_BLOCKS, UNTOUCHED, Kind, Link
-from tests.fakes.kv_link import numbers as link_numbers
-from tests.fakes.kv_memories import memory_of
-from tests.fakes.tls_ends import where_of, with_where
-from tests.fakes.waiting import wait_until
+from tests.fakes.handoff.kv_link import (
+    BLOCK_SHAPE,
+    NUM_D_BLOCKS,
+    NUM_P_BLOCKS,
+    UNTOUCHED,
+    Kind,
+    Link,
+)
+from tests.fakes.handoff.kv_link import numbers as link_numbers
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.handoff.tls_ends import where_of, with_where
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = pytest.mark.medium
 

@@ -15,8 +15,8 @@ from kvconnector.transports.sockets import incoming, outgoing
 from kvconnector.transports.sockets.connection import Connection
 from kvconnector.transports.sockets.frames import Kind, WriteHead, encode_frame
 from kvconnector.transports.sockets.outgoing import PostedWrite
-from tests.fakes.tls_ends import GRANTED, End, done, meet, rounds_until, where_of
-from tests.fakes.waiting import wait_until
+from tests.fakes.handoff.tls_ends import GRANTED, End, done, meet, rounds_until, where_of
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = pytest.mark.medium
 

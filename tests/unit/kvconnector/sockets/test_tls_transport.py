@@ -12,7 +12,7 @@ from kvconnector.transports.base import PendingWrite
 from kvconnector.transports.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
 from kvconnector.transports.sockets.memory import StagedMemory
 from kvconnector.transports.sockets.transport import _Where
-from tests.fakes.tls_ends import (
+from tests.fakes.handoff.tls_ends import (
     GRANTED,
     SHAPE,
     End,

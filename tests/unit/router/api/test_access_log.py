@@ -13,9 +13,9 @@ from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.serving.access_log import AccessEntry, AccessLog
-from tests.fakes.grpc_scene import params, served
-from tests.fakes.http_scene import HttpScene, on_http
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.grpc_scene import params, served
+from tests.fakes.router.http_scene import HttpScene, on_http
+from tests.fakes.router.router_scene import asynchronous
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"

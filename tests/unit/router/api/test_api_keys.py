@@ -23,12 +23,11 @@ from baton.client.client import AsyncClient, Client
 from baton.link.words import DecodeCommand
 from baton.serving.rpc import bearer, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.gate.admission import Admission
+from router.gate.admission import make_admission
 from router.gate.admission_options import AdmissionOptions
-from router.gate.capacity import Capacity
 from router.gate.rate_limits import TOKENS
-from tests.fakes.grpc_scene import expected, params, served
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.grpc_scene import expected, params, served
+from tests.fakes.router.router_scene import asynchronous
 
 CALLS = inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods_by_name
 
@@ -81,7 +80,7 @@ def test_a_limit_per_client_is_one_for_all_of_its_keys(access: Access) -> None:
             AsyncClient(alice._address, api_key="with:colon") as bob,
         ):
             limit = AdmissionOptions(max_open_requests_per_client=1)
-            scene.dispatcher.admission = Admission(Capacity(lambda: scene.pool.fleet), limit)
+            scene.dispatcher.admission = make_admission(scene.pool, limit)
             scene.talks.clear()
             first = asyncio.create_task(alice.generate([1], params()))
             while scene.dispatcher.num_open == 0:  # noqa: ASYNC110

@@ -39,9 +39,10 @@ from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.link_service import NodeLinkService
 from router.api.http_server import NOT_SERVED
 from router.intake.intake import Intake
-from tests.fakes.http_scene import HttpScene, on_http
-from tests.fakes.nodes import make_registration
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.http_scene import HttpScene, on_http
+from tests.fakes.router.name_tables import one_base
+from tests.fakes.router.nodes import make_registration
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 FILES = (inference_pb2, node_pb2, admin_pb2)
 SERVICES = [service for file in FILES for service in file.DESCRIPTOR.services_by_name.values()]
@@ -66,10 +67,11 @@ async def served(access: Access) -> AsyncIterator[tuple[Scene, grpc.aio.Channel]
     """All services of a router on one port of this machine."""
     scene = Scene()
     intake = Intake(scene.dispatcher, None, vocab_size=100, default_timeout_s=60)
-    admin = AdminService(scene.dispatcher, intake, model="demo", policy="least_tokens")
+    names = one_base(scene.dispatcher, intake)
+    admin = AdminService(names, policy="least_tokens")
 
     def register(one: grpc.aio.Server) -> None:
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(intake), one)  # type: ignore[no-untyped-call]  # generated
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(names), one)  # type: ignore[no-untyped-call]  # generated
         node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(scene.pool, access), one)  # type: ignore[no-untyped-call]  # generated
         admin_pb2_grpc.add_AdminServicer_to_server(admin, one)  # type: ignore[no-untyped-call]  # generated
 

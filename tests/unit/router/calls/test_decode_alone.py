@@ -9,8 +9,8 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand
 from router.calls.recovery.retry_budget import RetryOptions
-from tests.fakes.nodes import failure, token
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.nodes import failure, token
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 LENGTH = FinishReason.LENGTH
 OPTIONS = RetryOptions(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.api.outputs import RequestDelta
 from baton.link.words import NodeRole
-from router.calls.delta_order import MAX_EARLY, DeltaOrder
+from router.calls.output_buffer import MAX_EARLY, DeltaOrder
 from router.fleet.node import LegDelta
 
 

@@ -20,7 +20,7 @@ from baton.api.errors import (
 from baton.api.outputs import FinishReason, TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand
-from tests.fakes.nodes import (
+from tests.fakes.router.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,
     failure,
@@ -28,7 +28,7 @@ from tests.fakes.nodes import (
     token,
     token_1,
 )
-from tests.fakes.router_scene import PARAMS, Scene, asynchronous
+from tests.fakes.router.router_scene import PARAMS, Scene, asynchronous
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 

@@ -14,9 +14,9 @@ from baton.link.words import NodeRole
 from router.calls.output_buffer import MAX_TAKEN, OutputBuffer
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
-from tests.fakes.http_scene import until
-from tests.fakes.nodes import DECODE_RECEIPT, failure, token, token_1
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.http_scene import until
+from tests.fakes.router.nodes import DECODE_RECEIPT, failure, token, token_1
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 LOST = LegDelta(NodeRole.DECODE, failure("a", "UNAVAILABLE", "gone", epoch=1))
 

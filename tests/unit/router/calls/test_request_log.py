@@ -13,8 +13,8 @@ from router.api.admin.request_stats import Percentiles, window_stats
 from router.calls.call import Call, Terms
 from router.calls.recovery.retry_budget import RetryOptions
 from router.calls.request_log import MAX_CODE_CHARS, MAX_ERROR_CHARS, RequestLog
-from tests.fakes.nodes import failure, token, token_1
-from tests.fakes.router_scene import PARAMS, Scene, asynchronous
+from tests.fakes.router.nodes import failure, token, token_1
+from tests.fakes.router.router_scene import PARAMS, Scene, asynchronous
 
 RETRIES = RetryOptions(
     max_attempts=3, pair_timeout_s=0.2, return_timeout_s=0.2, first_pause_s=0.001
@@ -62,7 +62,7 @@ async def test_every_attempt_is_told_with_its_error() -> None:
         ("", ""),
     ]
     assert (record.state, scene.dispatcher.log.num_retried) == ("finished", 1)
-    stats = window_stats(scene.dispatcher.log, 60.0)
+    stats = window_stats([scene.dispatcher.log], 60.0)
     assert stats.nodes[first.node.name].num_failed_attempts == 1
     assert stats.num_finished == 1
 
@@ -152,10 +152,10 @@ def test_only_what_ended_in_the_window_counts() -> None:
     with log.follow(_call("b")) as following:
         following.note_attempt("p0", "d0")
         following.note_failure("UNAVAILABLE", "x")
-    assert window_stats(log, 60).nodes["p0"].num_failed_attempts == 1
+    assert window_stats([log], 60).nodes["p0"].num_failed_attempts == 1
     now = 1100.0
-    assert window_stats(log, 60).nodes == {}
-    assert window_stats(log, 100).nodes.keys() == {"p0", "d0"}
+    assert window_stats([log], 60).nodes == {}
+    assert window_stats([log], 100).nodes.keys() == {"p0", "d0"}
 
 
 def _call(request_id: str) -> Call:

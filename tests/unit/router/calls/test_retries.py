@@ -21,8 +21,8 @@ from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
 from router.calls.placing import MAX_EXPECTING
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
-from tests.fakes.nodes import HandNode, failure, token, token_1
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.nodes import HandNode, failure, token, token_1
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 LENGTH = FinishReason.LENGTH
 OPTIONS = RetryOptions(
@@ -341,7 +341,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
 @asynchronous
 async def test_the_only_decode_node_may_take_a_moment_to_restart() -> None:
     scene = scene_of(1, 1)
-    scene.dispatcher.options = RetryOptions(pair_timeout_s=5)
+    scene.dispatcher.recoveries.options = RetryOptions(pair_timeout_s=5)
     await scene.call()
     scene.decode.leave()
     await scene.pause()
@@ -372,7 +372,7 @@ async def test_without_a_pair_in_time_the_call_fails_and_says_why_twice() -> Non
 async def test_the_only_decode_node_is_waited_for_longer_when_it_went_away_by_itself() -> None:
     """Cut the node's link for a while: requests before and during the cut all succeed."""
     scene = scene_of(1, 1)
-    scene.dispatcher.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
+    scene.dispatcher.recoveries.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
     await scene.call()
     scene.decode.leave()
     await asyncio.sleep(10 * OPTIONS.pair_timeout_s)
@@ -390,7 +390,7 @@ async def test_the_only_decode_node_is_waited_for_longer_when_it_went_away_by_it
 @asynchronous
 async def test_a_node_that_an_operator_removed_is_not_waited_for() -> None:
     scene = scene_of(1, 1)
-    scene.dispatcher.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
+    scene.dispatcher.recoveries.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
     await scene.call()
     scene.pool.expel("d0")
     with pytest.raises(NodeUnavailableError, match="no decode node has joined"):
@@ -401,7 +401,7 @@ async def test_a_node_that_an_operator_removed_is_not_waited_for() -> None:
 @asynchronous
 async def test_not_too_many_calls_wait_for_a_node_to_come_back() -> None:
     scene = scene_of(1, 1)
-    scene.dispatcher.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
+    scene.dispatcher.recoveries.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
     scene.decode.leave()
     scene.dispatcher.placer.num_waiting = MAX_EXPECTING
     await scene.call()
@@ -413,7 +413,7 @@ async def test_not_too_many_calls_wait_for_a_node_to_come_back() -> None:
 @asynchronous
 async def test_a_call_waits_for_nodes_that_were_there_once_and_not_past_its_deadline() -> None:
     scene = scene_of(1, 1)
-    scene.dispatcher.options = RetryOptions(pair_timeout_s=60)
+    scene.dispatcher.recoveries.options = RetryOptions(pair_timeout_s=60)
     scene.decode.leave()
     await scene.call(timeout_s=0.02)
     with pytest.raises(DeadlineExceededError):
@@ -424,7 +424,7 @@ async def test_a_call_waits_for_nodes_that_were_there_once_and_not_past_its_dead
 @asynchronous
 async def test_a_call_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
     scene = scene_of(1, 1)
-    scene.dispatcher.options = RetryOptions(pair_timeout_s=60)
+    scene.dispatcher.recoveries.options = RetryOptions(pair_timeout_s=60)
     scene.decode.leave()
     await scene.call()
     assert scene.task is not None
@@ -437,7 +437,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
 @asynchronous
 async def test_an_id_in_use_stays_in_use_between_attempts() -> None:
     scene = scene_of(1, 1)
-    scene.dispatcher.options = RetryOptions(pair_timeout_s=60)
+    scene.dispatcher.recoveries.options = RetryOptions(pair_timeout_s=60)
     await scene.call()
     scene.decode.leave()
     await scene.pause()

@@ -11,8 +11,8 @@ from baton.api.errors import NodeUnavailableError, RequestCancelledError
 from baton.link.words import NodeBeat
 from router.calls.recovery.retry_budget import RetryBudget
 from router.fleet.node import SILENT_BEATS
-from tests.fakes.nodes import HandNode, failure
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.nodes import HandNode, failure
+from tests.fakes.router.router_scene import Scene, asynchronous
 from tests.unit.router.calls.test_retries import OPTIONS, last, scene_of, until_attempt
 
 
@@ -46,7 +46,8 @@ async def test_what_a_silent_node_had_begun_waits_until_it_is_lost_and_is_a_susp
     prefill.leave()
     other, _, _ = await until_attempt(scene, 2)
     assert other is not prefill
-    assert scene.dispatcher.suspects.rooms  # the other node is kept for this request alone
+    # The other node is kept for this request alone.
+    assert scene.dispatcher.recoveries.suspects.rooms
 
 
 @asynchronous
@@ -59,7 +60,7 @@ async def test_a_silent_node_that_is_heard_again_is_no_suspect() -> None:
     await scene.pause()
     scene.pool.on_event(prefill.node, NodeBeat(num_free_blocks=10))
     await until_attempt(scene, 2)
-    assert not scene.dispatcher.suspects.rooms
+    assert not scene.dispatcher.recoveries.suspects.rooms
 
 
 @asynchronous

@@ -15,6 +15,7 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import DecodeCommand, NodeRole, PrefillCommand
 from router.calls.dispatcher import Dispatcher
+from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryOptions
 from router.calls.recovery.suspects import (
     MAX_HISTORIES,
@@ -26,9 +27,9 @@ from router.calls.recovery.suspects import (
 from router.fleet.lost_nodes import Loss, LostNodes
 from router.fleet.node import LegDelta
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import HandNode, join_pair, make_pool, make_registration, token
-from tests.fakes.router_scene import Scene, asynchronous
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.router.nodes import HandNode, join_pair, make_pool, make_registration, token
+from tests.fakes.router.router_scene import Scene, asynchronous
+from tests.fakes.time.virtual_clock import VirtualClock
 
 Command = TypeVar("Command")
 
@@ -50,7 +51,7 @@ class Cluster:
             for decode in self.decodes:
                 prefill.reach(decode)
         options = RetryOptions(trial_pause_s=PAUSE_S, first_pause_s=0.001, longest_pause_s=0.01)
-        self.dispatcher = Dispatcher(self.pool, LeastTokens(), options)
+        self.dispatcher = Dispatcher(self.pool, LeastTokens(), Recoveries(self.pool, options))
         self.kills_at, self.role = kills_at, role
         self.num_killed = 0
         self._num_seen: Counter[str] = Counter()
@@ -139,7 +140,7 @@ def test_a_request_that_ends_its_nodes_is_ended_and_the_others_go_on(
         assert "it is refused for" in str(again)
         assert others == [None] * BYSTANDERS
         assert cluster.num_killed <= most
-        assert not cluster.dispatcher.suspects._tried
+        assert not cluster.dispatcher.recoveries.suspects._tried
 
     run()
 
@@ -161,7 +162,7 @@ async def test_a_request_whose_nodes_die_at_once_with_others_is_not_ended() -> N
     scene.prefill.say(token("a", 2, 2, epoch=epoch))
     hand.say(token("a", 3, 3, epoch=epoch, finish=FinishReason.LENGTH))
     await scene.end()
-    assert scene.dispatcher.suspects.quarantined == []
+    assert scene.dispatcher.recoveries.suspects.quarantined == []
 
 
 async def _found_with_leg(hands: list[HandNode]) -> HandNode:
@@ -184,8 +185,9 @@ class Trial:
     def __init__(self, *, return_s: float = RETURN_S, num_decode: int = 4) -> None:
         self.scene = Scene(options=OPTIONS, num_prefill=1, num_decode=num_decode)
         self.scene.pool.lost_nodes = LostNodes(return_s=return_s)
-        self.scene.dispatcher = Dispatcher(self.scene.pool, LeastTokens(), OPTIONS)
-        self.suspects = self.scene.dispatcher.suspects
+        recoveries = Recoveries(self.scene.pool, OPTIONS)
+        self.scene.dispatcher = Dispatcher(self.scene.pool, LeastTokens(), recoveries)
+        self.suspects = self.scene.dispatcher.recoveries.suspects
 
     async def begin(self, timeout_s: float = 60.0) -> HandNode:
         """Send the call and lose its first node; returns the node on which it is tried."""

@@ -15,10 +15,10 @@ from router.calls.recovery.retry_budget import RetryOptions
 from router.calls.recovery.trial_rooms import TrialRooms
 from router.fleet.fleet import Fleet
 from router.fleet.node import LegDelta
-from tests.fakes.nodes import HandNode, join_pair, make_pool, token
-from tests.fakes.router_scene import Scene
-from tests.fakes.virtual_clock import VirtualClock
-from tests.fakes.virtual_loop import VirtualLoop
+from tests.fakes.router.nodes import HandNode, join_pair, make_pool, token
+from tests.fakes.router.router_scene import Scene
+from tests.fakes.time.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_loop import VirtualLoop
 
 OPTIONS = RetryOptions(first_pause_s=0.001, longest_pause_s=0.002)
 
@@ -203,7 +203,7 @@ def test_ordinary_requests_wait_where_there_is_no_other_node() -> None:
 
     async def run() -> None:
         scene = Scene(options=OPTIONS)
-        rooms, fleet = scene.dispatcher.suspects.rooms, scene.pool.fleet
+        rooms, fleet = scene.dispatcher.recoveries.suspects.rooms, scene.pool.fleet
         await scene.call(params=SamplingParams(max_tokens=3, seed=1))
         [begun] = scene.decode.of(DecodeCommand)
         scene.prefill.say(token("a", 0, 0, epoch=begun.epoch))

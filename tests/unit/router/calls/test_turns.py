@@ -10,13 +10,12 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import DecodeCommand, NodeRole, PrefillCommand
 from router.calls.recovery.retry_budget import RetryOptions
-from router.calls.turns import TURNS_AT_ONCE, Turns
-from router.calls.wake_ups import WOKEN_AT_ONCE, WakeUps
+from router.calls.wake_ups import TURNS_AT_ONCE, WOKEN_AT_ONCE, Turns, WakeUps
 from router.fleet import node
 from router.fleet.node import LegDelta
-from tests.fakes.http_scene import until
-from tests.fakes.nodes import HandNode, join_pair, make_pool, make_registration, token
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.http_scene import until
+from tests.fakes.router.nodes import HandNode, join_pair, make_pool, make_registration, token
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 NUM_CALLS = 48
 

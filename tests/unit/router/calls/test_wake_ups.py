@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from router.calls.wake_ups import BUSY_SHARE, LONGEST_REST_S, WakeUps
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.router_scene import asynchronous
 
 
 class Clocks:

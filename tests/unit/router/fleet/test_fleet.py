@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
-from tests.fakes.fleets import FleetBook
+from tests.fakes.router.fleets import FleetBook
 
 
 def names_of(nodes: Sequence[NodeLoad]) -> list[str]:

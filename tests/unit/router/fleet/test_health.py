@@ -18,9 +18,9 @@ from router.fleet.health import (
     HealthState,
     NodeHealth,
 )
-from tests.fakes.nodes import HandNode, failure, join_pair, make_pool, make_registration
-from tests.fakes.router_scene import Scene, asynchronous
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.router.nodes import HandNode, failure, join_pair, make_pool, make_registration
+from tests.fakes.router.router_scene import Scene, asynchronous
+from tests.fakes.time.virtual_clock import VirtualClock
 
 
 class Watched:

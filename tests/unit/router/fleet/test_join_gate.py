@@ -21,9 +21,9 @@ from router.fleet.join_gate import JOIN_BURST, JOINS_PER_S, JoinGate
 from router.fleet.lost_nodes import MAX_SHOWN
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
-from tests.fakes.nodes import HandNode, join_pair, make_pool, make_registration
-from tests.fakes.router_scene import asynchronous
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.router.nodes import HandNode, join_pair, make_pool, make_registration
+from tests.fakes.router.router_scene import asynchronous
+from tests.fakes.time.virtual_clock import VirtualClock
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 

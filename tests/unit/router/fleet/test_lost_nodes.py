@@ -6,8 +6,8 @@ import pytest
 
 from baton.link.words import NodeBeat, NodeRole
 from router.fleet.lost_nodes import RETURN_S, Fate, LostNodes
-from tests.fakes.nodes import HandNode, join_pair, make_pool, make_registration
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.router.nodes import HandNode, join_pair, make_pool, make_registration
+from tests.fakes.time.virtual_clock import VirtualClock
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 

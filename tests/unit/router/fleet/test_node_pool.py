@@ -21,7 +21,7 @@ from baton.link.words import (
 from router.fleet.node import STALLED_FACTOR, STALLED_S, LegDelta, Node
 from router.fleet.node_pool import NodePool
 from router.fleet.pairing import incompatibility
-from tests.fakes.nodes import (
+from tests.fakes.router.nodes import (
     HandNode,
     failure,
     join_pair,
@@ -29,7 +29,7 @@ from tests.fakes.nodes import (
     make_registration,
     token,
 )
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_clock import VirtualClock
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 

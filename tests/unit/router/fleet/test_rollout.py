@@ -10,8 +10,8 @@ from baton.api.errors import InvalidRequestError, NotFoundError
 from baton.link.words import REVISION, DrainCommand, NodeBeat, NodeRole, PeerUpdate, ServingState
 from router.fleet.node_pool import NodePool
 from router.fleet.rollout import MAX_REMEMBERED, Rollout
-from tests.fakes.nodes import HandNode, make_pool, make_registration
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.router.nodes import HandNode, make_pool, make_registration
+from tests.fakes.time.virtual_clock import VirtualClock
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 OLD, NEW = "v1", "v2"

@@ -26,9 +26,9 @@ from router.calls.recovery.retry_budget import RetryOptions
 from router.fleet.node_pool import NodePool
 from router.fleet.served_identity import SETTLE_S
 from router.intake.metrics import RouterMetrics
-from tests.fakes.nodes import MODEL, HandNode, failure, make_registration, token_1
-from tests.fakes.router_scene import Scene, asynchronous
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.router.nodes import MODEL, HandNode, failure, make_registration, token_1
+from tests.fakes.router.router_scene import Scene, asynchronous
+from tests.fakes.time.virtual_clock import VirtualClock
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 DRAINED = NodeBeat(num_free_blocks=10, serving_state=ServingState.DRAINED)

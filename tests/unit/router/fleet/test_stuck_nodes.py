@@ -8,8 +8,8 @@ from baton.api.errors import NodeUnavailableError
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import DecodeCommand, NodeBeat
 from router.calls.recovery.retry_budget import RetryOptions
-from tests.fakes.nodes import token, token_1
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.nodes import token, token_1
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 STUCK = NodeBeat(num_free_blocks=10, stalled_s=10.0, stalled_thread="engine")
 OPTIONS = RetryOptions(trial_pause_s=0, pair_timeout_s=0, return_timeout_s=0)

@@ -15,8 +15,8 @@ from router.gate.admission import Admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
 from router.gate.ticket import Ticket
-from tests.fakes.fleets import FleetBook
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.fleets import FleetBook
+from tests.fakes.router.router_scene import asynchronous
 
 PROMPT = 1000
 

@@ -6,7 +6,7 @@ import pytest
 
 from baton.link.words import NodeBeat
 from router.gate.capacity import Capacity
-from tests.fakes.fleets import FleetBook
+from tests.fakes.router.fleets import FleetBook
 
 PROMPT = 1000
 

@@ -25,11 +25,11 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.gate.overload import HOLD_S, Level, LoopLag, Overload
 from router.gate.resources import memory_limit_bytes, num_descriptors, resident_bytes
 from router.intake.metrics import RouterMetrics
-from tests.fakes.grpc_scene import GrpcScene, params
-from tests.fakes.http_scene import HttpScene, on_http, until
-from tests.fakes.raw_http2 import RawHttp2, call_frames, frame
-from tests.fakes.router_scene import Scene, asynchronous
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.network.raw_http2 import RawHttp2, call_frames, frame
+from tests.fakes.router.grpc_scene import GrpcScene, params
+from tests.fakes.router.http_scene import HttpScene, on_http, until
+from tests.fakes.router.router_scene import Scene, asynchronous
+from tests.fakes.time.virtual_clock import VirtualClock
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 
@@ -217,7 +217,7 @@ async def test_what_is_less_urgent_is_refused_first() -> None:
     admission.shed(0)
     for priority in (-5, 0):
         await enter(priority)
-    with pytest.raises(OverloadedError, match="takes urgent ones only") as refused:
+    with pytest.raises(OverloadedError, match="urgent requests only") as refused:
         await enter(1)
     assert refused.value.retry_delay_s
     assert admission.state().num_refused == {"overload": 1}

@@ -7,7 +7,7 @@ import pytest
 from baton.access.identity import ANYBODY, Limits, Principal
 from baton.api.errors import OverloadedError
 from router.gate.rate_limits import REQUESTS, TOKENS, RateLimits
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_clock import VirtualClock
 
 
 def key(name: str = "a", /, **limits: float) -> Principal:

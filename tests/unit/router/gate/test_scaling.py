@@ -10,8 +10,8 @@ from baton.link.words import NodeBeat, NodeRole
 from router.gate.scaling import MOST, SMOOTHING_S, ScalingSignals
 from router.gate.scaling_options import ScalingOptions
 from router.intake.fleet_metrics import ScalingCollector
-from tests.fakes.nodes import HandNode, join_pair, make_pool
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.router.nodes import HandNode, join_pair, make_pool
+from tests.fakes.time.virtual_clock import VirtualClock
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 

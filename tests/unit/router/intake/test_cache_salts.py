@@ -12,8 +12,8 @@ from router.calls.call import Terms
 from router.intake.cache_salts import CacheSalts, read_secret
 from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import make_pool
-from tests.fakes.router_scene import PARAMS, RecordingDispatcher, asynchronous
+from tests.fakes.router.nodes import make_pool
+from tests.fakes.router.router_scene import PARAMS, RecordingDispatcher, asynchronous
 
 SECRET = b"sixteen bytes or more"
 

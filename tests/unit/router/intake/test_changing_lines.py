@@ -9,7 +9,7 @@ import pytest
 
 from baton.api.outputs import FinishReason
 from router.intake.changing_lines import without_changing_lines
-from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, on_http
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.332; cc_entrypoint=cli; cch={};"
 USER: Mapping[str, Any] = {"role": "user", "content": f"{LINE}\nx"}

@@ -21,8 +21,8 @@ from router.intake.choices import accept_choices, check_num_outputs, merge_strea
 from router.intake.intake import Intake
 from router.intake.prompt_reader import Prompt
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import make_pool
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.nodes import make_pool
+from tests.fakes.router.router_scene import asynchronous
 
 
 def accept(params: SamplingParams, request_id: str = "a", *more_prompts: Prompt) -> list[Call]:

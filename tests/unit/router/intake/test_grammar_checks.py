@@ -7,8 +7,8 @@ import asyncio
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
 from router.intake.grammar_checks import GrammarChecks
-from tests.fakes.http_scene import TOKENIZER
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.http_scene import TOKENIZER
+from tests.fakes.router.router_scene import asynchronous
 
 
 class NotingTrials(GrammarTrials):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,11 @@ from router.calls.dispatcher import Dispatcher
 from router.intake.intake import Intake
 from router.intake.texts import ChatPrompt
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import make_pool
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.router.nodes import make_pool
+from tests.fakes.router.router_scene import asynchronous
 
-TOKENIZER = Tokenizer(Path(__file__).parents[4] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(DEMO_MODEL)
 PARAMS = SamplingParams(max_tokens=1)
 TERMS = Terms(
     received_at=0.0,

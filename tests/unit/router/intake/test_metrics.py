@@ -9,37 +9,26 @@ from pathlib import Path
 import pytest
 
 from baton.api.errors import BatonError, InvalidRequestError, NodeUnavailableError, OverloadedError
-from baton.api.outputs import FinishReason, Receipt, TextDelta
+from baton.api.outputs import FinishReason, TextDelta
 from baton.link.words import NodeBeat, NodeRole, PeerReport
 from baton.serving.connection_limits import ConnectionCounts
 from router.calls.recovery.suspects import Suspects
 from router.fleet.load.forecast import PrefillForecast
-from router.gate.admission import Admission
+from router.gate.admission import Admission, make_admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
 from router.gate.overload import Overload
 from router.intake.metrics import RouterMetrics
-from tests.fakes.nodes import (
-    DECODE_RECEIPT,
-    PREFILL_RECEIPT,
+from tests.fakes.router.nodes import (
     HandNode,
     join_pair,
     make_pool,
+    make_receipt,
     make_registration,
 )
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "openai_api.md"
-RECEIPT = Receipt(
-    num_prompt_tokens=10,
-    num_output_tokens=5,
-    ttft_s=0.2,
-    total_s=0.6,
-    prefill_node="p0",
-    decode_node="d0",
-    prefill=PREFILL_RECEIPT,
-    decode=DECODE_RECEIPT,
-    num_attempts=2,
-)
+RECEIPT = make_receipt(num_prompt_tokens=10, ttft_s=0.2, total_s=0.6, num_attempts=2)
 
 
 def values(metrics: RouterMetrics) -> dict[str, float]:
@@ -50,7 +39,7 @@ def values(metrics: RouterMetrics) -> dict[str, float]:
 
 def test_every_metric_is_described_in_the_document() -> None:
     pool = make_pool()
-    admission = Admission(Capacity(lambda: pool.fleet))
+    admission = make_admission(pool)
     metrics = RouterMetrics(pool, admission, Overload(), Suspects(pool))
     metrics.show_connections(ConnectionCounts())
     text = metrics.text().decode()

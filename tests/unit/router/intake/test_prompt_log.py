@@ -9,7 +9,7 @@ import pytest
 
 from baton.api.outputs import FinishReason, TextDelta
 from router.intake.prompt_log import MAX_CHARS, PromptLog
-from tests.fakes.router_scene import Scene
+from tests.fakes.router.router_scene import Scene
 
 FIRST = TextDelta("a", 0, (7,), "one ")
 LAST = msgspec.structs.replace(

@@ -16,11 +16,11 @@ import pytest
 from baton.api.errors import InvalidRequestError, ModelLoadError
 from baton.text.tokenizer import Tokenizer
 from router.intake.texts import MAX_MESSAGES, MAX_TOOLS, SHORT_TEXT_CHARS, ChatPrompt, Texts
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 pytestmark = pytest.mark.medium
 
-DEMO = Path(__file__).parents[4] / "examples" / "demo_model"
-TOKENIZER = Tokenizer(DEMO)
+TOKENIZER = Tokenizer(DEMO_MODEL)
 LONGEST = TOKENIZER.longest_token_chars
 # What held the interpreter did so for many seconds.
 HELD_UP_S = 1.0
@@ -34,7 +34,7 @@ def texts() -> Iterator[Texts]:
 
 
 def with_template(folder: Path, template: str) -> Tokenizer:
-    shutil.copy(DEMO / "tokenizer.json", folder)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return Tokenizer(folder)
 
@@ -228,7 +228,7 @@ def test_half_a_surrogate_pair_in_a_text_is_refused(texts: Texts, num_chars: int
 def test_a_template_that_the_user_names_is_used_in_the_workers_too(tmp_path: Path) -> None:
     given = tmp_path / "mine.jinja"
     given.write_text("mine: {{ messages[0].content }}", encoding="utf-8")
-    texts = Texts(Tokenizer(DEMO, chat_template=given), max_model_len=1000)
+    texts = Texts(Tokenizer(DEMO_MODEL, chat_template=given), max_model_len=1000)
     try:
         prompt = ChatPrompt([{"role": "user", "content": "hi"}])
         found = asyncio.run(texts.encode_chat(prompt, max_model_len=1000))

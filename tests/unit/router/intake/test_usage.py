@@ -13,25 +13,16 @@ from router.calls.dispatcher import num_tokens_used
 from router.fleet.prefix.placement_memory import PlacementMemory
 from router.intake.cache_salts import CacheSalts
 from router.intake.usage import OwnPrompts, told
-from tests.fakes.nodes import DECODE_RECEIPT
-from tests.fakes.router_scene import Scene
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.router.nodes import DECODE_RECEIPT, make_receipt
+from tests.fakes.router.router_scene import Scene
+from tests.fakes.time.virtual_clock import VirtualClock
 
 PROMPT = list(range(100))
 PREFILL = PrefillReceipt(
     queue_s=0.0, prefill_s=0.1, num_chunks=2, num_computed_tokens=36, num_cached_tokens=64
 )
 DECODE = dataclasses.replace(DECODE_RECEIPT, num_cached_tokens=80, num_prompt_tokens_computed=0)
-RECEIPT = Receipt(
-    num_prompt_tokens=100,
-    num_output_tokens=7,
-    ttft_s=0.2,
-    total_s=0.5,
-    prefill_node="p",
-    decode_node="d",
-    prefill=PREFILL,
-    decode=DECODE,
-)
+RECEIPT = make_receipt(num_prompt_tokens=100, num_output_tokens=7, prefill=PREFILL, decode=DECODE)
 
 
 def call_of(tenant: str, group: str = "group", prompt: list[int] = PROMPT) -> Call:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.link.words import NodeBeat
+from baton.link.words import NodeBeat, StepTime
 from router.calls.decisions import DecisionLog
 from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Candidate, RouteQuery
 from router.policies.cost import Cost
-from tests.fakes.fleets import FleetBook, names
+from tests.fakes.router.fleets import FleetBook, names
 
 DOCS = Path(__file__).parents[4] / "docs" / "routing.md"
 
@@ -118,6 +118,17 @@ def test_local_only_where_it_is_clearly_better() -> None:
     for _ in range(20):
         book["d0"].note_opened(400, num_arriving=100)  # who would all stand still
     assert names(Cost().pick(query_of(), fleet)) == ("p0", "d0")
+
+
+def test_an_idle_decode_node_gets_no_prompt_because_nobody_measured_it() -> None:
+    """Both nodes serve a third slower than their profiles, and only the prefill node shows it."""
+    book = FleetBook(1, 1, (StepTime(1, 0.01), StepTime(512, 0.4)))
+    for _ in range(6):
+        book["p0"].prefill.measure(1500, 1.3 * 1.18)
+    for node in ("p0", "d0"):
+        book[node].note_beat(NodeBeat(num_free_blocks=20_000))
+    fleet = book.fleet(may_self_prefill=True)
+    assert names(Cost().pick(query_of(1500), fleet)) == ("p0", "d0")
 
 
 def test_who_leaves_room_to_others_waits_on_no_decode_node() -> None:

@@ -11,7 +11,7 @@ from router.policies.base import RouteQuery
 from router.policies.power_of_two import PowerOfTwo
 from router.policies.prefix_aware import PrefixAware
 from router.policies.session_affinity import SessionAffinity
-from tests.fakes.fleets import FleetBook, names
+from tests.fakes.router.fleets import FleetBook, names
 
 
 def query_of(session_id: str = "", **cached: int) -> RouteQuery:

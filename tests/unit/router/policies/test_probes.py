@@ -12,8 +12,8 @@ from router.fleet.load.node_load import NodeLoad
 from router.policies import probes
 from router.policies.base import Placement, RouteQuery
 from router.policies.cost import Cost
-from tests.fakes.fleets import FleetBook, names
-from tests.fakes.nodes import make_registration
+from tests.fakes.router.fleets import FleetBook, names
+from tests.fakes.router.nodes import make_registration
 
 PROFILE = (StepTime(1, 0.01), StepTime(64, 0.07), StepTime(512, 0.5))
 

@@ -24,8 +24,9 @@ from router.api.admin.service import AdminService
 from router.api.admin.views import describe_nodes
 from router.intake.intake import Intake
 from router.policies.cost import Cost
-from tests.fakes.nodes import HandNode, make_registration, token_1
-from tests.fakes.router_scene import Scene, asynchronous
+from tests.fakes.router.name_tables import one_base
+from tests.fakes.router.nodes import HandNode, make_registration, token_1
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 Call = Callable[..., Any]
@@ -36,12 +37,8 @@ async def served(
     scene: Scene, *, token: str = "", is_public: bool = False, given: str = ""
 ) -> AsyncIterator[Call]:
     """A router's admin service; calls of it by name and fields of the request."""
-    service = AdminService(
-        scene.dispatcher,
-        Intake(scene.dispatcher, None, vocab_size=100, default_timeout_s=60),
-        model="demo",
-        policy="least_tokens",
-    )
+    intake = Intake(scene.dispatcher, None, vocab_size=100, default_timeout_s=60)
+    service = AdminService(one_base(scene.dispatcher, intake), policy="least_tokens")
     server = RpcServer(
         [SERVICE],
         lambda one: admin_pb2_grpc.add_AdminServicer_to_server(service, one),  # type: ignore[no-untyped-call]  # generated
@@ -86,7 +83,8 @@ async def test_with_a_token_only_who_brings_it_may_call() -> None:
 async def test_without_a_token_others_machines_may_look_and_change_nothing() -> None:
     scene = Scene()
     changes = {"Drain", "Resume", "Remove", "Abort", "SetPolicy", "FlushCache", "SetLogLevel",
-               "Profile", "ReleaseQuarantine", "ChangeRollout"}  # fmt: skip
+               "Profile", "ReleaseQuarantine", "ChangeRollout", "SetName",
+               "RemoveName"}  # fmt: skip
     async with served(scene, is_public=True) as call:
         for method in SERVICE.methods_by_name:
             with contextlib.suppress(grpc.aio.AioRpcError):

@@ -35,9 +35,9 @@ from node_runtime.node_admin import NodeAdmin
 from router.api.admin.node_calls import NodeCalls
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node import Node
-from tests.fakes.http_scene import until
-from tests.fakes.nodes import make_pool, make_registration
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.http_scene import until
+from tests.fakes.router.nodes import make_pool, make_registration
+from tests.fakes.router.router_scene import asynchronous
 
 
 class AskedNode:

@@ -27,11 +27,10 @@ from baton.serving.error_details import DETAILS_KEY, RECEIPT_KEY, receipt_from_t
 from baton.serving.rpc import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from router.api.grpc.journal import JournalOptions
-from router.gate.admission import Admission
+from router.gate.admission import make_admission
 from router.gate.admission_options import AdmissionOptions
-from router.gate.capacity import Capacity
-from tests.fakes.grpc_scene import TOKENIZER, breakable, expected, params, served
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.grpc_scene import TOKENIZER, breakable, expected, params, served
+from tests.fakes.router.router_scene import asynchronous
 
 # ---------------------------------------------------------------- one output
 
@@ -193,7 +192,7 @@ async def test_errors_come_back_as_they_were_raised_with_what_to_do_about_them()
 async def test_a_refusal_says_how_long_to_wait() -> None:
     async with served() as (scene, client), open_channel(client._address) as channel:
         limit = AdmissionOptions(max_open_requests=1)
-        scene.dispatcher.admission = Admission(Capacity(lambda: scene.pool.fleet), limit)
+        scene.dispatcher.admission = make_admission(scene.pool, limit)
         scene.talks.clear()
         first = asyncio.create_task(client.generate([1], params()))
         while scene.dispatcher.num_open == 0:  # noqa: ASYNC110
@@ -360,7 +359,7 @@ async def test_the_journal_is_bounded_and_forgets_what_has_ended_first() -> None
         await begin("c")
         with pytest.raises(InvalidRequestError):
             await anext(client.resume("ended"))
-        with pytest.raises(OverloadedError, match="resumable: no more fit: 2 requests") as full:
+        with pytest.raises(OverloadedError, match="resumable: no room: 2 requests") as full:
             await begin("d")
         assert full.value.retry_delay_s == 1.0
         assert scene.journal.num_streams == 2

@@ -19,10 +19,8 @@ from baton.serving.connection_limits import RpcLimits
 from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import inference_pb2, types_pb2
 from baton.wire import types as wire_types
-from tests.fakes.certificates import Authority
-from tests.fakes.grpc_scene import params, served
-from tests.fakes.http_scene import until
-from tests.fakes.raw_http2 import (
+from tests.fakes.network.certificates import Authority
+from tests.fakes.network.raw_http2 import (
     DATA,
     PREFACE,
     RST_STREAM,
@@ -30,7 +28,9 @@ from tests.fakes.raw_http2 import (
     call_frames,
     frame,
 )
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.grpc_scene import params, served
+from tests.fakes.router.http_scene import until
+from tests.fakes.router.router_scene import asynchronous
 
 pytestmark = pytest.mark.medium
 

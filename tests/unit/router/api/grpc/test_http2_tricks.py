@@ -15,9 +15,8 @@ from baton.access.tls import TlsFiles
 from baton.api.errors import OverloadedError
 from baton.client.client import AsyncClient
 from baton.serving.rpc import RpcServer
-from tests.fakes.certificates import Authority
-from tests.fakes.grpc_scene import params, served
-from tests.fakes.http2_tricks import (
+from tests.fakes.network.certificates import Authority
+from tests.fakes.network.http2_tricks import (
     CHECK,
     TRICKS,
     Trick,
@@ -27,9 +26,18 @@ from tests.fakes.http2_tricks import (
     literal,
     long_blocks,
 )
-from tests.fakes.http_scene import until
-from tests.fakes.raw_http2 import DATA, PING, PREFACE, SETTINGS, RawHttp2, call_frames, frame
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.network.raw_http2 import (
+    DATA,
+    PING,
+    PREFACE,
+    SETTINGS,
+    RawHttp2,
+    call_frames,
+    frame,
+)
+from tests.fakes.router.grpc_scene import params, served
+from tests.fakes.router.http_scene import until
+from tests.fakes.router.router_scene import asynchronous
 
 pytestmark = pytest.mark.medium
 

@@ -10,7 +10,7 @@ import pytest
 from baton.api.errors import OverloadedError
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.grpc.journal import MAX_READERS, Journal, JournalOptions
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.router_scene import asynchronous
 
 
 async def running() -> AsyncGenerator[TextDelta, None]:
@@ -55,7 +55,7 @@ async def test_what_a_tenant_keeps_makes_room_for_its_own() -> None:
 async def test_one_stream_is_bounded_while_it_runs() -> None:
     journal = Journal(JournalOptions(max_bytes=2**16))
     journal.keep("long", b"", endless(), tenant="a")
-    with pytest.raises(OverloadedError, match=r"^resumable: no more of this request fits"):
+    with pytest.raises(OverloadedError, match=r"^resumable: the request's output is too long"):
         async for _ in journal.read("long", 0, tenant="a"):
             pass
     assert journal.num_bytes < 2**15

@@ -20,18 +20,17 @@ from baton.v1 import node_pb2, node_pb2_grpc
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node_pool import NodePool
 from sim_node.cluster import SimCluster
-from tests.fakes.certificates import Authority
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.network.certificates import Authority
 
 pytestmark = pytest.mark.medium
-
-MODEL = Path(__file__).parents[5] / "examples" / "demo_model"
 
 
 @contextlib.asynccontextmanager
 async def router(
     tls: TlsOptions, listen: str = "127.0.0.1:0"
 ) -> AsyncIterator[tuple[str, NodePool]]:
-    pool = NodePool(own_identity={"model": config_digest(MODEL)}, max_model_len=2048)
+    pool = NodePool(own_identity={"model": config_digest(DEMO_MODEL)}, max_model_len=2048)
     server = RpcServer(
         [node_pb2.DESCRIPTOR.services_by_name["NodeLink"]],
         lambda it: node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), it),  # type: ignore[no-untyped-call]  # generated
@@ -47,7 +46,12 @@ async def router(
 
 def nodes(address: str, tls: TlsOptions, *, join_timeout_s: float = 20) -> SimCluster:
     return SimCluster(
-        address, str(MODEL), num_prefill=1, num_decode=1, tls=tls, join_timeout_s=join_timeout_s
+        address,
+        str(DEMO_MODEL),
+        num_prefill=1,
+        num_decode=1,
+        tls=tls,
+        join_timeout_s=join_timeout_s,
     )
 
 

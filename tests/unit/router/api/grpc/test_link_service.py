@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
+from baton.api.errors import error_of
 from baton.api.outputs import RequestDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.link import wire
@@ -31,7 +32,6 @@ from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import node_pb2, node_pb2_grpc, types_pb2
 from baton.wire import reading as wire_reading
 from router.api.grpc.link_service import NodeLinkService
-from router.fleet.call_errors import error_of
 from router.fleet.node import LegDelta
 from router.fleet.node_claims import (
     MAX_TEXT_CHARS,
@@ -40,9 +40,9 @@ from router.fleet.node_claims import (
     registration_problem,
 )
 from router.fleet.node_pool import MAX_KEPT_CHARS, NodePool
-from tests.fakes.http_scene import until
-from tests.fakes.nodes import DECODE_RECEIPT, HandNode, failure, make_pool, make_registration
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.http_scene import until
+from tests.fakes.router.nodes import DECODE_RECEIPT, HandNode, failure, make_pool, make_registration
+from tests.fakes.router.router_scene import asynchronous
 
 
 class Reader:
@@ -125,7 +125,7 @@ def test_a_link_that_breaks_by_what_its_node_says_leaves_a_word_in_the_log(
             assert not isinstance(await link.read(), node_pb2.RouterMessage)
 
     run()
-    assert "the link of d broke by what it said" in caplog.text
+    assert "a message of d broke its link" in caplog.text
     assert pool.nodes == []
 
 
@@ -285,7 +285,7 @@ def test_a_message_that_cannot_be_read_ends_the_link_with_a_line(
             await until(lambda: not pool.nodes)
 
     run()
-    assert f"hung up on d, which says what cannot be: {problem}" in caplog.text
+    assert f"hung up on d, which said something impossible: {problem}" in caplog.text
 
 
 MANY = 100_000

@@ -8,10 +8,10 @@ import struct
 import grpc.aio
 import pytest
 
-from tests.fakes.grpc_scene import served
-from tests.fakes.http_scene import until
-from tests.fakes.raw_http2 import DATA, HEADERS, RawHttp2, frame, header_field
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.network.raw_http2 import DATA, HEADERS, RawHttp2, frame, header_field
+from tests.fakes.router.grpc_scene import served
+from tests.fakes.router.http_scene import until
+from tests.fakes.router.router_scene import asynchronous
 
 pytestmark = pytest.mark.medium
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import wraps
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -27,9 +26,11 @@ from router.api.grpc.inference_service import InferenceService
 from router.calls.dispatcher import Dispatcher
 from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.router.name_tables import one_base
+from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 
-TOKENIZER = Tokenizer(Path(__file__).parents[5] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(DEMO_MODEL)
 TEXT = "print(x)\nEND of it, and so on and on, on and on, until somebody says stop"
 TOKEN_IDS = TOKENIZER.encode(TEXT)
 
@@ -54,9 +55,8 @@ class Scene:
         pool = make_pool()
         self.prefill, self.decode = join_pair(pool)
         self.dispatcher = Dispatcher(pool, LeastTokens())
-        self.service = InferenceService(
-            Intake(self.dispatcher, tokenizer, vocab_size=4096, default_timeout_s=60.0)
-        )
+        intake = Intake(self.dispatcher, tokenizer, vocab_size=4096, default_timeout_s=60.0)
+        self.service = InferenceService(one_base(self.dispatcher, intake))
         self.request = inference_pb2.GenerateRequest(
             request_id="a",
             token_ids=types_pb2.TokenIds(ids=[1, 2, 3]),

@@ -12,7 +12,7 @@ import pytest
 from baton.access.access import Access
 from baton.access.api_keys import entry_text
 from baton.api.outputs import FinishReason
-from tests.fakes.http_scene import MODEL, HttpScene, on_http
+from tests.fakes.router.http_scene import MODEL, HttpScene, on_http
 
 pytestmark = pytest.mark.medium
 

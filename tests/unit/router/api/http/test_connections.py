@@ -14,8 +14,8 @@ from baton.api.outputs import FinishReason
 from baton.serving.connection_limits import ConnectionLimits
 from baton.serving.connections import Listener
 from router.api.http import exchange
-from tests.fakes.http_scene import HttpScene, on_http, until
-from tests.fakes.router_scene import asynchronous
+from tests.fakes.router.http_scene import HttpScene, on_http, until
+from tests.fakes.router.router_scene import asynchronous
 
 pytestmark = pytest.mark.medium
 

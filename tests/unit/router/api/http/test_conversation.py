@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,10 +15,10 @@ from baton.text.tokenizer import Tokenizer
 from router.api.http.conversation import HeldOutput, held_output
 from router.api.http.schema import ChatRequest
 from router.intake.parsers.choice import OutputParsers
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
-TOKENIZER = Tokenizer(DEMO)
-GRAMMAR_TOKENIZER = load_grammar_tokenizer(DEMO / "tokenizer.json", [4095])
+TOKENIZER = Tokenizer(DEMO_MODEL)
+GRAMMAR_TOKENIZER = load_grammar_tokenizer(DEMO_MODEL / "tokenizer.json", [4095])
 
 
 def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from router.api.http import completions, exchange
 from router.api.http.logprobs import TokenTexts
 from router.intake import long_answers
 from router.intake.prompt_reader import PromptReader
-from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, events_of, on_http
+from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
 pytestmark = pytest.mark.medium
 
@@ -72,7 +72,7 @@ async def test_a_response_without_stream_has_only_so_many_logprobs(
         assert response.status == status
         if not stream:
             error = (await response.json())["error"]
-            assert error["message"] == "logprobs: a response without stream may have 10 together"
+            assert error["message"] == "logprobs: a response without stream may have 10 in all"
 
 
 @on_http()

@@ -19,8 +19,8 @@ from router.api.http.conversation import chat_prompt, takes_effort
 from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER
 from router.api.http.schema import ChatRequest, Message
 from router.intake.cache_salts import CacheSalts
-from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, events_of, on_http
+from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
 pytestmark = pytest.mark.medium
 

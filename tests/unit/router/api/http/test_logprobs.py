@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import tokenizers
 from hypothesis import example, given
@@ -12,8 +10,9 @@ from hypothesis import strategies as st
 from baton.api.outputs import TokenLogprobs
 from baton.text.tokenizer import Tokenizer
 from router.api.http.logprobs import TextOffsets, TokenTexts
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-TOKENIZER = Tokenizer(Path(__file__).parents[5] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(DEMO_MODEL)
 TEXTS = TokenTexts(TOKENIZER)
 DEF, EURO = TOKENIZER.encode("def")[0], TOKENIZER.encode("€")
 

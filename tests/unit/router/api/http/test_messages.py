@@ -9,7 +9,7 @@ import pytest
 
 from baton.api.outputs import FinishReason
 from router.intake.parsers.choice import OutputParsers
-from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, events_of, on_http
 
 pytestmark = pytest.mark.medium
 

@@ -21,7 +21,8 @@ from router.api.http.conversation import asked_thinking, chat_prompt
 from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER
 from router.api.http.responses import MessageDelta
 from router.intake.parsers.choice import AskedThinking, OutputParsers
-from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http, until
+from tests.fakes.network.event_source import typed_events
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, on_http, until
 
 pytestmark = pytest.mark.medium
 
@@ -41,17 +42,6 @@ def given(**fields: Any) -> MessagesRequest:
 
 def messages_of(**fields: Any) -> list[dict[str, Any]]:
     return [dict(message) for message in chat_prompt(chat_request(given(**fields))).messages]
-
-
-def events_in(text: str) -> list[dict[str, Any]]:
-    """The events; each is named by its type."""
-    events = []
-    for block in text.split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
-    return events
 
 
 def post(scene: HttpScene, **fields: Any) -> Any:
@@ -266,7 +256,7 @@ def test_an_answer_says_why_it_ended(
             told = await response.json()
             assert told["content"][0]["text"] == text
         else:
-            events = events_in(await response.text())
+            events = typed_events(await response.text())
             kinds = [event["type"] for event in events]
             deltas = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
             assert kinds == [
@@ -298,7 +288,7 @@ def test_what_is_thought_said_and_called_are_blocks_of_their_own(stream: bool) -
             thinking, text, call = body["content"]
             reason, usage = body["stop_reason"], body["usage"]
         else:
-            events = events_in(await response.text())
+            events = typed_events(await response.text())
             blocks = {
                 e["index"]: e["content_block"] for e in events if e["type"] == "content_block_start"
             }
@@ -359,7 +349,7 @@ def test_blanks_alone_are_no_block_unless_they_are_all(stream: bool) -> None:
             scene.say(await scene.command(number + 1), 0, text, last=FinishReason.LENGTH)
             response = await reply
             if stream:
-                events = events_in(await response.text())
+                events = typed_events(await response.text())
                 blocks = [e["content_block"] for e in events if "content_block" in e]
             else:
                 blocks = (await response.json())["content"]
@@ -387,7 +377,7 @@ def test_what_fails_has_a_status_before_the_stream_and_an_event_in_it(stream: bo
             assert response.status == 500
             error = (await response.json())["error"]
         else:
-            last = events_in(await response.text())[-1]
+            last = typed_events(await response.text())[-1]
             assert last["type"] == "error"
             error = last["error"]
         assert error == {"type": "api_error", "message": "the output was cut short on a node"}

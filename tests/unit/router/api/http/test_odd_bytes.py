@@ -13,7 +13,7 @@ from baton.access.access import Access
 from baton.access.api_keys import draw_key, entry_text
 from baton.access.audit_log import AuditLog
 from baton.serving.access_log import AccessLog
-from tests.fakes.http_scene import HttpScene, on_http
+from tests.fakes.router.http_scene import HttpScene, on_http
 
 # Not UTF-8 (a lone byte, a cut character, half a surrogate pair), C1, bidirectional, unassigned.
 ODD = (b"\xff", b"\xe2\x82", b"\xed\xa0\x80", b"\xc2\x9b31m", b"\xe2\x80\xae", b"\xf4\x8f\xbf\xbf")

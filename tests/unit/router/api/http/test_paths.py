@@ -12,7 +12,7 @@ from baton.link.words import PrefillCommand
 from baton.version import __version__
 from router.api.http_server import NOT_SERVED
 from router.intake import prompt_reader, texts
-from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, on_http
 
 pytestmark = pytest.mark.medium
 

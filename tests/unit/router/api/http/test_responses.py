@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,8 @@ from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER
 from router.api.http.responses import FunctionDelta, MessageDelta, ToolCallDelta
 from router.api.openai_responses.output import Event, Items
 from router.api.openai_responses.request import FIELD_NAMES, ResponsesRequest, chat_request
-from tests.fakes.http_scene import HttpScene, on_http, until
+from tests.fakes.network.event_source import typed_events
+from tests.fakes.router.http_scene import HttpScene, on_http, until
 
 pytestmark = pytest.mark.medium
 
@@ -35,13 +35,8 @@ def messages_of(**fields: Any) -> list[dict[str, Any]]:
 
 
 def events_in(text: str) -> list[dict[str, Any]]:
-    """The events; each is named by its type, and they are numbered from 0."""
-    events = []
-    for block in text.split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
+    """Return the events, which are numbered from 0."""
+    events = typed_events(text)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 

@@ -20,14 +20,14 @@ from baton.link.words import CancelCommand, PrefillCommand
 from router.api.http import decoding, exchange
 from router.api.http.errors import error_response
 from router.api.http_server import SERVED, HttpServer
-from router.gate.admission import Admission
+from router.gate.admission import make_admission
 from router.gate.admission_options import AdmissionOptions
-from router.gate.capacity import Capacity
 from router.intake import long_answers
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
-from tests.fakes.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
-from tests.fakes.nodes import make_pool
+from router.names.metrics_page import MetricsPage
+from tests.fakes.router.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
+from tests.fakes.router.name_tables import one_base
 
 pytestmark = pytest.mark.medium
 
@@ -151,7 +151,7 @@ def test_what_fails_on_a_node_has_a_status_or_ends_the_stream(
 @on_http()
 async def test_a_refusal_says_how_many_whole_seconds_to_wait(scene: HttpScene) -> None:
     limit = AdmissionOptions(max_open_requests=1)
-    scene.dispatcher.admission = Admission(Capacity(lambda: scene.pool.fleet), limit)
+    scene.dispatcher.admission = make_admission(scene.pool, limit)
     reply = scene.post()
     command = await scene.command()
     response = await scene.post()
@@ -371,12 +371,12 @@ async def test_a_request_whose_time_is_up_is_told_so(scene: HttpScene) -> None:
 
 def test_an_address_that_is_taken_or_none_is_one_line() -> None:
     async def run() -> None:
-        pool = make_pool()
         scene = HttpScene()
         intake = Intake(scene.dispatcher, None, vocab_size=10, default_timeout_s=1.0)
+        names, page = one_base(scene.dispatcher, intake), MetricsPage({"m": RouterMetrics()})
         async with scene.running():
             for listen in (scene.url.removeprefix("http://"), "here"):
-                server = HttpServer(intake, pool, RouterMetrics(), model_name="m")
+                server = HttpServer(names, page)
                 with pytest.raises(ConfigError, match=r"^http_listen: "):
                     await server.start(listen)
 

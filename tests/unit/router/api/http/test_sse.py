@@ -1,6 +1,6 @@
 """Unit tests of the format of events: what we write is what the reader of the standard reads.
 
-The reader is the tests' own (`tests/fakes/event_source.py`), so the standard's examples come first.
+The reader is `tests/fakes/network/event_source.py`: the standard's examples check it first.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import pytest
 
 from baton.api.outputs import FinishReason
-from tests.fakes.event_source import EventSourceReader
-from tests.fakes.http_scene import HttpScene, on_http
+from tests.fakes.network.event_source import EventSourceReader
+from tests.fakes.router.http_scene import HttpScene, on_http
 
 pytestmark = pytest.mark.medium
 

@@ -8,8 +8,8 @@ import pytest
 
 from baton.api.outputs import FinishReason, RequestDelta, TokenLogprobs
 from baton.link.words import PrefillCommand
-from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, events_of, on_http
+from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
 pytestmark = pytest.mark.medium
 

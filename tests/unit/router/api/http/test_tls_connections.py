@@ -11,8 +11,8 @@ import pytest
 
 from baton.access.tls import ServerContext, TlsFiles
 from baton.serving.connection_limits import ConnectionLimits
-from tests.fakes.certificates import Authority
-from tests.fakes.http_scene import HttpScene, until
+from tests.fakes.network.certificates import Authority
+from tests.fakes.router.http_scene import HttpScene, until
 
 pytestmark = pytest.mark.medium
 

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from baton.api.outputs import FinishReason
 from baton.text.grammars import load_grammar_tokenizer, make_grammar
-from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, on_http
 
 pytestmark = pytest.mark.medium
 

@@ -9,22 +9,14 @@ import msgspec
 from baton.api.outputs import Receipt
 from baton.telemetry.receipt_table import receipt_line
 from router.api.http.responses import usage_of
-from tests.fakes.nodes import DECODE_RECEIPT
+from tests.fakes.router.nodes import DECODE_RECEIPT, make_receipt
 
 
 def receipt(num_drafts: int, num_accepted: int) -> Receipt:
-    return Receipt(
-        num_prompt_tokens=10,
-        num_output_tokens=7,
-        ttft_s=1.0,
-        total_s=2.0,
-        prefill_node="",
-        decode_node="d",
-        prefill=None,
-        decode=dataclasses.replace(
-            DECODE_RECEIPT, num_drafts=num_drafts, num_accepted_drafts=num_accepted
-        ),
+    decode = dataclasses.replace(
+        DECODE_RECEIPT, num_drafts=num_drafts, num_accepted_drafts=num_accepted
     )
+    return make_receipt(prefill=None, decode=decode)
 
 
 def test_drafts_are_summed_over_the_outputs() -> None:

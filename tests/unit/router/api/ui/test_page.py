@@ -15,8 +15,8 @@ from yarl import URL
 from baton.access.access import Access
 from baton.api.outputs import FinishReason
 from baton.link.words import NodeBeat, NodeRole, ServingState
-from tests.fakes.http_scene import HttpScene, on_http
-from tests.fakes.nodes import HandNode, make_registration
+from tests.fakes.router.http_scene import HttpScene, on_http
+from tests.fakes.router.nodes import HandNode, make_registration
 
 pytestmark = pytest.mark.medium
 

@@ -119,3 +119,25 @@ def test_whatever_is_measured_the_line_is_of_numbers_and_not_below_0(
         line.refresh()
         assert 0 <= line.base < math.inf
         assert 0 <= line.per_unit < math.inf
+
+
+def test_an_unmeasured_node_looks_no_faster_than_its_measured_twin() -> None:
+    """A node that serves is slower than its profile, so an idle decode node drew long prompts."""
+    shared = MeasuredLine(default=DEFAULT)
+    serving, idle = (MeasuredLine(PROFILE, shared=shared) for _ in range(2))
+    serve(serving, 12, factor=1.5)
+    idle.refresh()
+    assert_near(serving, 1.5 * cpu_s(512), 512)
+    assert idle.seconds(512) == pytest.approx(serving.seconds(512), rel=0.1)
+    for _ in range(4):
+        idle.measure(512, cpu_s(512))
+    idle.refresh()
+    assert idle.seconds(512) < 0.8 * serving.seconds(512)
+
+
+def test_a_level_of_all_nodes_leaves_a_faster_machine_faster() -> None:
+    shared = MeasuredLine(default=DEFAULT)
+    fast = MeasuredLine(((1, 0.004), (512, 0.03)), shared=shared)
+    serve(MeasuredLine(PROFILE, shared=shared), 20, factor=1.5)
+    fast.refresh()
+    assert_near(fast, 1.5 * (0.004 + 200 * 0.026 / 511), 200)

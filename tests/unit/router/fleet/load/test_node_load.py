@@ -11,8 +11,8 @@ import pytest
 from baton.api.outputs import FinishReason, RequestDelta
 from baton.link.words import DecodeTime, NodeBeat, NodeRole, StepTime
 from router.fleet.load.node_load import REQUEST_UNITS, STEPS_MEASURED_TOGETHER, NodeLoad
-from tests.fakes.fleets import FleetBook
-from tests.fakes.nodes import (
+from tests.fakes.router.fleets import FleetBook
+from tests.fakes.router.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,
     join_pair,

@@ -10,7 +10,7 @@ import pytest
 from baton.link.words import KVCacheEvents
 from router.fleet.prefix.prefix_index import MAX_KINDS, PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
-from tests.fakes.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_clock import VirtualClock
 
 KIND = HashKind(4, "xxh3_128")
 LIFETIME_S = 100.0

@@ -9,21 +9,17 @@ from typing import Any
 
 import jsonschema
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
-from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
-from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
-from baton.text.tokenizer import Tokenizer
+from baton.api.structured_output import MAX_TEXT_BYTES
 from router.intake.answers.call_forms import Function
 from router.intake.parsers import TOOL_CALL_PARSERS
 from router.intake.parsers.base import ParserContext
-from router.intake.parsers.choice import OutputParsers
 from router.intake.parsers.pythonic import PythonForm
 from router.intake.parsers.tagged import TaggedForm
-from tests.fakes.parsed_outputs import parse
+from tests.fakes.answers.family_grammars import EOS, FamilyTokens, marks_of
+from tests.fakes.answers.parsed_outputs import parse
 
-DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
-EOS = 4095
 ANSWER = json.dumps(
     {
         "type": "object",
@@ -92,14 +88,8 @@ class Held:
     """
 
     def __init__(self, folder: Path, form: str, special: list[str], **options: Any) -> None:
-        described = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
-        described["added_tokens"] += [
-            {**described["added_tokens"][0], "id": 4096 + index, "content": name}
-            for index, name in enumerate(special)
-        ]
-        (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
-        self.tokenizer = Tokenizer(folder)
-        self.parsers = OutputParsers(self.tokenizer, form, "none")
+        self._family = FamilyTokens(folder, form, special)
+        self.tokenizer, self.parsers = self._family.tokenizer, self._family.parsers
         functions = options.pop("functions", FUNCTIONS)
         options = {"several": True, **options}
         self._is_either = not options.pop("free_text", False)
@@ -108,15 +98,13 @@ class Held:
         else:
             text = self.parsers.text_or_calls(functions, **options)
         assert text is not None
-        self.output = StructuredOutput(grammar=text)
-        self._library: LLTokenizer = load_grammar_tokenizer(folder / "tokenizer.json", [EOS])
+        self.grammar = text
 
     def matcher(self) -> LLMatcher:
-        return compile_grammar(self.output, make_grammar(self.output), self._library)
+        return self._family.matcher(self.grammar)
 
     def fits(self, text: str) -> bool:
-        matcher, token_ids = self.matcher(), self.tokenizer.encode(text)
-        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+        return self._family.fits(self.grammar, text)
 
     def parse(self, text: str) -> list[Any]:
         context = ParserContext({function.name: function.parameters for function in FUNCTIONS})
@@ -132,10 +120,6 @@ def has_json(form: str) -> bool:
 def as_answer(form: str, text: str) -> str:
     """Write an answer's text as a family does: one writes a header first."""
     return f"<|channel|>final<|message|>{text}" if form == "openai" else text
-
-
-def marks_of(form: str) -> list[str]:
-    return list(TOOL_CALL_PARSERS.load(form).special_tokens)
 
 
 @pytest.mark.parametrize("form", TOOL_CALL_PARSERS.names())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ from router.intake.answers.divided_text import DividedText
 from router.intake.parsers.base import OutputParser, ParserContext, Reasoning
 from router.intake.parsers.choice import OutputParsers
 from router.intake.parsers.plain import OneCall, PlainText
-from tests.fakes.parsed_outputs import put_together
+from tests.fakes.answers.parsed_outputs import put_together
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-TOKENIZER = Tokenizer(Path(__file__).parents[5] / "examples" / "demo_model")
+TOKENIZER = Tokenizer(DEMO_MODEL)
 THINKS_AND_CALLS = OutputParsers(None, "hermes", "qwen3")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "a\\n\\nb STOP"}}\n</tool_call>'
 F = ("f", '{"x": "a\\n\\nb STOP"}')

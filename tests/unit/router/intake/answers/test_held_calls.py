@@ -13,8 +13,8 @@ import pytest
 from baton.api.errors import InvalidRequestError
 from router.intake.answers.call_forms import Function
 from router.intake.parsers import TOOL_CALL_PARSERS
-from tests.fakes.family_grammars import FamilyTokens, marks_of
-from tests.fakes.structured_cases import make_schema
+from tests.fakes.answers.family_grammars import FamilyTokens, marks_of
+from tests.fakes.answers.structured_cases import make_schema
 
 LARK = """\
 start: edit+

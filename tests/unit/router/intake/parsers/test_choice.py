@@ -15,10 +15,10 @@ from router.intake.parsers.choice import OutputParsers
 from router.intake.parsers.plain import OneCall, PlainText
 from router.intake.parsers.source import ScriptedParser
 from router.intake.parsers.think import ThinkFirst
-from tests.fakes.parsed_outputs import parse
+from tests.fakes.answers.parsed_outputs import parse
 
 ROOT = Path(__file__).parents[5]
-TEMPLATES = ROOT / "tests" / "fakes" / "chat_templates"
+TEMPLATES = ROOT / "tests" / "fakes" / "answers" / "chat_templates"
 DEMO = ROOT / "examples" / "demo_model"
 VOCAB_SIZE = 4096
 WITH_TOOLS = ParserContext({"f": {}})

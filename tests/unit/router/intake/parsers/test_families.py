@@ -17,9 +17,9 @@ from router.api.http.schema import ChatRequest
 from router.intake.parsers import TOOL_CALL_PARSERS
 from router.intake.parsers.base import CallBegins, ParserContext
 from router.intake.parsers.choice import OutputParsers
-from tests.fakes.parsed_outputs import Found, make_parser, parse
+from tests.fakes.answers.parsed_outputs import Found, make_parser, parse
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
-DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
 WEATHER = ("weather", '{"city": "Bonn"}')
 NEWS = ("news", '{"topic": "ice"}')
 CASES: list[tuple[str, str, Found]] = [
@@ -300,7 +300,7 @@ def test_a_template_tells_the_family(
         "{%- for message in messages -%}{{ message['content'] }}{%- endfor -%}",
         encoding="utf-8",
     )
-    parsers = OutputParsers(Tokenizer(DEMO, chat_template=template))
+    parsers = OutputParsers(Tokenizer(DEMO_MODEL, chat_template=template))
     assert (parsers.tool_call_parser, parsers.reasoning_parser) == (calls, reasoning)
 
 

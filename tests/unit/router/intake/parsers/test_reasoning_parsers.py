@@ -7,7 +7,7 @@ import pytest
 from baton.text.thoughts.marks import THINK
 from router.intake.parsers.base import ParserContext, Reasoning
 from router.intake.parsers.think import ThinkFirst, ThinkForm
-from tests.fakes.parsed_outputs import Found, make_parser, make_reasoning_parser, parse
+from tests.fakes.answers.parsed_outputs import Found, make_parser, make_reasoning_parser, parse
 
 CASES: list[tuple[str, str, str, Found]] = [
     ("qwen3", "", "<think>\nHm.\n</think>\n\nYes.", [Reasoning("Hm."), "Yes."]),

@@ -12,7 +12,7 @@ from router.intake.parsers import TOOL_CALL_PARSERS
 from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, Reasoning
 from router.intake.parsers.choice import OutputParsers
 from router.intake.parsers.plain import OneCall, PlainText
-from tests.fakes.parsed_outputs import Found, make_parser, parse, put_together
+from tests.fakes.answers.parsed_outputs import Found, make_parser, parse, put_together
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"x": "a < b"}}\n</tool_call>'
 F = ("f", '{"x": "a < b"}')

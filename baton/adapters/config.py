@@ -1,0 +1,176 @@
+"""AdapterConfig: the settings of a LoRA adapter, from PEFT's adapter_config.json.
+
+A setting that changes results and is not computed here is refused by name. Names follow PEFT
+(https://huggingface.co/docs/peft/package_reference/lora).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from baton.adapters.digest import AdapterError
+from baton.api.bounded_files import parse_object, read_file
+from baton.api.errors import ModelLoadError
+
+T = TypeVar("T")
+
+CONFIG_FILE = "adapter_config.json"
+MAX_RANK = 256
+_MAX_CONFIG_BYTES = 2**20
+_MAX_ALPHA = 1e6
+_MAX_PATTERNS = 10_000
+_MAX_PATTERN_CHARS = 256
+# PEFT reads keys of patterns as regular expressions. Those without repetition and alternatives take
+# linear time; files of strangers could contain others that never end.
+_PLAIN_PATTERN = re.compile(r"\^?(?:[\w.-]|\\\.|\\d)+")
+# Settings that do not change what a trained adapter computes.
+_HARMLESS = frozenset(
+    {
+        "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config",
+        "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
+        "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
+        "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type",
+        "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
+        "target_modules", "task_type", "use_dora", "use_rslora",
+    }
+)  # fmt: skip
+# Ways to begin a training that leave the base model's weights as they are; others change them.
+_INITIAL_WEIGHTS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """The settings that decide what an adapter computes.
+
+    Attributes:
+        rank: rank of modules without a pattern.
+        alpha: likewise, numerator of the scale.
+        uses_rslora: the scale is ``alpha / sqrt(rank)``, and not ``alpha / rank``.
+        uses_dora: a magnitude per output replaces the norm of the adapted weight's rows.
+        rank_pattern, alpha_pattern: ranks and alphas by pattern of module names.
+    """
+
+    rank: int
+    alpha: float
+    uses_rslora: bool = False
+    uses_dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module, by its name in the base model."""
+        return _by_pattern(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a module's product."""
+        alpha, rank = _by_pattern(self.alpha_pattern, module, self.alpha), self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
+
+
+def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
+    """Return the value of the first pattern that matches the end of a module's name, as in PEFT."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(?:.*\.)?(?:{pattern})$", module):
+            return value
+    return default
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Read an adapter's settings; raises AdapterError naming the file and the field."""
+    path = folder / CONFIG_FILE
+    try:
+        fields = parse_object(read_file(path, _MAX_CONFIG_BYTES))
+    except ModelLoadError as error:
+        raise AdapterError(str(error)) from error
+    except ValueError as error:
+        raise AdapterError(f"{path}: {error}") from error
+    reader = _Fields(path, fields)
+    reader.refuse_unsupported()
+    return AdapterConfig(
+        rank=reader.rank("r", fields.get("r", 8)),
+        alpha=reader.alpha("lora_alpha", fields.get("lora_alpha", 8)),
+        uses_rslora=reader.flag("use_rslora"),
+        uses_dora=reader.flag("use_dora"),
+        rank_pattern=reader.patterns("rank_pattern", reader.rank),
+        alpha_pattern=reader.patterns("alpha_pattern", reader.alpha),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The fields of an adapter_config.json."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def wrong(self, name: str, problem: str) -> AdapterError:
+        return AdapterError(f"{self.path}: {name:.80}: {problem}")
+
+    def refuse_unsupported(self) -> None:
+        """Raise AdapterError for the first setting that is not computed here."""
+        kind = self.values.get("peft_type")
+        if kind != "LORA":
+            raise self.wrong("peft_type", f"only LORA is supported, got {_shown(kind)}")
+        initial = self.values.get("init_lora_weights", True)
+        if not any(initial is one or initial == one for one in _INITIAL_WEIGHTS):
+            problem = (
+                f"{_shown(initial)} changes the base model's weights; convert the adapter with "
+                "PEFT's path_initial_model_for_weight_conversion"
+            )
+            raise self.wrong("init_lora_weights", problem)
+        if self.values.get("bias", "none") != "none":
+            problem = f"only none is supported, got {_shown(self.values['bias'])}"
+            raise self.wrong("bias", problem)
+        for name, value in self.values.items():
+            if name not in _HARMLESS and name != "bias" and _is_set(value):
+                raise self.wrong(name, f"is not supported, got {_shown(value)}")
+
+    def flag(self, name: str) -> bool:
+        value = self.values.get(name, False)
+        if not isinstance(value, bool):
+            raise self.wrong(name, f"must be true or false, got {_shown(value)}")
+        return value
+
+    def rank(self, name: str, value: Any) -> int:
+        if type(value) is not int or not 1 <= value <= MAX_RANK:
+            raise self.wrong(name, f"must be a rank of 1 to {MAX_RANK}, got {_shown(value)}")
+        rank: int = value
+        return rank
+
+    def alpha(self, name: str, value: Any) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= _MAX_ALPHA:  # false for NaN
+            raise self.wrong(name, f"must be a number up to {_MAX_ALPHA:g}, got {_shown(value)}")
+        return float(value)
+
+    def patterns(self, name: str, read: Callable[[str, Any], T]) -> dict[str, T]:
+        """Read values by pattern of module names."""
+        found = self.values.get(name) or {}
+        if not isinstance(found, dict) or len(found) > _MAX_PATTERNS:
+            problem = f"must be an object of at most {_MAX_PATTERNS} patterns"
+            raise self.wrong(name, f"{problem}, got {_shown(found)}")
+        for pattern in found:
+            is_plain = _PLAIN_PATTERN.fullmatch(pattern) is not None
+            if not is_plain or len(pattern) > _MAX_PATTERN_CHARS:
+                problem = (
+                    f"{_shown(pattern)} must be a module's name or its end, of at most "
+                    f"{_MAX_PATTERN_CHARS} letters, digits and dots"
+                )
+                raise self.wrong(name, problem)
+        return {pattern: read(f"{name}.{pattern}", value) for pattern, value in found.items()}
+
+
+def _is_set(value: Any) -> bool:
+    """Return whether a setting has another value than PEFT's for "not used"."""
+    return not (value is None or value is False or value in ({}, []))
+
+
+def _shown(value: Any) -> str:
+    """Show a value in one short line."""
+    return json.dumps(value, default=str)[:60]

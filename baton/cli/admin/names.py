@@ -1,0 +1,117 @@
+"""`baton admin names`: what clients may call models, and what each name stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.admin.connection import OutputFormat, OutputOption, connection
+from baton.cli.admin.output import escape, is_json, make_console, make_table, print_json
+from baton.cli.command_line import CommandLine
+from baton.cli.errors import CommandError
+from baton.cli.router_access import OperatorAccess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from baton.v1 import admin_pb2
+
+_SHOWN_DIGEST_CHARS = 12
+_USAGE = 2
+
+names = CommandLine(
+    no_args_is_help=True,
+    add_completion=False,
+    help="See or change what clients may call models. A change is atomic: running requests end as "
+    "they began. It lasts until the router's end, or beyond it with --names-file.",
+)
+
+
+@names.command("list")
+def list_names(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
+    """List the names, the default one first."""
+    with connection(access) as admin:
+        found = admin.call("ListNames")
+    _show(found, output)
+
+
+@names.command("alias")
+def alias(
+    name: Annotated[str, typer.Argument(help="New, or one that is to stand for something else.")],
+    target: Annotated[
+        str, typer.Argument(help="A served name, or a base model as given to --model.")
+    ],
+    *,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            help='Digest of the adapter, 64 hex characters; "": none; not given: the target\'s.'
+        ),
+    ] = None,
+    request_defaults: Annotated[
+        str | None,
+        typer.Option(help="Such as temperature=0.2,max_tokens=512; the target's if not given."),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="A Jinja file; \"\": the base model's; the target's if not given."),
+    ] = None,
+    access: OperatorAccess,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Let a name stand for what another name, or a base model, stands for now."""
+    fields: dict[str, Any] = {"adapter": adapter, "request_defaults": request_defaults}
+    if chat_template is not None:
+        fields["chat_template"] = _read_template(chat_template)
+    given = {field: value for field, value in fields.items() if value is not None}
+    with connection(access) as admin:
+        found = admin.call("SetName", name=name, target=target, **given)
+    if is_json(output):
+        print_json(found)
+    else:
+        make_console().print(_table([found]))
+
+
+@names.command("remove")
+def remove(
+    name: Annotated[str, typer.Argument(help="See `baton admin names list`.")],
+    *,
+    access: OperatorAccess,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Remove a name; its running requests go on."""
+    with connection(access) as admin:
+        found = admin.call("RemoveName", name=name)
+    _show(found, output)
+
+
+def _read_template(path: str) -> str:
+    from baton.api.bounded_files import read_text
+
+    try:
+        return read_text(Path(path).expanduser()) if path else ""
+    except (OSError, ValueError) as error:
+        raise CommandError(f"chat_template: {path}: {error}", _USAGE) from None
+
+
+def _show(found: admin_pb2.ListNamesResponse, output: OutputFormat) -> None:
+    if is_json(output):
+        print_json(found)
+    else:
+        make_console().print(_table(found.names))
+
+
+def _table(found: Iterable[admin_pb2.NameDescription]) -> Any:
+    table = make_table("name", "model", "adapter", "defaults", "template", "state", whole=("name",))
+    for one in found:
+        table.add_row(
+            escape(one.name),
+            escape(one.model),
+            one.adapter[:_SHOWN_DIGEST_CHARS],
+            escape(one.request_defaults),
+            "own" if one.chat_template else "",
+            f"[yellow]{escape(one.problem)}[/]" if one.problem else "[green]serving[/]",
+        )
+    return table

@@ -1,0 +1,49 @@
+"""Program reaper: reports how forked programs end, in the place of their template.
+
+A template that need not fork any more replaces itself by this program (`exec`). The process id
+stays, and so do the programs, as children; the memory of all that was imported is free. Imports
+nothing but the standard library, and runs as a file, so that not even `baton` is imported:
+
+    python program_reaper.py CONTROL DESCRIPTOR:PID ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+from collections.abc import Sequence
+
+
+def main(words: Sequence[str]) -> None:
+    """Report the end of each program; returns when the parent is gone.
+
+    Args:
+        words: descriptor of the socket to the parent; descriptor and id of each program's process.
+    """
+    control = socket.socket(fileno=int(words[0]))
+    pairs = (word.split(":") for word in words[1:])
+    programs = {int(descriptor): int(pid) for descriptor, pid in pairs}
+    poll = select.poll()
+    for descriptor in (control.fileno(), *programs):
+        poll.register(descriptor, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready not in programs:
+                if not control.recv(1):
+                    return
+                continue
+            pid = programs.pop(ready)
+            poll.unregister(ready)
+            os.close(ready)
+            _, status = os.waitpid(pid, 0)
+            event = {"pid": pid, "returncode": os.waitstatus_to_exitcode(status)}
+            with contextlib.suppress(OSError):  # the next receive sees that the parent is gone
+                control.send(json.dumps(event).encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

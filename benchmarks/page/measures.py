@@ -1,0 +1,95 @@
+"""Find figures in a file of results.
+
+A place in a file is the text of its keys and indices, as in "results > 512 > p50_us". In a list,
+"batch=8, dtype=int8" is the row with these values. A figure that is not there, or is no number,
+raises one of `rows.NOT_THERE`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from benchmarks.page.rows import Found, Json, Measure
+
+_VALUES = re.compile(r", (?=\w+=)")  # between the values that choose a row of a list
+
+
+def at(document: Json, *place: str) -> Json:
+    """Look up what is at this place; raises LookupError or TypeError."""
+    for key in " > ".join(place).split(" > "):
+        if not isinstance(document, list):
+            document = document[key]
+        elif "=" in key:
+            document = _one_of(document, dict(part.split("=", 1) for part in _VALUES.split(key)))
+        else:
+            document = document[int(key)]
+    return document
+
+
+def _one_of(rows: Json, wanted: dict[str, str]) -> Json:
+    """Return the row of a list that has these values."""
+    for row in rows:
+        if all(str(row[key]) == value for key, value in wanted.items()):
+            return row
+    raise LookupError(f"no row for {wanted}")
+
+
+def number(document: Json, *place: str) -> float:
+    """Look up the finite number at this place; raises one of `NOT_THERE`."""
+    found = at(document, *place)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise TypeError(f"{place}: must be a number, got {found!r}")
+    if not math.isfinite(found):
+        raise ValueError(f"{place}: must be finite, got {found}")
+    return float(found)
+
+
+def value(place: str, form: str = "{:.3g}", scale: float = 1.0) -> Measure:
+    """Make a row of one number of the file, times ``scale``."""
+
+    def measure(document: Json) -> Found:
+        found = number(document, place) * scale
+        return Found(form.format(found), found)
+
+    return measure
+
+
+def ratio(above: str, under: str, form: str = ".3g", unit: str = "") -> Measure:
+    """Make a row of one number over another of the same run.
+
+    Args:
+        form: format of both numbers; "": they are not shown.
+        unit: text behind both.
+    """
+
+    def measure(document: Json) -> Found:
+        a, b = number(document, above), number(document, under)
+        both = f" ({a:{form}} / {b:{form}}{unit})" if form else ""
+        return Found(f"{a / b:.2f}{both}", a / b)
+
+    return measure
+
+
+def told(place: str, form: str, judged: str = "") -> Measure:
+    """Make a row of several numbers that lie together, as in "{p50:g} ms ({loop[p99]:.1f} ms)".
+
+    Args:
+        judged: place, from there, of the number that the target limits.
+    """
+
+    def measure(document: Json) -> Found:
+        there = at(document, place)
+        return Found(form.format(**there), number(there, judged) if judged else None)
+
+    return measure
+
+
+def count(place: str) -> Measure:
+    """Make a row of the length of a list."""
+
+    def measure(document: Json) -> Found:
+        found = len(at(document, place))
+        return Found(f"{found}", found)
+
+    return measure

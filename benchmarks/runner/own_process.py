@@ -1,0 +1,66 @@
+"""Run Python in processes of their own: the environment, the command, the answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runner.environment import ROOT
+
+
+def own_environment(*trees: Path, **variables: str) -> dict[str, str]:
+    """Return an environment in which `python` imports this checkout, or other trees before it.
+
+    Folders that this process was given stay behind them. Compiled modules are written, as an
+    installation does. Otherwise each start compiles them all.
+    """
+    folders = [folder for tree in trees or (ROOT,) for folder in (tree, tree / "kernels")]
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = os.pathsep.join(map(str, (*folders, *([ROOT] if trees else []), *given)))
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
+
+
+def call_words(function: str, *words: object) -> list[str]:
+    """Return the command of a process that runs a function, as "package.module:function"."""
+    return [sys.executable, "-P", "-m", "benchmarks", "--call", function, *map(str, words)]
+
+
+def answer_of(command: Sequence[object], limit_s: float | None = None, **options: Any) -> Any:
+    """Run a program, and return the last mapping that it prints as JSON.
+
+    Args:
+        options: options of `subprocess.run`; by default the environment is `own_environment`'s.
+
+    Raises:
+        subprocess.SubprocessError: the program fails, or takes too long.
+        ValueError: no line is a mapping.
+    """
+    given: dict[str, Any] = {"env": own_environment(), "stderr": subprocess.PIPE, **options}
+    done = subprocess.run(
+        list(map(str, command)),
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=limit_s,
+        **given,
+    )
+    mappings = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(mappings[-1] if mappings else done.stdout)
+
+
+def end_group(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
+    """End a process that leads a session, and all that it has started."""
+    for stop in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, stop)
+            process.wait(patience_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue

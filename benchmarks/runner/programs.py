@@ -1,0 +1,138 @@
+"""Start programs of Baton as processes, simulated nodes among them, and ask a router about itself.
+
+Refuses to know: what is measured with them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from baton.access.tls import NO_TLS, TlsOptions, read_tls
+from baton.processes.free_address import free_address
+from baton.serving.rpc import open_sync_channel
+from baton.v1 import admin_pb2, admin_pb2_grpc
+from benchmarks.runner.environment import DEMO_MODEL, ROOT
+from benchmarks.runner.own_process import own_environment
+
+READY_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 20.0
+
+
+@contextmanager
+def admin_of(address: str, tls: TlsOptions = NO_TLS) -> Iterator[Any]:
+    """Yield the stub of a router's admin service."""
+    with open_sync_channel(address, read_tls(tls)) as channel:
+        yield admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+
+
+class Programs:
+    """Programs of Baton, each under a name and with a log; all end with the `with` block.
+
+    Args:
+        core: core that all run on; None: any.
+        variables: more variables of their environment.
+    """
+
+    def __init__(self, core: int | None = None, **variables: str) -> None:
+        # (No preexec_fn: it makes a real fork, amid which gRPC's threads here may stop for ever.)
+        pinned = [] if core is None else ["taskset", "--cpu-list", str(core)]
+        self._command = [*pinned, sys.executable, "-m", "baton"]
+        self._environment = own_environment(**variables)
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-")
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for process in reversed(self.processes.values()):
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def start(self, name: str, *words: object) -> None:
+        """Start `baton` with these words."""
+        command = [*self._command, *map(str, words)]
+        with self._log(name).open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=ROOT, env=self._environment
+            )
+
+    def kill(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def log(self, name: str) -> str:
+        """Return what a program has written so far, under all its starts."""
+        return self._log(name).read_text(errors="replace")
+
+    def _log(self, name: str) -> Path:
+        return Path(self._folder.name) / f"{name}.log"
+
+
+class SimFleet(Programs):
+    """A router, and a process of simulated nodes.
+
+    Args:
+        words: more options of `baton sim-node`.
+        router_words: more options of `baton router`.
+    """
+
+    def __init__(
+        self,
+        num_prefill: int,
+        num_decode: int,
+        *words: object,
+        model: Path = DEMO_MODEL,
+        router_words: Sequence[str] = ("--http-listen", ""),
+        core: int | None = None,
+    ) -> None:
+        super().__init__(core)
+        self.address = free_address()
+        self._num_pairs = num_prefill * num_decode
+        counts = ("--prefill", num_prefill, "--decode", num_decode)
+        self.start("router", "router", "--model", model, "--listen", self.address, *router_words)
+        self.start("nodes", "sim-node", "--model", model, "--router", self.address, *counts, *words)
+
+    def wait_ready(self, share: float = 1.0) -> None:
+        """Wait until this share of all pairs of nodes reach each other; raise TimeoutError."""
+        give_up_at = time.monotonic() + READY_TIMEOUT_S
+        while self._num_connected() < share * self._num_pairs:
+            has_ended = any(process.poll() is not None for process in self.processes.values())
+            if has_ended or time.monotonic() > give_up_at:
+                raise TimeoutError("\n".join(self.log(name)[-2000:] for name in self.processes))
+            time.sleep(0.2)
+
+    def nodes(self) -> Sequence[Any]:
+        """Return the router's descriptions of its nodes."""
+        with admin_of(self.address) as admin:
+            found: Sequence[Any] = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
+        return found
+
+    def _num_connected(self) -> int:
+        try:
+            nodes = self.nodes()
+        except grpc.RpcError:
+            return 0
+        connected: int = sum(peer.connected for node in nodes for peer in node.peers)
+        return connected // 2

@@ -1,0 +1,201 @@
+"""AdapterTable: the LoRA adapters that an engine's worker has in memory, by digest.
+
+    files --> cache of read adapters --> worker's slots --> requests
+              (bounded by bytes)         (bounded by number; least recently used ones leave)
+
+An adapter that a request uses stays. An adapter that is to be unloaded takes no new requests, and
+leaves with its last one. Refuses to know: names of adapters, tensors, how products are computed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.adapters.digest import AdapterDigest, shorten_digest
+from baton.adapters.files import Adapter, AdapterFiles, read_adapter
+from baton.api.errors import ConfigError, NodeUnavailableError, NotFoundError, OverloadedError
+from engine.executors.base import Executor
+
+DEFAULT_CACHE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterView:
+    """An adapter in memory, as operators see it.
+
+    Attributes:
+        num_bytes: size in the worker's memory.
+        is_pinned: whether it stays when others need its slot.
+        is_leaving: whether it takes no new requests, and leaves with its last one.
+    """
+
+    digest: AdapterDigest
+    num_bytes: int
+    is_pinned: bool
+    is_leaving: bool
+
+
+@dataclass(slots=True)
+class _Slot:
+    num_bytes: int
+    is_pinned: bool
+    is_leaving: bool = False
+
+
+class AdapterTable:
+    """The adapters of one engine. Used by the engine's thread, but for `read` and `digests`.
+
+    Args:
+        executor: its worker computes with the adapters.
+        max_adapters: most adapters in memory; 0: there are none.
+        cache_bytes: most bytes of read adapters that are kept; None: the default.
+        in_use: returns the adapters of open requests and of the step in flight.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        max_adapters: int,
+        cache_bytes: int | None,
+        in_use: Callable[[], Collection[str]],
+    ) -> None:
+        self._executor, self._max_adapters, self._in_use = executor, max_adapters, in_use
+        self._slots: OrderedDict[AdapterDigest, _Slot] = OrderedDict()  # used last is last
+        self._read: OrderedDict[AdapterDigest, Adapter] = OrderedDict()  # likewise
+        self._cache_bytes = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
+
+    @property
+    def digests(self) -> tuple[AdapterDigest, ...]:
+        """Return the adapters that take requests; safe from any thread."""
+        return tuple(digest for digest, slot in list(self._slots.items()) if not slot.is_leaving)
+
+    def views(self) -> list[AdapterView]:
+        """Return all adapters in memory, those used last behind the others."""
+        return [
+            AdapterView(
+                digest=digest,
+                num_bytes=slot.num_bytes,
+                is_pinned=slot.is_pinned,
+                is_leaving=slot.is_leaving,
+            )
+            for digest, slot in self._slots.items()
+        ]
+
+    def read(self, folder: Path) -> Adapter:
+        """Read an adapter's files and check that they fit the model; safe from any thread.
+
+        Raises:
+            AdapterError: a file is wrong, or is not for this model.
+            ConfigError: this engine takes no adapters.
+        """
+        self._refuse_without_slots()
+        return read_adapter(folder, self._check)
+
+    def load_again(
+        self, digest: AdapterDigest, *, pinned: bool = False, kept: Collection[str] = ()
+    ) -> bool:
+        """Load an adapter that is in memory, or among those read before; False if it is not.
+
+        Raises OverloadedError; see `load`.
+        """
+        if digest in self._slots:
+            self._keep(digest, pinned=pinned)
+        elif digest in self._read:
+            self.load(self._read[digest], pinned=pinned, kept=kept)
+        else:
+            return False
+        return True
+
+    def load(self, adapter: Adapter, *, pinned: bool = False, kept: Collection[str] = ()) -> None:
+        """Give an adapter a slot, that of the least recently used one if all are taken.
+
+        Args:
+            pinned: whether it keeps the slot when others need one.
+            kept: adapters whose slots it must not take, besides those in use.
+
+        Raises:
+            AdapterError: it does not fit the model.
+            ConfigError: this engine takes no adapters.
+            OverloadedError: every adapter in memory is in use or pinned.
+        """
+        self._refuse_without_slots()
+        digest = adapter.digest
+        if digest not in self._slots:
+            self._make_room({*self._in_use(), *kept})
+            (num_bytes,) = self._executor.collective_rpc("load_adapter", (adapter,))
+            self._slots[digest] = _Slot(num_bytes, pinned)
+        self._keep(digest, pinned=pinned)
+        self._remember(adapter)
+
+    def unload(self, digest: AdapterDigest) -> bool:
+        """Let an adapter leave, with its last request at the latest; return whether it has left.
+
+        Raises NotFoundError if it is not in memory.
+        """
+        slot = self._slots.get(digest)
+        if slot is None:
+            raise NotFoundError(f"adapter: {digest} is not loaded here")
+        slot.is_leaving = True
+        self.settle()
+        return digest not in self._slots
+
+    def settle(self) -> None:
+        """Drop the adapters that are to leave and that no request uses any more."""
+        if not any(slot.is_leaving for slot in self._slots.values()):
+            return
+        in_use = self._in_use()
+        for digest, slot in list(self._slots.items()):
+            if slot.is_leaving and digest not in in_use:
+                self._drop(digest)
+
+    def acquire(self, digest: AdapterDigest) -> None:
+        """Note that a new request uses an adapter; empty: the base model.
+
+        Raises NodeUnavailableError if the adapter is not here: another node may have it.
+        """
+        if not digest:
+            return
+        slot = self._slots.get(digest)
+        if slot is None or slot.is_leaving:
+            raise NodeUnavailableError(f"adapter: {shorten_digest(digest)} is not loaded here")
+        self._slots.move_to_end(digest)
+
+    def _check(self, files: AdapterFiles) -> None:
+        self._executor.collective_rpc("check_adapter", (files,))
+
+    def _refuse_without_slots(self) -> None:
+        if not self._max_adapters:
+            raise ConfigError("max_adapters: is 0, so no adapter can be loaded; must be 1 or more")
+
+    def _keep(self, digest: AdapterDigest, *, pinned: bool) -> None:
+        slot = self._slots[digest]
+        slot.is_pinned, slot.is_leaving = pinned, False
+        self._slots.move_to_end(digest)
+
+    def _make_room(self, in_use: Collection[str]) -> None:
+        """Drop the least recently used adapter if there is no free slot."""
+        if len(self._slots) < self._max_adapters:
+            return
+        for digest, slot in self._slots.items():
+            if not slot.is_pinned and digest not in in_use:
+                self._drop(digest)
+                return
+        raise OverloadedError(
+            f"max_adapters: all {self._max_adapters} adapters are pinned or in use"
+        )
+
+    def _drop(self, digest: AdapterDigest) -> None:
+        self._executor.collective_rpc("unload_adapter", (digest,))
+        del self._slots[digest]
+
+    def _remember(self, adapter: Adapter) -> None:
+        """Keep an adapter's numbers, and forget those used longest ago beyond the limit."""
+        self._read[adapter.digest] = adapter
+        self._read.move_to_end(adapter.digest)
+        num_bytes = sum(one.files.num_bytes for one in self._read.values())
+        while num_bytes > self._cache_bytes:
+            _, forgotten = self._read.popitem(last=False)
+            num_bytes -= forgotten.files.num_bytes

@@ -1,0 +1,81 @@
+"""Makes an engine: its executor, scheduler, prefix cache, grammars and drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from baton.engine_config import EngineConfig
+from baton.kv.block_hash import BlockHasher, cache_namespace
+from baton.text.grammar_trials import EarlyGrammars
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.scheduler import Scheduler
+from engine.engine import Engine
+from engine.executors import EXECUTORS
+from engine.executors.base import Executor
+from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.sampling.mask_threads import MaskThreads
+from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
+
+_NOBODYS: Mapping[str, str] = MappingProxyType({})
+
+
+def make_engine(
+    model_folder: Path,
+    config: EngineConfig,
+    identity: Mapping[str, str] = _NOBODYS,
+    executor: Executor | None = None,
+    grammars: EarlyGrammars | None = None,
+) -> Engine:
+    """Load the model, allocate the cache, and make the engine over them.
+
+    Args:
+        identity: identity of the model folder (`folder_identity`), which makes hashes of cached
+            KV equal on all nodes; without it, hashes are valid in this process only.
+        executor: computes the steps; None: make the one that the options name.
+        grammars: see `GrammarCompiler`.
+
+    Raises:
+        ModelLoadError: the folder is missing, incomplete or unsupported.
+        ConfigError: an option does not fit the model or the machine.
+    """
+    config = find_drafter(config)
+    if executor is None:
+        executor = EXECUTORS.load(config.executor_name)(model_folder, config)
+    config, memory, model = executor.config, executor.kv_memory, executor.model_config
+    compatibility = {
+        **identity,
+        "dtype": executor.dtype,
+        "linear_weights": executor.linear_weights,
+        "kv_cache_dtype": memory.dtype,
+        "block_size": str(config.block_size),
+        "kv_layout": memory.manifest.layout,
+    }
+    if config.num_lookahead_drafts:  # the drafter's KV lies beside the model's
+        compatibility["drafter"] = drafter_identity(config, model_folder)
+    kv_cache_manager = KVCacheManager(
+        memory.num_blocks,
+        config.block_size,
+        sliding_windows=memory.spec.sliding_windows,
+        hasher=_hasher(config, compatibility) if config.prefix_cache else None,
+    )
+    speculation = make_speculation(config, model.vocab_size)
+    scheduler = Scheduler(
+        kv_cache_manager,
+        max_num_requests=config.max_num_requests,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        prefill_tokens_beside_decodes=config.prefill_tokens_beside_decodes,
+        preemption=config.preemption,
+        drafting=speculation,
+        masks=MaskThreads(),
+    )
+    compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
+    return Engine(executor, scheduler, compiler, speculation, compatibility)
+
+
+def _hasher(config: EngineConfig, compatibility: Mapping[str, str]) -> BlockHasher:
+    """Make the hasher of cached blocks: hashes are equal only on nodes that compute alike."""
+    namespace = cache_namespace(compatibility)
+    return BlockHasher(config.block_size, config.prefix_hash, namespace)

@@ -1,0 +1,1 @@
+"""Names: what clients may call models, and the base models behind the names."""

@@ -1,0 +1,66 @@
+"""Read the names that a router's options give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.api.errors import ConfigError
+from router.names.base_model import BaseModel
+from router.names.defaults import read_defaults, read_names
+from router.names.served_name import ServedName
+
+
+def names_given(
+    bases: Sequence[BaseModel], names: Sequence[str], aliases: str, defaults: str
+) -> list[ServedName]:
+    """Return the served names, those of the first base model first.
+
+    Args:
+        names: with one base model its names, with several ``NAME=MODEL``. A base model without a
+            name is called as in ``--model``.
+        aliases: more names in the same form, divided by commas.
+        defaults: see `read_defaults`.
+
+    Raises ConfigError naming the option.
+    """
+    found = _of_one(bases[0], names, aliases) if len(bases) == 1 else {}
+    if len(bases) > 1:
+        found = _of_several(bases, [*names, *read_names("", aliases)])
+    by_name = read_defaults(tuple(found), defaults)
+    return [
+        ServedName(name=name, base=base, defaults=by_name[name]) for name, base in found.items()
+    ]
+
+
+def _of_one(base: BaseModel, names: Sequence[str], aliases: str) -> dict[str, BaseModel]:
+    first, *others = [one for one in names if one] or [base.model]
+    return dict.fromkeys([first, *others, *read_names(first, aliases)], base)
+
+
+def _of_several(bases: Sequence[BaseModel], entries: Sequence[str]) -> dict[str, BaseModel]:
+    """Return base models by name, in the order of the base models."""
+    found: dict[str, BaseModel] = {}
+    for entry in filter(None, entries):
+        name, base = _divide(entry, bases)
+        if found.setdefault(name, base) is not base:
+            raise ConfigError(f"served_model_name: {name!r} must be of one model, got two")
+    named = list(found.values())
+    for base in bases:
+        if base not in named and found.setdefault(base.model, base) is not base:
+            raise ConfigError(
+                f"served_model_name: {base.model!r} is a model, and must not name another"
+            )
+    return {name: base for one in bases for name, base in found.items() if base is one}
+
+
+def _divide(entry: str, bases: Sequence[BaseModel]) -> tuple[str, BaseModel]:
+    """Return the name and the base model of ``NAME=MODEL``; both may have equal signs."""
+    for base in bases:
+        name = entry.removesuffix(f"={base.model}")
+        if name not in ("", entry):
+            return name, base
+    models = ", ".join(base.model for base in bases)
+    raise ConfigError(
+        f"served_model_name: with several models, must be NAME=MODEL with a MODEL of {models}, "
+        f"got {entry!r:.200}"
+    )

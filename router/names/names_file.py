@@ -1,0 +1,113 @@
+"""NamesFile: a TOML file with a table per served name, read at the start and written at changes.
+
+["chat"]
+model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+request_defaults = "temperature=0.2,max_tokens=512"
+
+["chat-legal"]
+model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+adapter = "3f5c..."
+chat_template = "{{ messages[0].content }}"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.api.bounded_files import parse_toml, read_text
+from baton.api.errors import ConfigError
+from router.names.base_model import BaseModel
+from router.names.defaults import read_name_defaults
+from router.names.served_name import ServedName
+
+_KEYS = ("model", "adapter", "request_defaults", "chat_template")
+
+
+class NamesFile:
+    """Read and write one file of names.
+
+    Args:
+        path: need not exist; a change of a name makes the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, bases: Sequence[BaseModel]) -> list[ServedName]:
+        """Return the names in the file; empty if there is no file yet.
+
+        Args:
+            bases: the router's base models. A table without ``model`` means the first.
+
+        Raises ConfigError naming the file, the name and the key.
+        """
+        if not self._path.exists():
+            return []
+        try:
+            tables = parse_toml(read_text(self._path))
+        except OSError as error:
+            raise self._wrong(f"cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise self._wrong(str(error)) from error
+        return [self._read_name(name, table, bases) for name, table in tables.items()]
+
+    def write(self, names: Iterable[ServedName]) -> None:
+        """Replace the file by these names as a whole; raises ConfigError."""
+        text = "\n".join(_table_of(one) for one in names)
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise self._wrong(f"cannot be written: {error.strerror}") from error
+
+    def _read_name(self, name: str, table: Any, bases: Sequence[BaseModel]) -> ServedName:
+        if not isinstance(table, Mapping):
+            raise self._wrong(f"{name}: must be a table, got a value")
+        for key, value in table.items():
+            if key not in _KEYS:
+                raise self._wrong(f"[{name}] {key}: must be one of {', '.join(_KEYS)}")
+            if not isinstance(value, str):
+                raise self._wrong(f"[{name}] {key}: must be a text, got {value!r:.99}")
+        model = table.get("model", bases[0].model)
+        base = next((one for one in bases if one.model == model), None)
+        if base is None:
+            known = ", ".join(one.model for one in bases)
+            raise self._wrong(f"[{name}] model: must be as in --model ({known}), got {model!r:.99}")
+        try:
+            return ServedName(
+                name=name,
+                base=base,
+                adapter=table.get("adapter", ""),
+                defaults=read_name_defaults(table.get("request_defaults", "")),
+                chat_template=table.get("chat_template", ""),
+            )
+        except ConfigError as error:
+            raise self._wrong(f"[{name}] {error}") from None
+
+    def _wrong(self, problem: str) -> ConfigError:
+        return ConfigError(f"names_file: {self._path}: {problem}")
+
+
+def _table_of(one: ServedName) -> str:
+    values = {
+        "model": one.base.model,
+        "adapter": one.adapter,
+        "request_defaults": one.defaults.text,
+        "chat_template": one.chat_template,
+    }
+    lines = [f"{key} = {_quoted(value)}" for key, value in values.items() if value]
+    return "\n".join([f"[{_quoted(one.name)}]", *lines, ""])
+
+
+def _quoted(text: str) -> str:
+    """Return a text as TOML writes it: as JSON does, but for one character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,176 @@
+"""NameTable: the one table from names to what they stand for. A request looks its name up once.
+
+    a request arrives -> its name is looked up -> it carries the found values, never the name
+    an operator switches a name -> a new table takes the old one's place
+
+So a switch is atomic, and running requests end with the values that they began with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from baton.access.identity import Principal
+from baton.api.errors import (
+    ConfigError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+from router.names.base_model import BaseModel
+from router.names.names_file import NamesFile
+from router.names.served_name import ServedName
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMES = 4096
+MAX_SHOWN_CHARS = 100  # most characters quoted of a name in errors
+_MAX_SHOWN_NAMES = 8
+
+
+class NameTable:
+    """Hold the names of one router, on its event loop.
+
+    Args:
+        bases: the router's base models, at least one.
+        names: what they are called, at least one; the first one is the default.
+        file: keeps changes beyond the router's end; None: changes last until then.
+
+    Attributes:
+        bases: the router's base models.
+    """
+
+    def __init__(
+        self,
+        bases: Sequence[BaseModel],
+        names: Iterable[ServedName],
+        file: NamesFile | None = None,
+    ) -> None:
+        self.bases = tuple(bases)
+        self._served: Mapping[str, ServedName] = {one.name: one for one in names}
+        self._file = file
+        self._changing = asyncio.Lock()
+        _check_number(self._served)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All names, the default one first."""
+        return tuple(self._served)
+
+    @property
+    def served(self) -> Sequence[ServedName]:
+        """Entries of all names, the default name first."""
+        return tuple(self._served.values())
+
+    def served_to(self, principal: Principal) -> Sequence[ServedName]:
+        """Return the entries that a caller may use."""
+        return [one for one in self._served.values() if _may_use(principal, one.name)]
+
+    # ------------------------------------------------------------------ for requests
+
+    def resolve(self, name: str | None, principal: Principal) -> ServedName:
+        """Return the current entry of a request's name.
+
+        Args:
+            name: None: the first name that the caller may use.
+
+        Raises:
+            NotFoundError: there is no such name.
+            PermissionDeniedError: the caller may not use the name.
+            NodeUnavailableError: no node can serve the name, and none is expected back.
+        """
+        served = self._first(principal) if name is None else self._served.get(name)
+        if served is None:
+            raise NotFoundError(self._unknown(name or "", principal))
+        if not _may_use(principal, served.name):
+            raise PermissionDeniedError(f"model: {principal.name} may not use {served.name!r}")
+        if len(self.bases) > 1:  # a router of one base model lets requests wait for nodes
+            served.base.check_nodes()
+        if served.adapter:
+            served.base.check_adapter(served.adapter)
+        return served
+
+    def find(self, name: str) -> ServedName:
+        """Return what a name stands for, or raise NotFoundError."""
+        if name not in self._served:
+            raise NotFoundError(self._unknown(name, Principal()))
+        return self._served[name]
+
+    def find_base(self, name: str) -> BaseModel:
+        """Return the base model of a name, or of a model as given to ``--model``.
+
+        Args:
+            name: empty: the first base model.
+
+        Raises NotFoundError.
+        """
+        if not name:
+            return self.bases[0]
+        for base in self.bases:
+            if name == base.model and name not in self._served:
+                return base
+        return self.find(name).base
+
+    def _first(self, principal: Principal) -> ServedName:
+        """Return the first name that a caller may use; if there is none, the first one."""
+        usable = (one for one in self._served.values() if _may_use(principal, one.name))
+        return next(usable, next(iter(self._served.values())))
+
+    def _unknown(self, name: str, principal: Principal) -> str:
+        shown = [repr(one.name) for one in self.served_to(principal)]
+        more = f" and {len(shown) - _MAX_SHOWN_NAMES} more" if len(shown) > _MAX_SHOWN_NAMES else ""
+        verb = "is" if len(shown) == 1 else "are"
+        listed = ", ".join(shown[:_MAX_SHOWN_NAMES]) + more
+        return f"model: {name[:MAX_SHOWN_CHARS]!r} does not exist here, {listed} {verb} served"
+
+    # ------------------------------------------------------------------ for operators
+
+    async def set_name(self, served: ServedName) -> None:
+        """Let a name stand for this from now on; running requests go on as they began.
+
+        Raises InvalidRequestError if there are too many names, or the file cannot be written.
+        """
+        async with self._changing:
+            await self._replace({**self._served, served.name: served})
+        logger.info(
+            "name %s: %s%s",
+            served.name,
+            served.base.model,
+            f", adapter {served.adapter}" if served.adapter else "",
+        )
+
+    async def remove(self, name: str) -> None:
+        """Remove a name; its running requests go on.
+
+        Raises:
+            NotFoundError: there is no such name.
+            InvalidRequestError: the name is the last one, or the file cannot be written.
+        """
+        async with self._changing:
+            self.find(name)
+            left = {key: one for key, one in self._served.items() if key != name}
+            if not left:
+                raise InvalidRequestError("name", f"{name!r} is the last one, and so it stays")
+            await self._replace(left)
+        logger.info("name %s: removed", name)
+
+    async def _replace(self, served: Mapping[str, ServedName]) -> None:
+        """Put a new table in place of the old one, after the file has it."""
+        try:
+            _check_number(served)
+            if self._file is not None:
+                await asyncio.to_thread(self._file.write, tuple(served.values()))
+        except ConfigError as error:
+            raise InvalidRequestError("names", str(error)) from None
+        self._served = served
+
+
+def _may_use(principal: Principal, name: str) -> bool:
+    return not principal.models or name in principal.models
+
+
+def _check_number(served: Mapping[str, ServedName]) -> None:
+    if not 1 <= len(served) <= MAX_NAMES:
+        raise ConfigError(f"names: must be 1 to {MAX_NAMES}, got {len(served)}")
