@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 
+from baton.processes.cores import usable_cores
 from baton.version import __version__
 
 _PACKAGES = ("grpcio", "aiohttp", "uvloop")
@@ -38,6 +39,6 @@ def environment() -> Environment:
         python=platform.python_version(),
         platform=platform.platform(),
         packages={name: version(name) for name in _PACKAGES},
-        num_cpus=len(os.sched_getaffinity(0)),
+        num_cpus=len(usable_cores()),
         load_average=os.getloadavg()[0],
     )

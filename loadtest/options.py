@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from baton.api.errors import ConfigError
 from baton.engine_config import parse_cpu_list
 from baton.options import check_limits, group, option, same_option
+from baton.processes.cores import usable_cores
 from loadtest.drills.faults import NOTATION as FAULT_NOTATION
 from loadtest.exit_codes import EXIT_LAGGED
 from loadtest.load.lengths import NOTATION, parse_lengths
@@ -225,9 +225,9 @@ class CompareOptions(LoadOptions):
     )
 
 
-def usable_cores(text: str) -> tuple[int, ...]:
+def chosen_cores(text: str) -> tuple[int, ...]:
     """Return cores like ``0-3,6``, or all if empty; raises ConfigError for unusable ones."""
-    allowed = frozenset(os.sched_getaffinity(0))
+    allowed = usable_cores()
     try:
         cores = parse_cpu_list(text) if text else allowed
     except ConfigError:

@@ -4,8 +4,9 @@
 
 TOOLS_BIN holds the programs `hatchling` and `auditwheel`. The libraries are kept in
 build/wheel_libraries, and built again when sources, compiler or flags have changed. Cross compilers
-build for other machine types (apt install gcc-aarch64-linux-gnu). The exit code is 1 if a wheel is
-too large, or if its libraries need a newer C library than its tag promises.
+build for other machine types (apt install gcc-aarch64-linux-gnu). Prints each wheel's size, the C
+library that it needs, and its libraries. The exit code is 1 if a wheel is too large, or if its
+libraries need a newer C library than its tag promises.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ def main(words: Sequence[str]) -> int:
         return 2
     tools, folder = (Path(word).absolute() for word in words)
     try:
-        wheels = [build_wheel(tools, folder)]
+        build_wheel(tools, folder)
         for machine in MACHINES:
             libraries = LIBRARIES / machine
-            build_libraries(libraries, machine=machine)
-            wheels.append(build_wheel(tools, folder, libraries))
+            files = build_libraries(libraries, machine=machine)
+            build_wheel(tools, folder, libraries)
+            for file in files:
+                print(f"{file.stat().st_size / 1e6:8.2f} MB  {file.stem}")
     except (BuildError, WheelError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    for wheel in wheels:
-        print(f"{wheel.stat().st_size / 1e6:5.1f} MB  {wheel.name}")
     return 0
 
 
 def build_wheel(tools: Path, folder: Path, libraries: Path | None = None) -> Path:
-    """Build a wheel, with libraries in it if given; return its file.
+    """Build a wheel, with libraries in it if given; print its size and return its file.
 
     Raises:
         WheelError: the build or a check failed.
@@ -64,13 +65,16 @@ def build_wheel(tools: Path, folder: Path, libraries: Path | None = None) -> Pat
         target = ("--target", "wheel", "--directory", work)
         run([tools / "python", "-m", "hatchling", "build", *target], environment)
         (built,) = Path(work).glob("*.whl")
-        if libraries is not None:
-            check_wheel(tools, built)
+        needs = "" if libraries is None else f", needs {check_wheel(tools, built)}"
+        print(f"{built.stat().st_size / 1e6:5.2f} MB  {built.name}{needs}")
         return Path(shutil.move(built, folder / built.name))
 
 
-def check_wheel(tools: Path, wheel: Path) -> None:
-    """Raise WheelError if a wheel is too large or needs a newer C library than its tag says."""
+def check_wheel(tools: Path, wheel: Path) -> str:
+    """Return the C library that a wheel needs, such as "glibc 2.27".
+
+    Raises WheelError if the wheel is too large, or needs a newer C library than its tag says.
+    """
     if wheel.stat().st_size > MOST_MB * 1e6:
         size = f"{wheel.stat().st_size / 1e6:.1f}"
         raise WheelError(f"{wheel.name}: must have {MOST_MB} MB or less, got {size}")
@@ -80,6 +84,7 @@ def check_wheel(tools: Path, wheel: Path) -> None:
     glibc = int(GLIBC.rpartition("_")[2])
     if tags is None or int(tags[1]) > glibc:
         raise WheelError(f"{wheel.name}: must run with {GLIBC}: {shown.strip()}")
+    return f"glibc 2.{tags[1]}"
 
 
 def run(command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> str:

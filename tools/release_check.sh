@@ -32,6 +32,8 @@ trap 'rm -rf "$work"' EXIT
 rm -f dist/baton_serve-*
 "$work/tools/bin/python" -m build --sdist --outdir dist .
 "$python" -m tools.build_wheels "$work/tools/bin" dist
+BATON_TEST_LIBRARIES="build/wheel_libraries/$(uname -m)" "$python" -m pytest -q -m large \
+    tests/integration/test_native_build.py -k computes_the_tokens
 "$work/tools/bin/twine" check --strict dist/baton_serve-"$version"*
 # The wheel alone, as a user of the router and the client installs it: without torch.
 "$python" -m venv "$work/fresh"

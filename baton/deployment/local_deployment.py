@@ -38,6 +38,7 @@ from baton.processes.child_processes import (
     THREAD_VARIABLES,
     fleet_environment,
 )
+from baton.processes.cores import usable_cores
 from baton.processes.held_folder import HeldFolder
 from baton.processes.program_template import ProgramTemplate, TemplateError
 from baton.processes.ray_processes import RayCluster
@@ -413,7 +414,7 @@ class LocalDeployment:
         nodes = config.nodes
         own = {"prefill": config.prefill_args, "decode": config.decode_args}
         num_ranks = [num_ranks_of([*config.node_args, *own[command]]) for command, _, _ in nodes]
-        cores = list(divide_cores(sorted(os.sched_getaffinity(0)), num_ranks))
+        cores = list(divide_cores(sorted(usable_cores()), num_ranks))
         locks = self._core_locks(cores, num_ranks)
         if locks and len(set(map(len, cores))) == 1:
             self._template = self._make_template(len(cores[0]))

@@ -268,11 +268,14 @@ def best_for_cpu(
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the features that all cores of this machine have, as /proc/cpuinfo names them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
+    """Return the features that all cores of this machine have, as /proc/cpuinfo names them.
+
+    Without that file, as on macOS, there are none.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
         return frozenset()
-    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     sets = [set(line.partition(":")[2].split()) for line in lines if line.startswith(_FEATURES)]
     return frozenset(set.intersection(*sets)) if sets else frozenset()
 

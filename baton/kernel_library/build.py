@@ -28,6 +28,7 @@ from pathlib import Path
 
 from baton.checkpoint.cache_folder import CacheFolderError, cache_folder, is_own, open_own_folder
 from baton.kernel_library.compilers import BuildError, Compilers, run_tool
+from baton.processes.cores import usable_cores
 from baton.processes.held_folder import HeldFolder
 
 FLAGS = (
@@ -313,10 +314,10 @@ def _key(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str])
 
 def _cpu_flags() -> str:
     """Return the lines of /proc/cpuinfo by which the compiler chooses instructions."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
         return platform.processor()
-    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     names = ("flags", "Features", "model name", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(names)}))
 
@@ -335,7 +336,7 @@ def compile_library(
         raise BuildError(f"no folder for temporary files: {error.strerror or error}") from error
     with (
         held,
-        ThreadPoolExecutor(_num_cores()) as at_once,
+        ThreadPoolExecutor(len(usable_cores())) as at_once,
         Compilers(deadline) as compilers,  # exits first, as the threads wait for its processes
     ):
         largest_first = sorted(sources, key=lambda one: -one.stat().st_size)
@@ -349,8 +350,3 @@ def compile_library(
         finished = f"{held.path}/library.so"
         compilers.run([*compiler, "-shared", "-o", finished, *sorted(objects), "-lm"])
         return Path(finished).read_bytes()
-
-
-def _num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.page.measures import at, number
+from benchmarks.page.measures import at, number, value
 from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 _KINDS = {
@@ -198,6 +198,51 @@ SERVED_ROWS = Source(
     " the same cores, which the client shares. Each pair of figures: colocated, split. A figure of"
     " 1 is as good as the best peer, a larger one better.",
 )
+
+
+def _answered(document: Json) -> Found:
+    rows = at(document, "systems").values()
+    return _all(["failed" not in row for row in rows])
+
+
+def _equal_tokens(document: Json) -> Found:
+    rows = at(document, "systems").values()
+    emulated = [row for row in rows if row.get("machine") == "aarch64"]
+    return _all([row.get("equals_this_machine") is True for row in emulated])
+
+
+def _all(held: list[bool]) -> Found:
+    if not held:
+        raise ValueError("no system was measured")
+    return Found(f"{sum(held)} of {len(held)}", all(held))
+
+
+def _largest_wheel(document: Json) -> Found:
+    largest = max(number(document, "wheels", name, "mb") for name in at(document, "wheels"))
+    return Found(f"{largest:.1f}", largest)
+
+
+def _of_system(what: str, tool: str, key: str) -> Row:
+    return Row(what, value(f"systems > debian12-python3.11-{tool} > {key}", "{:,.5g}"))
+
+
+FRESH_INSTALLS = Source(
+    "fresh_installs",
+    (
+        Row("fresh systems that answer", _answered, "all"),
+        Row("emulated aarch64 systems with the tokens of x86-64", _equal_tokens, "all"),
+        Row("largest wheel, MB", _largest_wheel, "<= 25"),
+        _of_system("installed with pip and PyTorch's CPU build, MB", "pip", "installed_mb"),
+        _of_system("installed with pip and PyPI's torch, MB", "pypi", "installed_mb"),
+        _of_system("memory of router and two nodes after an answer, MiB", "pip", "memory_mib"),
+    ),
+    "Baton's wheel in fresh Debian systems without a compiler, installed with the quickstart's"
+    " commands. SmolLM2-135M answers; where QEMU emulates aarch64, the toy model. All rows are in"
+    " [releases](releases.md#fresh-systems).",
+    options="--torch-wheels FOLDER",
+)
+
+
 SUBJECT = Subject(
     "Served over HTTP",
     (
@@ -206,7 +251,11 @@ SUBJECT = Subject(
         Measurement("served.served_rows", "engine router kernels/csrc", (SERVED_ROWS,)),
         Measurement("served.served_steps", "engine router"),
         Measurement("served.install_sizes", "pyproject.toml"),
-        Measurement("served.fresh_installs", "pyproject.toml tools/build_wheels.py"),
+        Measurement(
+            "served.fresh_installs",
+            "pyproject.toml tools/build_wheels.py kernels/csrc",
+            (FRESH_INSTALLS,),
+        ),
     ),
     log=(
         "2026-11-29: what a start takes, and threads that spin",

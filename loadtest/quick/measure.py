@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from baton.kernel_library.ahead import INSTRUCTION_SETS, cpu_features
 from baton.kernel_library.state import find_kernels
+from baton.processes.cores import usable_cores
 from baton.processes.free_address import free_address
 from loadtest.drills.site import UpOptions, started
 from loadtest.load.generate import Lengths
@@ -152,7 +153,7 @@ def look_at_machine() -> Machine:
     has = cpu_features()
     sets = [one for one in INSTRUCTION_SETS if one.machine == platform.machine()]
     return Machine(
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=len(usable_cores()),
         instruction_set=next((one.name for one in sets if has.issuperset(one.needs)), ""),
         no_kernels="they are off" if kernels.is_off else kernels.problem,
         read_bytes_per_s=read_bytes_per_s(),

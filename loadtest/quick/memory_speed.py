@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from baton.processes.cores import usable_cores
+
 _MOST_BYTES = 2**29  # size of all buffers: more than caches hold
 _ROUNDS = 6
 
@@ -27,7 +29,7 @@ def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTE
         cores: none: those that this process may use.
         total_bytes: size of all buffers together.
     """
-    cores = list(cores) or sorted(os.sched_getaffinity(0))
+    cores = list(cores) or sorted(usable_cores())
     size = total_bytes // len(cores)
     begin = threading.Barrier(len(cores))
     search = ctypes.CDLL(None).memchr
@@ -35,7 +37,8 @@ def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTE
     search.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
     def read(core: int) -> list[tuple[float, float]]:
-        os.sched_setaffinity(0, {core})  # binds this thread only
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {core})  # binds this thread only
         buffer = ctypes.create_string_buffer(size)
         ctypes.memset(buffer, 1, size)  # otherwise all pages would be one page of zeros
         times = []

@@ -257,8 +257,19 @@ HERE = [one for one in ahead.INSTRUCTION_SETS if one.machine == platform.machine
 
 
 @pytest.fixture(scope="module")
+def compiler(quick_cc: str) -> str:
+    """The compiler of the libraries that were built ahead."""
+    return "cc" if "BATON_TEST_LIBRARIES" in os.environ else quick_cc
+
+
+@pytest.fixture(scope="module")
 def built_ahead(quick_cc: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of libraries for all instruction sets of this machine type."""
+    """A folder of libraries for all instruction sets of this machine type.
+
+    `BATON_TEST_LIBRARIES` names the folder of a wheel's libraries; else they are built here.
+    """
+    if named := os.environ.get("BATON_TEST_LIBRARIES"):
+        return Path(named).absolute()
     folder = tmp_path_factory.mktemp("libraries")
     building = (
         "from pathlib import Path; from baton.kernel_library import ahead; "
@@ -271,12 +282,11 @@ def built_ahead(quick_cc: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 @needs_compiler
 @pytest.mark.parametrize("one", HERE, ids=lambda one: one.name)
 def test_each_library_built_ahead_is_bit_for_bit_the_one_that_is_built_here(
-    built_ahead: Path, quick_cc: str, tmp_path: Path, one: ahead.InstructionSet
+    built_ahead: Path, compiler: str, tmp_path: Path, one: ahead.InstructionSet
 ) -> None:
     """Equal machine code computes equal bits."""
     building = "from baton.kernel_library.build import open_library; open_library('libgomp')"
-    compiler = " ".join((quick_cc, *one.flags))
-    finish(start(building, BATON_CACHE=str(tmp_path), CC=compiler))
+    finish(start(building, BATON_CACHE=str(tmp_path), CC=" ".join((compiler, *one.flags))))
     (here,) = (tmp_path / "native").iterdir()
     assert here.read_bytes() == (built_ahead / f"{one.name}.so").read_bytes()
 

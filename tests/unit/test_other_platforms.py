@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 
 WITHOUT_LINUX = """
-import ctypes, mmap, os, platform, resource, select, signal, socket, sys
+import ctypes, mmap, os, platform, resource, select, signal, socket, sys, tempfile
 # Packages of others first, because they look at the platform, too.
 import aiohttp, cryptography, grpc, grpc_health.v1, grpc_reflection.v1alpha, huggingface_hub
 import jinja2, llguidance, msgspec, prometheus_client, rich, structlog, tokenizers, torch, typer
@@ -47,6 +47,7 @@ class Library(ctypes.CDLL):
         return super().__getattr__(name)
 
 ctypes.CDLL = Library
+tempfile._O_TMPFILE_WORKS = False  # was found when the module was imported
 
 def refuse(event, arguments):
     if event in ('open', 'os.listdir', 'os.scandir') and arguments:
@@ -86,6 +87,20 @@ llm = LLM(sys.argv[1], dtype='float32', num_threads=1)
 print(llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=6, temperature=0))[0].token_ids)
 """
 
+LOOK_AROUND = """
+from baton.cli.app import main
+from loadtest.environment import environment
+from loadtest.options import chosen_cores
+from loadtest.quick.memory_speed import read_bytes_per_s
+assert environment().num_cpus == len(chosen_cores('')) == os.cpu_count()
+assert read_bytes_per_s(total_bytes=2**20) > 0
+sys.argv = ['baton', 'doctor']
+try:
+    main()
+except SystemExit:  # a node lacks NIXL here
+    pass
+"""
+
 
 def run(code: str) -> str:
     done = subprocess.run(
@@ -108,3 +123,8 @@ def test_the_reference_path_computes_the_same_tokens_where_linux_is_not() -> Non
     tokens = run(WITHOUT_LINUX + GENERATE)
     assert tokens.count(",") == 5
     assert tokens == run(GENERATE)
+
+
+def test_doctor_and_load_test_describe_a_machine_that_is_not_linux() -> None:
+    """Regression: both asked Linux for the cores of this process, and ended with a traceback."""
+    assert "cores" in run(WITHOUT_LINUX + LOOK_AROUND)

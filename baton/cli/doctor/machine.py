@@ -18,6 +18,7 @@ from typing import Any
 
 from baton.cli.doctor.finding import Finding, Grade
 from baton.kernel_library.ahead import INSTRUCTION_SETS, cpu_features
+from baton.processes.cores import usable_cores
 from baton.registry import Registry
 
 _GIB = 2**30
@@ -51,7 +52,7 @@ def look_at_cpu(features: frozenset[str] | None = None) -> Finding:
 
 def look_at_cores() -> Finding:
     """Check the number of cores that this process may use."""
-    usable, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable, all_of_them = len(usable_cores()), os.cpu_count() or 1
     value = f"{usable} of {all_of_them}" if usable < all_of_them else str(usable)
     if usable > 1:
         return Finding("cores", value)

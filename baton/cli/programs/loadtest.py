@@ -11,7 +11,7 @@ from baton.cli.command_line import CommandLine
 from baton.cli.config_file import program
 from baton.processes.process import run_program
 from baton.telemetry.log_options import LogOptions
-from loadtest.options import CompareOptions, LoadOptions, RunOptions, path_of, usable_cores
+from loadtest.options import CompareOptions, LoadOptions, RunOptions, chosen_cores, path_of
 
 app = CommandLine(add_completion=False, help="Measure a deployment under load.")
 
@@ -107,7 +107,7 @@ def compare(options: CompareOptions) -> None:
                 model=options.up,
                 router_args=tuple(options.router_args.split()),
                 node_args=tuple(options.node_args.split()),
-                cores=usable_cores(options.cores),
+                cores=chosen_cores(options.cores),
             ),
             repeats=options.search.repeats,
             colocated_args=tuple(options.colocated_args.split()),

@@ -16,7 +16,7 @@ from loadtest.compare import Comparison, Trial, _in_turn
 from loadtest.drills.site import UpOptions
 from loadtest.load.generate import Lengths
 from loadtest.load.shapes import Deployment
-from loadtest.options import usable_cores
+from loadtest.options import chosen_cores
 from loadtest.page.page import render_figures, render_page
 from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.report.report import plain
@@ -203,8 +203,8 @@ def test_a_comparison_that_cannot_be_is_refused(options: dict[str, Any], problem
 
 def test_cores() -> None:
     allowed = sorted(os.sched_getaffinity(0))
-    assert usable_cores("") == tuple(allowed)
-    assert usable_cores(f"{allowed[0]}-{allowed[0]},{allowed[0]}") == (allowed[0],)
+    assert chosen_cores("") == tuple(allowed)
+    assert chosen_cores(f"{allowed[0]}-{allowed[0]},{allowed[0]}") == (allowed[0],)
     for wrong in ("x", "0-", "99999", "-1", ","):
         with pytest.raises(ConfigError, match="cores: must be like"):
-            usable_cores(wrong)
+            chosen_cores(wrong)
