@@ -90,7 +90,7 @@ def test_a_peer_info_in_anothers_name_is_refused_by_both_roles() -> None:
         cluster.step(engine_id)
     assert [(report.engine_id, report.connected, report.problem) for report in cluster.reports] == [
         ("x", False, "the peer info of x is of p"),
-        ("y", False, "the peer info of y is of d"),
+        ("y", False, "the peer info of y names d"),
     ]
 
 

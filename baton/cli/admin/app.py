@@ -26,10 +26,11 @@ _ENTRIES = {
     ),
     "requests": Entry(
         "baton.cli.admin.requests:requests",
-        "List the last requests of the router; or, of one node, all that are open there.",
+        "List the last requests of the router, or all open requests of one node.",
     ),
     "trace": Entry(
-        "baton.cli.admin.requests:trace", "Tell the life of one of the router's last requests."
+        "baton.cli.admin.requests:trace",
+        "Show when each thing happened to one of the router's last requests.",
     ),
     "explain": Entry(
         "baton.cli.admin.explain:explain",

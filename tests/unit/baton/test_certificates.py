@@ -175,7 +175,7 @@ def _der() -> Any:
 def test_a_certificate_that_expires_while_the_connection_lasts_is_refused() -> None:
     old = DevCA(now=datetime.now(UTC) - timedelta(days=365))
     pem, _ = old.issue(Holder(name="bob", uri_paths=("infer/bob",)))
-    with pytest.raises(UnauthenticatedError, match=r"infer/bob has expired; connect again"):
+    with pytest.raises(UnauthenticatedError, match=r"infer/bob: has expired; connect again"):
         certificate_identity(Context(pem))
 
 

@@ -183,7 +183,7 @@ def test_whoever_waits_too_long_packs_for_itself(
     monkeypatch.setattr(weights_cache, "_LOCK_TIMEOUT_S", 0.0)
     with CACHE.hold([source], "int8"):
         waiting = CACHE.hold([source], "int8")
-        with pytest.raises(WeightsCacheError, match="another process packs them"), waiting:
+        with pytest.raises(WeightsCacheError, match="another process has packed them for"), waiting:
             pass
         with CACHE.hold([source], "int4"):
             pass

@@ -246,5 +246,5 @@ def test_a_uniform_latent_cache_is_plain() -> None:
 
 
 def test_a_model_that_attends_nowhere_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no layer attends"):
+    with pytest.raises(ConfigError, match="a model without attention layers is not supported"):
         kv_cache_spec([CONV], 4, torch.float32)

@@ -168,6 +168,6 @@ def test_options_say_who_drafts_and_how_much() -> None:
 )
 def test_of_several_ranks_no_model_drafts_and_ngram_does(ranks: EngineConfig) -> None:
     for method in ("draft_model", "medusa", "eagle", "mtp"):
-        with pytest.raises(ConfigError, match=f"speculative_method: {method} .* there are 2"):
+        with pytest.raises(ConfigError, match=f"speculative_method: {method} .* got 2"):
             replace(ranks, speculative_method=method, speculative_model="a folder")
     assert replace(ranks, speculative_method="ngram").max_num_drafts

@@ -105,7 +105,7 @@ def test_a_giant_peer_info_is_refused_before_it_is_read() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"ranks": (RankMemory(), RankMemory())}, "ranks: 2"),
+        ({"ranks": (RankMemory(), RankMemory())}, "ranks: the peer info lists 2"),
         ({"num_blocks": 2**30}, "more memory"),
         ({"manifest": KVManifest(groups=(GROUP_OF_TOO_MANY_LAYERS,))}, "layers"),
         (

@@ -155,7 +155,7 @@ def test_a_listener_that_claims_what_was_not_posted_is_left(ends: tuple[End, End
     (connection,) = d.transport._incoming.connections()
     connection.post(encode_frame(Kind.DONE, b"\x92\x01\xc3"))
     rounds_until(ends, lambda: p.transport._outgoing[d.id].problem, "the end of the connection")
-    assert "what was not posted" in p.transport._outgoing[d.id].problem
+    assert "a write that was not posted" in p.transport._outgoing[d.id].problem
 
 
 def test_a_peer_that_reads_nothing_is_given_up_and_costs_no_more_memory(

@@ -208,7 +208,7 @@ def test_undone_a_revision_gets_nothing_while_another_one_is_complete() -> None:
 def test_undo_names_what_there_is() -> None:
     scene = Scene()
     scene.join_all(OLD, 1, 1)
-    with pytest.raises(InvalidRequestError, match="one only"):
+    with pytest.raises(InvalidRequestError, match="there is only one"):
         scene.pool.rollout.undo()
     scene.join_all(NEW, 1, 1)
     with pytest.raises(NotFoundError, match="there are v1, v2"):

@@ -98,7 +98,11 @@ async def test_an_operator_may_want_them_refused(scene: HttpScene) -> None:
         (CHAT, {"functions": [{"name": "f"}]}, "functions: is not supported: use tools"),
         ("/v1/completions", {"use_beam_search": True}, "use_beam_search: is not supported"),
         *(
-            (path, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs: is not for stream")
+            (
+                path,
+                {"prompt_logprobs": 1, "stream": True},
+                "prompt_logprobs: is for stream: false only",
+            )
             for path in (CHAT, "/v1/completions")
         ),
         (

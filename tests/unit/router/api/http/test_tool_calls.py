@@ -244,7 +244,10 @@ def test_a_custom_tool_is_held_to_its_format(choice: Any, form: dict[str, str]) 
 async def test_a_grammar_that_cannot_hold_a_text_is_refused_by_name(scene: HttpScene) -> None:
     for definition, problem in (
         ("start: /a(?=b)/", "the grammar of 'apply_patch': /a(?=b)/: look-around cannot"),
-        ("start: <|end|>", "the grammar of 'apply_patch': <|end|>: a text has no tokens"),
+        (
+            "start: <|end|>",
+            "the grammar of 'apply_patch': <|end|>: a text's grammar cannot name tokens",
+        ),
     ):
         form = {**LARK, "definition": definition}
         tools = [{**PATCH, "format": form}]
