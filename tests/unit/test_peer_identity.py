@@ -89,7 +89,7 @@ def test_a_peer_info_in_anothers_name_is_refused_by_both_roles() -> None:
     for engine_id in "dp":
         cluster.step(engine_id)
     assert [(report.engine_id, report.connected, report.problem) for report in cluster.reports] == [
-        ("x", False, "the peer info of x is of p"),
+        ("x", False, "the peer info of x names p"),
         ("y", False, "the peer info of y names d"),
     ]
 
