@@ -20,8 +20,8 @@ typedef struct {
 } fetch;
 
 /* Return whether this CPU reads a stream faster through L2 than past it. Intel's prefetchnta fills L1 alone and holds
- * one of a core's few line buffers until memory answers: on a Cascade Lake, decode steps take 1.4 to 1.9 times as long
- * with prefetchnta. On a Zen 5, prefetchnta is faster by 2 to 6 %. */
+ * one of a core's few line buffers until memory answers. On a Cascade Lake, median decode steps take 1.1 to 2.5 times
+ * as long with prefetchnta; on a Zen 5, prefetchnta is faster by 2 to 6 %. */
 INLINE int streams_through_l2(void) {
 #if defined(__x86_64__)
     return __builtin_cpu_is("intel");
