@@ -56,7 +56,7 @@ class Engine:
         """Join the parts; `make_engine` makes them.
 
         Args:
-            executor: has loaded the model and allocated the cache.
+            executor: executor that has loaded the model and allocated the cache.
             scheduler: schedules over the blocks of that cache.
             grammars: compiles requests' grammars.
             speculation: the scheduler's `DraftPolicy`; None: no drafts.
@@ -158,7 +158,7 @@ class Engine:
         """Explain the latest step's number of drafts, for people; empty if the number is fixed.
 
         Args:
-            request: also explain if this request was not drafted for.
+            request: request to explain, too, if it was not drafted for.
         """
         choice = None if self._speculation is None else self._speculation.choice
         if request is not None and not is_drafted_for(request):

@@ -23,7 +23,8 @@ class KVCacheCoordinator:
     Args:
         sliding_windows: window of each group, in tokens; None: full attention.
         block_size: tokens per block.
-        block_pool: the pool of all groups. If any group has a window, one block is taken for good.
+        block_pool: the pool of all groups. If any group has a window, one of its blocks becomes the
+            null block for good.
 
     Attributes:
         null_block: stands in a block table where a block slid out; None: no group has a window.

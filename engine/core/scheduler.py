@@ -185,7 +185,8 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; None when there is no such request.
 
-        If a remote node may still write a parked request's blocks, they need another holder first.
+        If a remote node may still write a parked request's blocks, the caller must hold these
+        blocks first.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -267,7 +268,7 @@ class Scheduler:
         if has_drafts:
             budget = self.drafts.add_to(scheduled, budget)
         num_drafts = self.drafts.look_ahead(scheduled)
-        if self._num_adapted:  # a worker computes each adapter for neighbouring tokens
+        if self._num_adapted:  # a worker expects the tokens of one adapter side by side
             scheduled.sort(key=lambda item: item.request.adapter)
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:

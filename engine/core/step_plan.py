@@ -28,7 +28,7 @@ SHARE = 4  # numbers per request in `StepPlan.shares`
 
 
 class NewRow(msgspec.Struct, frozen=True, gc=False):
-    """Assign a row to another request; the row has no blocks then.
+    """Assign a row to another request; the row then has no blocks.
 
     Attributes:
         token_ids: all known tokens, if sampling looks back at them; else empty. Tokens computed

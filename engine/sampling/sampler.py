@@ -46,7 +46,8 @@ def sample(
 
     Args:
         logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
-        allowed_bits: see `StepHooks`.
+        allowed_bits: masks of the tokens that grammars allow, by request id
+            (`StepHooks.allowed_bits`).
     """
     parameters, keys = sampling.parameters, sampling.keys
     if not (logits.is_cuda and _HAS_TRITON):  # the kernel reads any type; the host needs float32

@@ -44,7 +44,7 @@ class Speculation:
 
     Attributes:
         choice: the number of drafts of the latest step, and its reasons; None: all drafts.
-        in_steps, drafter_reads: see `DraftPolicy`.
+        in_steps, drafter_reads: the arguments, see below; a `DraftPolicy` has these.
 
     Args:
         proposer: makes drafts.
@@ -52,7 +52,7 @@ class Speculation:
         vocab_size: size of the model's vocabulary.
         adaptive: whether to hold back drafts that do not pay.
         in_steps: whether workers make drafts within steps, which takes time.
-        drafter_reads: see `EngineConfig.drafter_reads`.
+        drafter_reads: whether the drafter keeps KV of all computed tokens, and so must read all.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class Forward:
         chunk_graphs: captured graphs of steps with prompts, likewise.
 
     Attributes:
-        context, decode_graphs, chunk_graphs: as given.
+        context, decode_graphs, chunk_graphs: the arguments, unchanged.
     """
 
     def __init__(

@@ -166,7 +166,7 @@ class KVCacheSpec:
         another stage has an empty tensor.
 
         Args:
-            tensor: from `allocate_kv_cache`.
+            tensor: the memory from `allocate_kv_cache`.
         """
         plain, by_heads = self._plain is not None, self._is_by_heads
         caches: dict[int, LayerCache] = {}

@@ -88,7 +88,8 @@ class Drafting(Protocol):
         Args:
             states: `[num_tokens, ...]`, the states of the model that the drafter reads, of all
                 computed tokens.
-            sampled: see `ModelRunnerOutput.sampled_token_ids`.
+            sampled: the step's sampled tokens, by request id
+                (`ModelRunnerOutput.sampled_token_ids`).
             after_layer: called with the number of each layer of the drafter once its KV is written.
         """
 
