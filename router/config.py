@@ -210,7 +210,9 @@ class RouterConfig:
 
 
 def drain_delay_s(config: RouterConfig) -> float:
-    """Return how long the router serves on, not ready, when told to stop."""
+    """Return how many seconds a router that is told to stop still serves while it reports not
+    ready.
+    """
     from baton.access.exposure import is_public  # here, so that `--help` is fast
 
     if config.drain_delay_s is not None:

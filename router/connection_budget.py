@@ -62,8 +62,8 @@ class ConnectionBudget:
     """Limits of the router's listeners.
 
     Attributes:
-        http, public: for the two public APIs.
-        nodes: for the address of nodes and operators, if separate.
+        http, public: limits of the HTTP API and of the public gRPC API.
+        nodes: limits of the gRPC address of nodes and operators, if separate.
     """
 
     http: ConnectionLimits

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from router.fleet.load.forecast import PrefillForecast
 from router.policies.base import Candidate, Placement, RouteQuery
 
-MAX_DECISIONS = 32  # per request: more than it can have attempts
+MAX_DECISIONS = 32  # per request; no request has so many attempts
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """OpenCall: one call, its successive attempts, and the single stream they produce.
 
-Knows nothing of what follows a failed attempt (`router/calls/recovery/`).
+Does not decide what follows a failed attempt: see `router/calls/recovery/`.
 """
 
 from __future__ import annotations

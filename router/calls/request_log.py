@@ -16,7 +16,8 @@ from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.telemetry.spans import TraceContext
 from router.calls.call import Call
 
-# Most characters kept of an error: thousands are kept, and nodes choose some of the texts.
+# Most characters kept of an error. Thousands of errors are kept, and nodes choose some of the
+# texts.
 MAX_CODE_CHARS, MAX_ERROR_CHARS = 64, 2048
 
 
@@ -25,9 +26,9 @@ class AttemptRecord:
     """One attempt's record; times are seconds since the request reached the router.
 
     Attributes:
-        prefill_node: empty: the decode node computed the prompt.
+        prefill_node: name of the prefill node; empty: the decode node computed the prompt.
         trace: the attempt's span; None: not traced.
-        failed_s: None: did not fail so far.
+        failed_s: when the attempt failed; None: it has not failed.
     """
 
     began_s: float
@@ -49,9 +50,9 @@ class RequestRecord:
         started_at: arrival, by the log's clock.
         accepted_s: when it was checked and tokenized.
         admitted_s: when the gate admitted it; None: not yet.
-        call: kept for traced requests only.
+        call: the call; None unless the request is traced.
         trace: the request's span; None: not traced.
-        finish_reason: None: did not finish without error so far.
+        finish_reason: why the output ended; None: it has not ended without error.
         error_code: name of a gRPC status code.
     """
 

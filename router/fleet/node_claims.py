@@ -50,7 +50,7 @@ class Vocabulary:
 
     Attributes:
         size: token ids are below this.
-        max_model_len: the model's; no output is longer.
+        max_model_len: the model's limit of tokens per request; no output is longer.
     """
 
     size: int

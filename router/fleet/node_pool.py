@@ -53,7 +53,8 @@ from router.fleet.served_identity import ServedIdentity
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_CHARS = 1024  # longest kept text of a node's report on a peer
-# Nodes hang up on a router that is silent for about a second, which takes them a moment.
+# Nodes hang up on a router that is silent for about a second. A router that was held up for
+# `HELD_UP_S` expects such hang-ups for another `HELD_UP_FOR_S`.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
@@ -63,17 +64,19 @@ class NodePool:
     Args:
         own_identity: entries of `model_identity` known from the router's own folder. Nodes with
             another ``model`` are refused; nodes that differ otherwise do not serve.
-        max_model_len: the model's; nodes may have a smaller one.
+        max_model_len: most tokens of one request, by the model; nodes may allow fewer.
         max_missed_beats: a node that misses more beats in a row is lost.
         eligibility: predicates; a node that fails one gets no new requests. When a result changes,
             `note_eligibility_change` must be called.
         may_self_prefill: whether decode nodes may compute prompts.
         engine_timeout_s: a node is stuck if one of its threads has been in one round for this long,
             and much longer than in any round before.
-        vocab_size: the model's; nodes that send larger token ids are hung up on.
+        vocab_size: size of the model's vocabulary; the router hangs up on nodes that send larger
+            token ids.
         clock: monotonic seconds.
-        router_id: None: a random one.
-        gate: None: a gate of this pool's own. Pools of one router share a gate.
+        router_id: id of the router; None: a random one.
+        gate: decides which nodes may join now; None: a gate of this pool's own. Pools of one router
+            share a gate.
 
     Attributes:
         router_id: distinguishes this router's requests from other routers'.
@@ -138,7 +141,7 @@ class NodePool:
 
     @property
     def forecasts(self) -> ForecastCounts:
-        """How good forecasts of prompts were, over all nodes."""
+        """Counts of how good forecasts of prompts were, over all nodes."""
         return self._rates.forecasts
 
     @property
@@ -344,7 +347,7 @@ class NodePool:
 
     @property
     def _is_late(self) -> bool:
-        """Return whether missed beats have not been counted for too long."""
+        """Return whether missed beats were last counted too long ago."""
         return self._counted_at is not None and self.clock() - self._counted_at > HELD_UP_S
 
     @property

@@ -39,7 +39,7 @@ class RevisionView:
     """Describe one revision as of now.
 
     Attributes:
-        name: empty for nodes without a revision.
+        name: the revision's name; empty for nodes without a revision.
         state: serving, incomplete or undone.
         share: its share of new requests.
         num_prefill, num_decode: nodes that may get requests.
@@ -77,7 +77,7 @@ class Rollout:
     def note_joined(self, revision: str, here: Collection[str] = ()) -> None:
         """Note a node that joined; a new revision becomes the newest one.
 
-        Only revisions without nodes that are not undone may be forgotten.
+        Only a revision that has no node and is not undone may be forgotten.
 
         Args:
             here: revisions of all nodes that have joined.
@@ -176,7 +176,7 @@ class Rollout:
         """Place nothing new on a revision while another is complete, until `resume`.
 
         Args:
-            revision: None: the newest one.
+            revision: name of the revision; None: the newest one.
 
         Returns its name. Raises NotFoundError, or InvalidRequestError if there is only one.
         """

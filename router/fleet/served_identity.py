@@ -40,7 +40,7 @@ class ServedIdentity:
 
     Attributes:
         served: the identity that is served, even while its nodes are lost; None: none so far.
-        num_changes_total: how often another identity replaced it.
+        num_changes_total: how often the served identity was replaced by another one.
     """
 
     def __init__(self, own: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:

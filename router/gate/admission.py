@@ -5,9 +5,9 @@
                tenant's requests go by (priority, arrival)
             -> begins
 
-So overload waits or is refused here, where the order is known, and not inside a node or a hand-off.
-`Capacity` says how much the nodes can take, `FairQueue` which request is next, and the routing
-policy which nodes take it.
+Under overload, requests wait or are refused here, where their order is known, and not inside a node
+or a hand-off. `Capacity` says how much the nodes can take, `FairQueue` which request is next, and
+the routing policy which nodes take it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Admission:
 
         Args:
             request_id: id for `withdraw`.
-            timeout_s: until the request's deadline.
+            timeout_s: seconds until the request's deadline.
             priority: a smaller one begins first.
             principal: the caller.
             find_cached_tokens: returns how many prompt tokens some node has cached; called if

@@ -25,7 +25,7 @@ class Rate:
     """One limit of a key, as of now.
 
     Attributes:
-        limit: per minute.
+        limit: amount allowed per minute.
         remaining: amount that a request could take now.
         reset_s: seconds until the bucket is full.
     """

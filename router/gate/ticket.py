@@ -75,5 +75,7 @@ class Ticket:
 
 
 def charge_of(num_tokens: int, weight: float) -> int:
-    """Return thousandths of a token per weight: integers, so that sums stay exact."""
+    """Return the charge for ``num_tokens`` tokens, in thousandths of a token per weight: an
+    integer, so that sums stay exact.
+    """
     return max(round(1000 * num_tokens / weight), 1)

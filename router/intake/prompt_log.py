@@ -18,7 +18,7 @@ class PromptLog:
     """Log a line per prompt and per output.
 
     Args:
-        tokenizer: None: token ids are logged.
+        tokenizer: the checkpoint's tokenizer; None: token ids are logged.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

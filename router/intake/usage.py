@@ -26,7 +26,7 @@ class OwnPrompts:
     Knows only prompts that recently passed this router, so it may report too few, never too many.
 
     Args:
-        salts: the router's.
+        salts: the router's cache salts.
         memory: holds the hashes; a new one if not given.
     """
 

@@ -67,7 +67,7 @@ class Placement:
     """Hold where a request goes.
 
     Attributes:
-        prefill: None: the decode node computes the prompt.
+        prefill: the prefill node; None: the decode node computes the prompt.
         num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
         is_probe: whether a more expensive node was chosen in order to measure it.
         explain: returns the best places considered, as of then, the chosen one first.

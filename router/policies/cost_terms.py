@@ -38,10 +38,10 @@ class CostTerms:
         cached: prompt tokens cached on nodes, by engine id.
         num_steps: expected decode steps.
         most_steps: decode steps that few requests exceed.
-        timeout_s: until the request's deadline.
+        timeout_s: seconds until the request's deadline.
         leaves_room: whether to avoid decode nodes with queued prompts.
         num_behind: prompts that this one will delay on any prefill node; see BUSY_FACTOR.
-        kv_bytes_per_token: 0 if unknown.
+        kv_bytes_per_token: KV size of a token over all layers; 0: unknown.
     """
 
     fleet: Fleet

@@ -302,7 +302,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListNames(  # gRPC's naming
         self, request: admin_pb2.ListNamesRequest, context: Context
     ) -> admin_pb2.ListNamesResponse:
-        """Return what clients may call models, the default name first."""
+        """Return the model names that clients may use, the default name first."""
         return describe_names(self._names)
 
     async def SetName(  # gRPC's naming

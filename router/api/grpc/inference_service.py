@@ -156,7 +156,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not self._journal.holds(request_id, content, tenant=tenant):
             call = await intake.accept(prompt, params, terms, request_id)
             _note_accepted(context, [call])
-            # Again, because checking takes time.
+            # Look again: another call may have begun this request during the checks.
             if not self._journal.holds(request_id, content, tenant=tenant):
                 deltas = intake.stream(call)
                 self._journal.keep(request_id, content, deltas, tenant=tenant)
@@ -167,7 +167,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await self._long_answers.make(delta, make)
 
     def _find_name(self, request: NamingRequest, context: Context) -> ServedName:
-        """Return what the request's name stands for; raises what `NameTable.resolve` does."""
+        """Return what the request's name stands for; raises the errors of `NameTable.resolve`."""
         served = self._names.resolve(request.model or None, context.principal)
         context.entry.model = served.name
         return served

@@ -104,7 +104,7 @@ async def answer_in_events(
     """Answer a chat; `web.middleware` turns raised errors into responses.
 
     Args:
-        grammars: see `conversation.Grammars`.
+        grammars: the Lark grammars of custom tools (`conversation.Grammars`).
     """
     with as_fields(names):
         (call,), dialect = await open_chat(request, body, received_at, grammars)

@@ -51,7 +51,7 @@ class HttpOptions:
 
 
 class Body(Protocol):
-    """A request's fields; without a model name the default name is meant."""
+    """A request's fields; a request without a model name means the default name."""
 
     @property
     def model(self) -> str | None: ...
@@ -66,7 +66,8 @@ BODIES = web.AppKey("bodies", HeldCalls)
 SHORT_BODY_BYTES = 2**16  # bodies up to this size need no turn
 SESSION_ID_HEADER = "X-Session-Id"
 _MAX_SHOWN_CHARS = 100  # most characters quoted of a header in errors
-# Time for a body to arrive, plus the time its bytes take at the slowest allowed rate.
+# Seconds for a body to arrive, in addition to the time that its bytes take at the slowest allowed
+# rate.
 BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
 # A client that reads nothing for this long after its deadline is disconnected.

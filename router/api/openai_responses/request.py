@@ -80,7 +80,7 @@ class ToolChoice(msgspec.Struct):
     """One tool, or some of them.
 
     Attributes:
-        mode: like the next field, for the type ``allowed_tools``.
+        mode: field of the type ``allowed_tools``, like the next one.
     """
 
     type: str = "function"
@@ -108,11 +108,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/responses``. None means that a field is absent.
 
     Attributes:
-        previous_response_id: like the next two, refers to stored data and is refused.
+        previous_response_id: refused, as it refers to stored data, like the next two fields.
         background: True is refused, since an answer cannot be fetched later.
         store: always treated as False.
-        user: like the fields after it, accepted without effect.
-        top_k: like the fields after it, as in chat completions.
+        user: accepted without effect, like the fields after it.
+        top_k: works as in chat completions, like the fields after it.
     """
 
     model: str

@@ -39,14 +39,14 @@ class _Room:
     node: Node
     owner: object | None  # None: between two suspects
     kept_since: float
-    is_told: bool = False  # whether the log tells that requests are moved
+    is_told: bool = False  # whether a log line has told that requests are moved
 
 
 class TrialRooms:
     """Keep nodes of one base model for suspects.
 
     Args:
-        pool: has the nodes; its clock is used.
+        pool: pool that has the nodes, and the clock that is used here.
     """
 
     def __init__(self, pool: NodePool) -> None:

@@ -68,13 +68,13 @@ class Account:
     """Hold what one open request counts for on one node; only its `NodeLoad` writes here.
 
     Attributes:
-        num_tokens: open tokens that it counts for.
+        num_tokens: open tokens that the request counts for.
         num_uncomputed: prompt tokens to compute here.
         num_arriving: prompt tokens whose KV needs room here and has not arrived.
         num_decoding: prompt tokens of a request that decodes here; 0 before.
         is_beside: whether others were on this decode node when the request was placed.
         begun_at: when its first token came from this decode node; None before.
-        promise: its deadline, if it decodes here.
+        promise: the request's deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes it.
         unmeasured: tokens and seconds of a prompt that this decode node computed, until the node
             tells its own time; None: nothing to measure.
@@ -121,8 +121,8 @@ class NodeLoad:
             1, because its chunks are small and each shares a step with decodes.
         step: seconds per decode step, by `step_units`.
         step_units: size of a step: context tokens, plus `REQUEST_UNITS` per request.
-        step_base_s, step_s_per_unit: line of the cost per step of one more request, by its units:
-            the step itself, and what longer steps cost the other requests.
+        step_base_s, step_s_per_unit: line of what one more request costs per step, by its units:
+            its own share of the step, and the delay of the other requests.
         num_batch: requests there or on their way.
         num_free_tokens: free KV room in tokens once all placed requests have arrived; may be
             negative.

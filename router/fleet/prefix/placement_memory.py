@@ -20,7 +20,7 @@ class PlacementMemory:
         max_blocks: most contents remembered.
         lifetime_s: longest time that a placement is remembered; at least half of it, unless there
             are too many.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         generation: counts how often a generation expired.

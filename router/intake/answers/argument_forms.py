@@ -73,7 +73,7 @@ class Argument:
     """One argument of a function.
 
     Attributes:
-        name: empty: any name that no other argument has.
+        name: the argument's name; empty: any name that no other argument has.
         value: name of the rule of the argument's value.
     """
 
@@ -168,7 +168,9 @@ class ArgumentRules:
         return rule
 
     def _whole(self, schema: Any) -> Any:
-        """Make a part of the schema a document of its own in which references still resolve."""
+        """Make a part of the schema a document of its own, in which its references still
+        resolve.
+        """
         if "$ref" not in json.dumps(schema):
             return schema
         return {**_rebased(schema), "$defs": {"whole": _rebased(self._schema)}}
