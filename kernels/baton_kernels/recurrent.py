@@ -45,10 +45,10 @@ def causal_conv(
         bias: ``[num_channels]``, or None.
         states: ``[num_slots, num_channels, kernel_size - 1]`` in the dtype of ``x``, any strides:
             the inputs before a token, the newest last. The states after each segment are written.
-        metadata: the step.
+        metadata: segments and state slots of the step.
         has_silu: whether to apply ``silu`` to the sums.
         in_gate: ``[num_tokens, num_channels]``, factors of ``x``; None: no gate.
-        out_gate: like ``in_gate``, factors of the result.
+        out_gate: ``[num_tokens, num_channels]``, factors of the result; None: no gate.
 
     Returns:
         ``[num_tokens, num_channels]`` in the dtype of ``x``, zeros behind the last segment.
@@ -96,12 +96,12 @@ def selective_scan(
         x: ``[num_tokens, num_heads, head_dim]``; tokens of any stride, here and below.
         dt: ``[num_tokens, num_heads]``, before bias and softplus.
         b: ``[num_tokens, num_groups, state_dim]``; a group serves adjacent heads.
-        c: like ``b``.
+        c: ``[num_tokens, num_groups, state_dim]``.
         a_log: ``[num_heads]``.
         dt_bias: ``[num_heads]``.
         d: ``[num_heads]``.
         states: ``[num_slots, num_heads, state_dim, head_dim]`` float32, gapless within a slot.
-        metadata: the step.
+        metadata: segments and state slots of the step.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]`` in the dtype of ``x``, zeros behind the last segment.
@@ -148,14 +148,14 @@ def gated_delta_rule(
 
     Args:
         query: ``[num_tokens, num_key_heads, key_dim]``; tokens of any stride, here and below.
-        key: like ``query``.
+        key: ``[num_tokens, num_key_heads, key_dim]``.
         value: ``[num_tokens, num_heads, value_dim]``; a key head serves adjacent value heads.
         a: ``[num_tokens, num_heads]``.
-        b: like ``a``.
+        b: ``[num_tokens, num_heads]``.
         a_log: ``[num_heads]``.
         dt_bias: ``[num_heads]``.
         states: ``[num_slots, num_heads, key_dim, value_dim]`` float32, gapless within a slot.
-        metadata: the step.
+        metadata: segments and state slots of the step.
 
     Returns:
         ``[num_tokens, num_heads, value_dim]`` in the dtype of ``value``, zeros behind the last
@@ -197,7 +197,7 @@ def gated_rms_norm(
 
     Args:
         x: ``[num_tokens, size]``, rows of any stride.
-        gate: like ``x``.
+        gate: ``[num_tokens, size]``, rows of any stride.
         weight: ``[size]``, or ``[group_size]`` for every group.
         eps: added to the mean square.
         group_size: elements that are normalized together; divides ``size``.

@@ -195,11 +195,11 @@ def _attend(
     Args:
         query: ``[n, num_heads, query_len, head_dim]``.
         key: ``[n, num_kv_heads, seq_len, head_dim]``.
-        value: like ``key``.
+        value: ``[n, num_kv_heads, seq_len, head_dim]``.
         mask: broadcasts to ``[n, num_heads, query_len, seq_len]``, added to the scores.
         is_causal: whether SDPA applies its own causal mask; ``query_len`` equals ``seq_len``.
         scale: factor on the dot products.
-        soft_cap: see ``AttentionBackend.run``.
+        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
         sinks: ``[num_heads]``; ``[num_heads, query_len]`` if the rows of ``query`` are heads.
     """
     group = query.shape[1] // key.shape[1]
