@@ -60,7 +60,7 @@ class AttentionSpec(Part):
         qk_norm_of_all_heads: whether the norm is over all heads of a token together.
         norm_weight: kind of that norm's weight.
         scale: factor of dot products; None: ``head_dim ** -0.5``.
-        soft_cap: see ``AttentionBackend.run``.
+        soft_cap: cap of the scores, see ``AttentionBackend.run``; None: no cap.
         sinks: whether each head has a learned sink.
         output_gate: whether each result is scaled by a sigmoid of a projection of the input.
         stored_joined: whether checkpoints have query, key and value joined.
@@ -245,9 +245,9 @@ class ShortConvSpec(Part):
     """A gated short convolution (Amini et al., arXiv:2511.23404).
 
     Attributes:
-        num_channels: size of its input and output, the stream's.
+        num_channels: size of input and output, equal to that of the residual stream.
         kernel_size: inputs that a token sees, its own included.
-        bias: whether convolution and projections have one.
+        bias: whether convolution and projections have biases.
     """
 
     num_channels: int

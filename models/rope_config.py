@@ -73,7 +73,7 @@ def parse_ropes(
         fields: fields of config.json.
         head_dim: size of one attention head.
         max_position_embeddings: value of config.json.
-        max_model_len: see ``ModelConfig.from_folder``.
+        max_model_len: longest sequence to serve, in tokens; None: see ``ModelConfig.from_folder``.
         by_layer_type: whether layers with a window have a rotary embedding of their own.
         partial: whether only a part of a head may be rotated.
         turning: rotated share of a head, if the file does not give one.

@@ -32,7 +32,8 @@ class StateLayout:
 
     Attributes:
         names: prefix of our parameters' names -> prefix in the checkpoint, in order.
-        state_layers: see ``LayersDrafter``; not empty for EAGLE-3 only.
+        state_layers: layers of the target model before which states are read; not empty for EAGLE-3
+            only.
         residual_is_normed: whether EAGLE-3's layer adds to the normed state.
         has_embedding, has_head: whether the drafter has its own; else it uses the model's.
         head_size: tokens that the drafter's head predicts; fewer than the vocabulary if ``picks``.
@@ -230,7 +231,7 @@ class StateDrafter(DecoderForCausalLM):
 
         Args:
             token_ids: ``[n]`` int64.
-            states: see `compute`.
+            states: ``[n, hidden_size]``, states of the tokens before.
             num_drafts: number of tokens to draft; all but the last are computed, too.
             context: forward context of all passes in sequence: positions ``[n + num_drafts - 1]``,
                 and groups of each pass.

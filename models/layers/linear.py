@@ -30,7 +30,7 @@ class JoinedLinear(nn.Linear):
     Args:
         in_features: inputs of all parts.
         parts: name of each part in the checkpoint -> its rows, in output order.
-        bias: whether each part has one.
+        bias: whether each part has a bias.
         stored_joined: whether checkpoints have the parts joined already, under this layer's name.
     """
 
@@ -104,7 +104,7 @@ class HeadsInPairs(JoinedLinear):
         turning: parts whose heads rotate.
         head_dim: rows of a head.
         rotary_dim: rows of a head that are rotated.
-        bias: whether each part has one.
+        bias: whether each part has a bias.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class HeadsWithGates(JoinedLinear):
         in_features: inputs of all parts.
         parts: name of each part in the checkpoint -> its rows here, without gates; queries first.
         head_dim: rows of a head.
-        bias: whether each part has one.
+        bias: whether each part has a bias.
     """
 
     _GATES = "gates"
@@ -177,7 +177,7 @@ class RegroupedLinear(JoinedLinear):
         in_features: inputs of all parts.
         num_groups: groups of each projection.
         parts: name of each part in the checkpoint -> rows of its pieces within a group.
-        bias: whether each part has one.
+        bias: whether each part has a bias.
     """
 
     def __init__(
@@ -200,11 +200,11 @@ class GatedLinear(JoinedLinear):
     """``activation(first part) * second part`` of one product; both parts have equal sizes.
 
     Args:
-        in_features: see ``JoinedLinear``.
-        parts: see ``JoinedLinear``.
-        bias: see ``JoinedLinear``.
-        activation: see ``ops.gated_mul``.
-        stored_joined: see ``JoinedLinear``.
+        in_features: inputs of both parts.
+        parts: name of each part in the checkpoint -> its rows, in output order.
+        bias: whether each part has a bias.
+        activation: activation of the first part, one of ``ops.ACTIVATIONS``.
+        stored_joined: whether checkpoints have the parts joined already, under this layer's name.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class PackedLinear(nn.Module):
 
     Attributes:
         packed: the weight.
-        activation: as given.
+        activation: the argument, unchanged.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class QuantizedLinear(nn.Module):
     """A linear layer on a GPU with 4 or 8 bits per number; made from a loaded layer.
 
     Args:
-        weight: on the device of the layer.
+        weight: the weight, on the device of the layer.
         bias: ``[out_features]``.
         activation: activation of the original ``GatedLinear``; None: another kind of layer.
     """

@@ -18,9 +18,9 @@ class GatedMLP(nn.Module):
     Args:
         hidden_size: size of input and output.
         intermediate_size: size of the gated middle.
-        bias: whether the three projections have one.
-        activation: see ``ops.gated_mul``.
-        stored_joined: see ``JoinedLinear``.
+        bias: whether each of the three projections has a bias.
+        activation: activation of the gate, see ``ops.gated_mul``.
+        stored_joined: whether checkpoints have gate and up projection joined.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SquaredReluMLP(nn.Module):
     Args:
         hidden_size: size of input and output.
         intermediate_size: size of the middle.
-        bias: whether both projections have one.
+        bias: whether each of the two projections has a bias.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:

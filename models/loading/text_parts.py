@@ -35,7 +35,7 @@ def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
 
     Args:
         fields: read from a file with an object for the text part, or (early Qwen2-VL) without.
-        is_tied: as in `TextPart`.
+        is_tied: whether the head uses the embedding's weight, if the file does not say.
     """
     text = fields.child("text_config") if fields.has("text_config") else fields
     shared = {

@@ -146,7 +146,7 @@ def connect(
         rank: rank of this process.
         num_ranks: number of ranks in all stages together.
         stage_size: ranks of one stage.
-        meeting: see ``TorchGroup``.
+        meeting: place where only these ranks find each other, see ``TorchGroup``.
         device: the tensors' device.
         shared: descriptor of memory that ranks of this machine share (`open_shared`); not used for
             sums on GPUs.
