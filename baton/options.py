@@ -102,7 +102,7 @@ class Option:
     """An option of a program.
 
     Attributes:
-        name: as users write it: ``max_model_len`` is ``--max-model-len``.
+        name: the option's name as users write it: ``max_model_len`` is ``--max-model-len``.
         type: type of the users' value.
         default: default as users would write it; `dataclasses.MISSING`: required.
         path: names of the fields that lead to its value.

@@ -62,7 +62,7 @@ class CertificateIdentity:
     """The identity that a certificate gives its holder.
 
     Attributes:
-        principal: has no roles if no URI names any.
+        principal: the caller; it has no roles if no URI of the certificate names any.
         nodes: nodes that may join with it.
         subject: name for messages.
         not_after: when the certificate expires.

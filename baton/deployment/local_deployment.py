@@ -78,8 +78,8 @@ class LocalDeploymentConfig:
         node_args: additional arguments of every `baton prefill` and `baton decode`.
         prefill_args, decode_args: additional arguments of nodes of one role.
         log_folder: folder for logs; None: a temporary one.
-        admin_token: the router's; empty: none, or random if the router has other keys. The nodes'
-            token is chosen likewise.
+        admin_token: the router's admin token; empty: none, or a random one if the router has other
+            keys. The nodes' token is chosen likewise.
         drain_timeout_s: time for open requests to end at a stop.
         tls_folder: certificates as `baton certs dev` makes them, required of all callers; None: no
             TLS.
@@ -332,7 +332,8 @@ class LocalDeployment:
         """Kill a process if it runs, and start it again.
 
         Args:
-            more_arguments: for this start only, such as ``"--listen", address``.
+            more_arguments: additional arguments of this start only, such as ``"--listen",
+                address``.
         """
         old = self.child(name)
         old.process.kill()

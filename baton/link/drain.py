@@ -20,7 +20,7 @@ class Drain:
 
     Attributes:
         state: state for the next beat.
-        drained: set while the state is ``DRAINED``.
+        drained: event that is set while the state is ``DRAINED``.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ class AccessEntry:
     Attributes:
         call: method or path, such as ``POST /v1/completions``.
         address: the caller's address.
-        request_id: empty until known.
+        request_id: the request's id; empty until known.
         trace_id: id of the caller's or Baton's trace; empty: none.
         trace: this request's trace context; None: not traced.
         model: served name that the request stands under; empty: the default name.

@@ -98,7 +98,7 @@ class _Grammar:
     """Convert one grammar, statement by statement.
 
     Args:
-        text: in the library's Lark dialect.
+        text: the grammar in the library's Lark dialect.
     """
 
     def __init__(self, text: str) -> None:

@@ -37,7 +37,7 @@ class Tokenizer:
         chat_template: a file to use instead of the checkpoint's own template.
 
     Attributes:
-        folder, template_file: see above.
+        folder, template_file: the arguments, unchanged.
         chat_template: template of conversations; None if there is none.
         longest_token_chars: most characters of a text that one token stands for.
         special_token_ids: tokens that `decode` leaves out by default.

@@ -237,7 +237,7 @@ class Architecture:
         """Return the checkpoint's name of a layer's tensor, or None if unknown.
 
         Args:
-            part: for example `attn_q`.
+            part: name of the tensor's part of the layer, for example `attn_q`.
             kind: `.weight`, `.bias` or "".
         """
         names = {**COMMON_NAMES, **self.names}

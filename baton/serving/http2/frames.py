@@ -81,7 +81,7 @@ class FrameGuard:
             the frames after it until `feed` is called again. PING, and WINDOW_UPDATE of open
             streams, still pass. Without an answer to its PING, each side closes the connection
             after a minute; without window updates, answers to earlier calls stall.
-        clock: in seconds.
+        clock: returns seconds.
 
     Attributes:
         hold: why the next frame is held back; None when all whole frames have passed.
