@@ -50,7 +50,7 @@ class BlockPush:
         first_block: index of ``block_ids[0]`` among the prompt's blocks that travel.
         num_tokens: prompt tokens that are complete once these blocks have arrived; 0 unless whole
             blocks travel, because some layers alone complete no token.
-        record: set only in the last push of a request.
+        record: the hand-off record; set only in the last push of a request.
         layers: the layers that travel; None: all of them.
         is_computed: returns whether the GPU has finished these blocks; called on the I/O thread.
             None: they are finished.

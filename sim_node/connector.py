@@ -234,7 +234,7 @@ class NearPeers(Peers):
 
     Args:
         network: the network that they belong to.
-        known: see `Peers`.
+        known: positional arguments of `Peers`.
     """
 
     def __init__(self, *known: Any, network: KVNetwork, **calls: Any) -> None:

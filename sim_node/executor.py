@@ -117,7 +117,7 @@ class SimExecutor:
         on_layer: called when a layer has been computed.
 
     Attributes:
-        timing: may be replaced to make the node slow.
+        timing: times of steps; replace it to make the node slow.
         outputs: source of output tokens.
         now: begin of the next step; set before the node is stepped.
         busy_until: end of the latest step.

@@ -52,7 +52,7 @@ class _Probe:
         num_in_flight: posted writes that are not known to be complete.
         timed_from: when the first write was complete; that write sets up the connection.
         num_posted: posted writes, the first included.
-        bandwidth_bytes_per_s: 0 until all writes are complete.
+        bandwidth_bytes_per_s: measured bandwidth; 0 until all writes are complete.
         is_over: whether the probe was answered or given up; only its writes are left.
     """
 

@@ -59,7 +59,7 @@ class ReceiveMachine:
 
     Args:
         own: this node's peer info.
-        make_peers: see `Sender`.
+        make_peers: makes the table of peers.
 
     Attributes:
         grants: Grant messages to repeat, of transfers that are neither committed nor ended.

@@ -67,7 +67,7 @@ class SendMachine:
         portions: how many bytes are posted at once.
         is_verified: whether a transfer stays open after its commit until the decode node has
             verified its blocks (`digests.py`).
-        make_peers: see `Sender`.
+        make_peers: makes the table of peers.
 
     Attributes:
         transfers: the open transfers.

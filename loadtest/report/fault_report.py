@@ -37,7 +37,7 @@ class FaultReport:
             window was; None: the share was still below it at the next fault or the end.
         errors: errors by kind, of requests that were open at the fault or came after it.
         num_retried: requests that ended well after another attempt, by their receipts.
-        num_orphans, num_leaked: see FaultEvent.
+        num_orphans, num_leaked: counts after the fault, see `FaultEvent`.
     """
 
     text: str

@@ -52,7 +52,7 @@ class LagReport:
     """The lag of the generator.
 
     Attributes:
-        send: per request, sending time minus scheduled time.
+        send: sending time minus scheduled time, over all requests.
         loop: lag of the event loop, measured every 10 ms.
         limit_s: limit of both p99 values.
     """
@@ -111,7 +111,7 @@ class Summary:
         output_tokens_per_s: tokens, of all requests, that arrived in the window, over its length.
         prompt_tokens_per_s: tokens of prompts whose first output token arrived in the window,
             over its length.
-        latencies: by name; only what was measured.
+        latencies: distributions of the measured latencies, by name.
         attainment: share of the measured requests, client-cancelled ones aside, that ended well
             and keep the SLO; None without an SLO or a request.
         goodput_per_s: rate of these requests over ``rate_span_s``; None without an SLO. Never above

@@ -38,7 +38,7 @@ class BatonTarget:
     Args:
         channels: channels to the router, used in turn.
         metadata: gRPC metadata of every call.
-        description: for the report.
+        description: description of the target for the report.
     """
 
     def __init__(
