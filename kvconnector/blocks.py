@@ -147,7 +147,7 @@ class Slices:
         return self._sum(layers)[0]
 
     def num_ranges(self, layers: LayerRange | None) -> int:
-        """Return the most ranges of one block over all slices, among all kinds."""
+        """Return the largest number of ranges of one block over all slices, among all kinds."""
         return self._sum(layers)[1]
 
     def _sum(self, layers: LayerRange | None) -> tuple[int, int]:

@@ -55,7 +55,7 @@ Heard = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
 
 
 class ReceiveMachine:
-    """See `StateMachine` for the contract.
+    """Decide what a decode node's end sends and reports; a `StateMachine`.
 
     Args:
         own: this node's peer info.

@@ -59,7 +59,7 @@ UNREACHED = "the decode node cannot be reached"
 
 
 class SendMachine:
-    """See `StateMachine` for the contract.
+    """Decide what a prefill node's end sends and writes; a `StateMachine`.
 
     Args:
         own: this node's peer info.

@@ -95,12 +95,12 @@ class _NixlWrite:
 
 
 class NixlTransport:
-    """See `KVTransport` for the contract.
+    """Copy blocks with NIXL; a `KVTransport`.
 
     Args:
         engine_id: the node's engine id. Together with the rank it names the agent, so it must be
             new at every process start.
-        memory: registered once, and must stay where it is.
+        memory: the KV memory; registered once, and must stay where it is.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def identity_of(files: CertificateFiles | None) -> Identity:
 
 
 class PinnedIdentity:
-    """See `Identity`: a certificate of this process alone, which peers know in full."""
+    """Identify this process by a certificate of its own, which peers know in full."""
 
     def __init__(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
@@ -129,7 +129,7 @@ class PinnedIdentity:
 
 
 class NamedIdentity:
-    """See `Identity`: a certificate that a CA has signed, recognized by its name."""
+    """Identify this process by a certificate that a CA has signed, recognized by its name."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files

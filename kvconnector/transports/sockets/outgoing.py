@@ -44,7 +44,7 @@ RENEW_BYTES = 2**37
 
 @dataclass(slots=True)
 class PostedWrite:
-    """See `PendingWrite`."""
+    """A write whose bytes are queued on a connection."""
 
     out: Outgoing
     is_over: bool = False

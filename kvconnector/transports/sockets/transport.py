@@ -44,7 +44,7 @@ class _Where(msgspec.Struct, frozen=True):
 
 
 class TlsTransport:
-    """See `KVTransport` for the contract.
+    """Copy blocks over TLS connections; a `KVTransport`.
 
     Args:
         engine_id: name of this end.
