@@ -35,7 +35,7 @@ class CpuAttention:
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``.
+        """Implement ``AttentionBackend.plan``.
 
         Only the cache tells the block size. The plan assumes that of the last step, and ``run``
         plans again if the cache has another, as in the very first step.
@@ -57,7 +57,7 @@ class CpuAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``."""
+        """Implement ``AttentionBackend.run``."""
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         if kv_cache.shape[3] != self._planned_block_size:
             self._planned_block_size = kv_cache.shape[3]

@@ -306,7 +306,7 @@ class BoundDecodes:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; prompts' rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: one layer's, see ``PagedShape.of``.
-            sinks: see ``AttentionBackend.run``.
+            sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
         """
         step, buffers = self.metadata, self.buffers
         self.attend(
@@ -328,10 +328,10 @@ def bind_decodes(
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: one layer's, see ``PagedShape.of``.
-        metadata: the step.
+        metadata: lengths and blocks of the step's requests.
         buffers: filled by :func:`launch_plan` for this step.
-        scale: see ``AttentionBackend.run``.
-        soft_cap: see ``AttentionBackend.run``.
+        scale: factor on the dot products.
+        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)
     grid = (shape.num_kv_heads, metadata.num_requests + spare_slots(shape, query.device))

@@ -97,7 +97,7 @@ def num_parts(
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """See `baton_kernels.reference.quantized_linear`."""
+    """Compute `baton_kernels.reference.quantized_linear` with Triton."""
     rows = x.reshape(-1, weight.in_features)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -254,7 +254,7 @@ def rounded_linear(
 
 
 def round_inputs(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """See `baton_kernels.quantized.rounded_rows`; scales are ``[groups, num_tokens]`` here."""
+    """Compute `baton_kernels.quantized.rounded_rows`, but with scales ``[groups, num_tokens]``."""
     num_tokens, size = x.shape
     num_groups = -(-size // group_size)
     numbers = torch.empty(num_tokens, size, dtype=dtype, device=x.device)

@@ -355,7 +355,7 @@ class BoundTiles:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: one layer's, see ``PagedShape.of``.
-            sinks: see ``AttentionBackend.run``.
+            sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
         """
         step, tiles = self.metadata, self.tiles
         self.attend(
@@ -380,11 +380,11 @@ def bind_tiles(
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: one layer's, see ``PagedShape.of``.
-        metadata: the step.
+        metadata: lengths and blocks of the step's requests.
         tiles: tiles of :func:`plan_step` for this step and window.
-        scale: see ``AttentionBackend.run``.
-        sliding_window: see ``AttentionBackend.run``.
-        soft_cap: see ``AttentionBackend.run``.
+        scale: factor on the dot products.
+        sliding_window: each query sees at most this many newest keys; None: all.
+        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)
     num_rows = varlen_rows(shape, query.element_size())

@@ -384,7 +384,7 @@ class BoundInvariant:
 
     Attributes:
         attend: launch for the step's decodes or for its tiles.
-        metadata: the step.
+        metadata: lengths and blocks of the step's requests.
         work: the kernel's tensors between cache and sinks; see ``bind_invariant``.
     """
 
@@ -399,7 +399,7 @@ class BoundInvariant:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: one layer's, see ``PagedShape.of``.
-            sinks: see ``AttentionBackend.run``.
+            sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
         """
         step = self.metadata
         self.attend(
@@ -422,11 +422,11 @@ def bind_invariant(
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: one layer's, see ``PagedShape.of``.
-        metadata: the step.
+        metadata: lengths and blocks of the step's requests.
         work: buffers, to bind the step's requests with one new token; or tiles, for the others.
-        scale: see ``AttentionBackend.run``.
-        sliding_window: see ``AttentionBackend.run``.
-        soft_cap: see ``AttentionBackend.run``.
+        scale: factor on the dot products.
+        sliding_window: each query sees at most this many newest keys; None: all.
+        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)
     is_decode = isinstance(work, PartBuffers)

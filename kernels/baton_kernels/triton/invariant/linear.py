@@ -52,7 +52,7 @@ _FLOAT32 = LinearTile(FEW_TOKENS, 64, 32, 4, 2)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor) -> Tensor:
-    """See `baton_kernels.reference.invariant_linear`."""
+    """Compute `baton_kernels.reference.invariant_linear` with Triton."""
     out_features, in_features = weight.shape
     rows = x.reshape(-1, in_features)
     if rows.stride(1) != 1:

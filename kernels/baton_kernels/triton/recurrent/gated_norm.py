@@ -23,7 +23,7 @@ def gated_rms_norm(
     group_size: int,
     norm_before_gate: bool,
 ) -> Tensor:
-    """See `baton_kernels.recurrent.gated_rms_norm`."""
+    """Compute `baton_kernels.recurrent.gated_rms_norm` with Triton."""
     num_rows, size = x.shape
     assert x.stride(1) == gate.stride(1) == 1, "x and gate: gapless rows"
     assert size % group_size == 0
