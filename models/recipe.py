@@ -96,7 +96,7 @@ class AttentionSpec(Part):
         return 4 * self.num_heads * self.head_dim
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         joined = query + 2 * key + (query if self.output_gate else 0)
         return [(joined, hidden_size), (hidden_size, query)]
@@ -140,18 +140,20 @@ class LatentSpec(Part):
 
     @property
     def attended_flops(self) -> int:
-        """See `AttentionSpec`; queries and outputs are projected instead of latents."""
+        """Implement `AttentionSpec.attended_flops`: queries and outputs are projected, not
+        latents.
+        """
         return 2 * self.num_heads * (self.width + self.kv_lora_rank)
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         query = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         rank, output = self.q_lora_rank, self.num_heads * self.v_head_dim
         queries = [(query, hidden_size)] if rank is None else [(rank, hidden_size), (query, rank)]
         return [*queries, (self.width, hidden_size), (hidden_size, output)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`: the matrix that makes keys and values of latents."""
+        """Implement `Part.exact_matrices`: the matrix that makes keys and values of latents."""
         size = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         return [(size, self.kv_lora_rank)]
 
@@ -196,7 +198,7 @@ class Mamba2Spec(Part):
         return StateKV((conv, heads))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         size = self.inner_size + self.num_channels + self.num_heads
         return [(size, hidden_size), (hidden_size, self.inner_size)]
 
@@ -234,7 +236,7 @@ class DeltaNetSpec(Part):
         return StateKV((conv, heads))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         values = self.num_value_heads * self.value_dim
         size = self.num_channels + values + 2 * self.num_value_heads
         return [(size, hidden_size), (hidden_size, values)]
@@ -260,7 +262,7 @@ class ShortConvSpec(Part):
         return StateKV((StateArray((self.num_channels, self.kernel_size - 1)),))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         return [(3 * hidden_size, hidden_size), (hidden_size, hidden_size)]
 
 
@@ -281,7 +283,7 @@ class MlpSpec(Part):
     stored_joined: bool = False
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         return mlp_matrices(hidden_size, self.inner_size, self.activation)
 
 
@@ -331,17 +333,17 @@ class ExpertsSpec(Part):
     stored_as_linears: bool = False
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`: projections to and from latents, and the shared experts."""
+        """Implement `Part.matrices`: projections to and from latents, and the shared experts."""
         latent = self.latent_size
         around = [] if latent is None else [(latent, hidden_size), (hidden_size, latent)]
         return [*around, *mlp_matrices(hidden_size, self.shared_size, self.activation)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`: the router, and the shared experts' gate."""
+        """Implement `Part.exact_matrices`: the router, and the shared experts' gate."""
         return [(self.num_experts + self.has_shared_gate, hidden_size)]
 
     def expert_matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.expert_matrices`."""
         width = hidden_size if self.latent_size is None else self.latent_size
         return mlp_matrices(width, self.inner_size, self.activation) * self.num_experts
 

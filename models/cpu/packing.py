@@ -79,12 +79,12 @@ class CpuPacker:
 
     @property
     def cache_key(self) -> str:
-        """See ``WeightPacker``."""
+        """Implement ``WeightPacker.cache_key``."""
         kernels = "native" if self.native else "reference"
         return f"{self.dtype} {self.weights} {self.width} {kernels} {machine_key()}"
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
-        """See ``WeightPacker``."""
+        """Implement ``WeightPacker.start``."""
         return _Packing(self, model, entry)
 
 
@@ -109,7 +109,7 @@ class _Packing:
             self._entry = None  # nothing is to be written
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.take_kept``."""
         name = self._names[owner]
         found, keys, values = map(self._kept.get, (name, name + _KEYS, name + _VALUES))
         if isinstance(keys, ops.PackedWeight) and isinstance(values, ops.PackedWeight):
@@ -161,7 +161,7 @@ class _Packing:
             self.take_kept(owner)
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """See ``PackingModel``; a tied embedding becomes the head."""
+        """Implement ``PackingModel.take``; a tied embedding becomes the head."""
         if owner is self._model.model.embed_tokens:
             return self._take_embedding(owner, parts)
         if not isinstance(owner, nn.Linear):
@@ -189,7 +189,7 @@ class _Packing:
         return True
 
     def finish(self) -> None:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.finish``."""
         if self._entry is not None:
             self._share(self._entry)
         model, decoder, native = self._model, self._model.model, self._packer.native

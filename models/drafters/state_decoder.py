@@ -162,7 +162,7 @@ class StateDecoder(Decoder):
 
 
 class StateDrafter(DecoderForCausalLM):
-    """See ``LayersDrafter``.
+    """Layers that draft from the target model's state; a ``LayersDrafter``.
 
     Args:
         config: configuration of the drafter's layers.
@@ -202,7 +202,7 @@ class StateDrafter(DecoderForCausalLM):
         self.picked = picked
 
     def checkpoint_name(self, name: str) -> str:
-        """See ``DecoderForCausalLM``."""
+        """Implement ``DecoderForCausalLM.checkpoint_name``."""
         name = super().checkpoint_name(name)
         for ours, theirs in self.layout.names.items():
             if name.startswith(ours):
@@ -210,14 +210,14 @@ class StateDrafter(DecoderForCausalLM):
         return name
 
     def take_states(self, states: Tensor) -> Tensor:
-        """See ``LayersDrafter``; states of several layers are reduced to one."""
+        """Implement ``LayersDrafter.take_states``; states of several layers are reduced to one."""
         if not self.model.is_wide:
             return states
         joined: Tensor = self.model.fc(states)
         return joined
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
-        """See ``LayersDrafter``."""
+        """Implement ``LayersDrafter.compute``."""
         assert states is not None, "it reads states"
         embed = self._embed or self.model.embed
         return self.model.compute(embed(token_ids), states, context)
@@ -261,7 +261,7 @@ class StateDrafter(DecoderForCausalLM):
         ).tolist()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See ``LayersDrafter``."""
+        """Implement ``LayersDrafter.compute_logits``."""
         if self.layout.final_norm and not self.layout.goes_on_normed:
             hidden = self.model.norm(hidden)
         if self._logits is not None:

@@ -78,11 +78,11 @@ class PackedLatentProjection(nn.Module):
         return self._keys, self._values
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
-        """See ``LatentProjection``."""
+        """Implement ``LatentProjection.absorb``."""
         ops.grouped_packed_linear(query, self._keys, out)
 
     def expand(self, attended: Tensor, out: Tensor) -> None:
-        """See ``LatentProjection``."""
+        """Implement ``LatentProjection.expand``."""
         ops.grouped_packed_linear(attended, self._values, out)
 
 
@@ -116,7 +116,7 @@ class LatentAttention(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some heads.
+        """Implement ``Shareable.shard``: each rank keeps some heads.
 
         All ranks compute and keep the latents, and each makes keys and values of its own heads.
         """

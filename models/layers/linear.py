@@ -121,7 +121,7 @@ class HeadsInPairs(JoinedLinear):
         self._turning, self._head_dim, self._rotary_dim = tuple(turning), head_dim, rotary_dim
 
     def row_order(self, name: str) -> Tensor | None:
-        """See ``JoinedLinear``."""
+        """Implement ``JoinedLinear.row_order``."""
         if name not in self._turning:
             return None
         heads = torch.arange(self._parts[name], device="cpu").view(-1, self._head_dim)
@@ -152,15 +152,15 @@ class HeadsWithGates(JoinedLinear):
         super().__init__(in_features, {**parts, self._GATES: parts[self._query]}, bias=bias)
 
     def stored_name(self, name: str) -> str:
-        """See ``JoinedLinear``."""
+        """Implement ``JoinedLinear.stored_name``."""
         return self._query if name == self._GATES else name
 
     def stored_rows(self, name: str) -> int:
-        """See ``JoinedLinear``."""
+        """Implement ``JoinedLinear.stored_rows``."""
         return self._num_rows if self.row_order(name) is not None else super().stored_rows(name)
 
     def row_order(self, name: str) -> Tensor | None:
-        """See ``JoinedLinear``."""
+        """Implement ``JoinedLinear.row_order``."""
         if name not in (self._query, self._GATES):
             return None
         rows = torch.arange(self._num_rows, device="cpu").view(-1, 2, self._head_dim)
@@ -189,7 +189,7 @@ class RegroupedLinear(JoinedLinear):
         self._pieces = dict(parts)
 
     def row_order(self, name: str) -> Tensor:
-        """See ``JoinedLinear``."""
+        """Implement ``JoinedLinear.row_order``."""
         pieces = self._pieces[name]
         rows = torch.arange(self._num_groups * sum(pieces), device="cpu")
         by_group = torch.split(rows.view(self._num_groups, -1), list(pieces), dim=1)

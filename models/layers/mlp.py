@@ -42,7 +42,7 @@ class GatedMLP(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some of the middle."""
+        """Implement ``Shareable.shard``: each rank keeps some of the middle."""
         span = rank.wide_span(self.down_proj.in_features)
         keep_outputs(self.gate_up_proj, span, span)
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
@@ -70,7 +70,7 @@ class SquaredReluMLP(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some of the middle."""
+        """Implement ``Shareable.shard``: each rank keeps some of the middle."""
         span = rank.wide_span(self.down_proj.in_features)
         keep_outputs(self.up_proj, span)
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)

@@ -71,7 +71,7 @@ def load_model(
     ranks: Ranks = ALONE,
     cache: WeightsCache | None = None,
 ) -> CausalLM:
-    """See ``models.load_model``."""
+    """Implement ``models.load_model``."""
     path = Path(folder)
     config = ModelConfig.from_folder(path, max_model_len=max_model_len)
     with on_meta_device():

@@ -56,39 +56,39 @@ class TorchGroup:
             self._backend = dist.ProcessGroupGloo(store, rank, size, device_options)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.all_reduce``."""
         _refuse_tapes(tensor)
         self._wait(self._backend.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.all_gather``."""
         _refuse_tapes(tensor)
         gathered = tensor.new_empty(self.size, *tensor.shape)
         self._wait(self._backend.allgather([list(gathered)], [tensor]))
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.broadcast``."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._wait(self._backend.broadcast([tensor], options))
         return tensor
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """See ``Collective``; waits until earlier tensors to that rank are sent."""
+        """Implement ``Collective.send``; waits until earlier tensors to that rank are sent."""
         before = self._sending.pop(to, None)
         if before is not None:
             self._wait(before[0])
         self._sending[to] = self._backend.send([tensor], to, 0), tensor
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.receive``."""
         self._wait(self._backend.recv([tensor], source, 0))
         return tensor
 
     def abort(self) -> None:
-        """See ``Collective``."""
+        """Implement ``Collective.abort``."""
         self._backend.abort()
 
     def _wait(self, work: Any) -> None:
