@@ -31,7 +31,7 @@ class OpenLoop:
     """An open loop: requests at a fixed rate, however the server does.
 
     Attributes:
-        arrivals: one of ARRIVALS.
+        arrivals: kind of arrivals, one of ARRIVALS.
         burstiness: standard deviation of gamma arrivals' gaps over their mean. 1 is Poisson,
             above are bursts.
     """

@@ -97,7 +97,7 @@ class _NoScratch:
 
 
 class SimTransport:
-    """See `kvconnector.transports.base.KVTransport` for the contract.
+    """Simulate the transfers of blocks that do not exist; a `KVTransport`.
 
     Args:
         engine_id: the node's engine id.

@@ -46,7 +46,9 @@ _KV_DTYPE = "uint8"  # one byte per element, so that any number of bytes per tok
 
 @dataclass(frozen=True, slots=True)
 class SimKVSpec:
-    """See `engine.worker.kv_cache.KVCacheSpec`: one group of all layers, with full attention."""
+    """Describe the simulated KV cache: one group of all layers, with full attention; a
+    `KVCacheSpec`.
+    """
 
     groups: tuple[KVCacheGroup, ...]
     block_size: int
@@ -65,7 +67,7 @@ class _Layer:
 
 
 class SimKVMemory:
-    """See `engine.worker.kv_cache.KVMemory`; holds no memory.
+    """Stand for the memory of the KV cache, and hold none; a `KVMemory`.
 
     Args:
         num_blocks: number of blocks that it pretends to hold.
@@ -107,7 +109,7 @@ class _Done:
 
 
 class SimExecutor:
-    """See `engine.executors.base.Executor` for the contract.
+    """Simulate the steps of a model, their times and their tokens; an `Executor`.
 
     Args:
         model: the model that it claims to compute.

@@ -19,7 +19,7 @@ class Allowance:
     Args:
         burst: uses allowed at once.
         per_second: uses allowed per second in the long run.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class AuditEvent:
         call: name of the call or action.
         arguments: the call's arguments.
         problem: why the call failed; empty: it succeeded.
-        at: when, by `time.time`.
+        at: time of the event, by `time.time`.
     """
 
     kind: AuditKind

@@ -62,7 +62,7 @@ class ConnectionCounts:
     """Counts of one listener's connections since it was made.
 
     Attributes:
-        open: open connections.
+        open: number of open connections.
         at_work: open connections whose request is being answered.
         accepted, refused: refused ones found no room and no idle connection to displace.
         displaced: closed to make room for others.

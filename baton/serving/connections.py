@@ -126,7 +126,7 @@ class Listener:
         limits: limits of all connections.
 
     Attributes:
-        counts: counts for metrics.
+        counts: numbers of connections, for metrics.
         read_buffer: receives data of any connection, which is copied out at once.
     """
 

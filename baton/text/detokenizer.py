@@ -45,7 +45,7 @@ class Detokenizer:
 
     Args:
         skip_special_tokens: whether special tokens have no text,
-        shown_token_ids: except for these.
+        shown_token_ids: special tokens that have a text all the same.
     """
 
     def __init__(

@@ -138,7 +138,7 @@ class _Pending:
         self._step, self._ranks = step, ranks
 
     def wait(self) -> Any:
-        """See `PendingStep`."""
+        """Implement `PendingStep.wait`."""
         with self._ranks.failing_as_one():
             return self._step.wait()
 

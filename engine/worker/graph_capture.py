@@ -64,7 +64,7 @@ class DeviceCapture:
         self._stream = capture_stream(torch.cuda.current_device())
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
-        """See `cuda_graphs.Capture`."""
+        """Implement `cuda_graphs.Capture`."""
         self._warm_up(body)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as a connector's, may use the device meanwhile.

@@ -207,7 +207,7 @@ class Following:
 
     @property
     def accepted_s(self) -> float:
-        """See `RequestRecord.accepted_s`."""
+        """Return `RequestRecord.accepted_s` of this call."""
         return self._record.accepted_s
 
     def note_admitted(self) -> None:

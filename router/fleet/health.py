@@ -39,7 +39,7 @@ class NodeHealth:
         name: the node's name, for the log.
         on_change: called when the node's share of requests may have changed.
         is_canary: whether the node must first succeed with one request at a time.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         why: reason of the last ejection; empty if there was none.

@@ -34,7 +34,7 @@ class JoinGate:
     """Decide for one router which nodes may join now.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -58,7 +58,7 @@ class LostNodes:
     """Remember the nodes that one router lost.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         return_s: a node that stays away for this many seconds counts as dead.
     """
 

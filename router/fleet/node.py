@@ -99,7 +99,7 @@ class Node:
             joins, like ``health`` and ``clock``.
         health: decides whether the node should get requests.
         legs: open attempts here, by epoch.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         is_stuck: whether one of the node's threads makes no progress, though the node sends beats.
         replies: the node's answers to operators.
         identity: entries that decide which tokens the node's model makes.

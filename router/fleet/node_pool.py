@@ -73,7 +73,7 @@ class NodePool:
             and much longer than in any round before.
         vocab_size: size of the model's vocabulary; the router hangs up on nodes that send larger
             token ids.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         router_id: id of the router; None: a random one.
         gate: decides which nodes may join now; None: a gate of this pool's own. Pools of one router
             share a gate.

@@ -58,7 +58,7 @@ class Rollout:
     """Divide requests among the revisions of one base model's nodes.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

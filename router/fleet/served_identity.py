@@ -36,7 +36,7 @@ class ServedIdentity:
 
     Args:
         own: entries known from the base model's folder; ``weights`` only if it has them.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         served: the identity that is served, even while its nodes are lost; None: none so far.

@@ -49,7 +49,7 @@ class RateLimits:
     """Hold the buckets of all keys that called one router.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -48,7 +48,7 @@ class ScalingSignals:
 
     Args:
         queue_s: returns the expected wait at the router.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(

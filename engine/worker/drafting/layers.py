@@ -91,7 +91,7 @@ class LayersDrafting:
         sampled: Sampled,
         after_layer: Callable[[int], None] | None = None,
     ) -> Drafts:
-        """See `Drafting`."""
+        """Implement `Drafting.after_step`."""
         if self._read_states is not None:
             states = self._read_states()
         drafts: Drafts = {}

@@ -96,7 +96,7 @@ class NodeLoad:
 
     Args:
         shared: measurements of all nodes of this router.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         weight: share of its usual load that the node should get, above 0 to 1; low while warming

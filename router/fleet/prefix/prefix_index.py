@@ -71,7 +71,7 @@ class PrefixIndex:
         placement_lifetime_s: longest time that a placement is remembered.
         sweep_blocks: entries of removed nodes dropped at a time, so that the event loop is not
             blocked.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         num_blocks: (node, block) entries, including those of removed nodes that are not swept yet.
