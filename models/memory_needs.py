@@ -85,7 +85,8 @@ def memory_needs(
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
         block_size: tokens of a KV block.
         folder: the model's folder; None: a quantized checkpoint's size is estimated.
-        native_kernels: whether there are any; without them ``auto`` keeps all weights in ``dtype``.
+        native_kernels: whether native kernels exist; without them ``auto`` keeps all weights in
+            ``dtype``.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
     kv_token_bytes = sum(layer.mixer.kv.token_values for layer in config.layers) * value_bytes

@@ -64,7 +64,8 @@ class AttentionSpec(Part):
         sinks: whether each head has a learned sink.
         output_gate: whether each result is scaled by a sigmoid of a projection of the input.
         stored_joined: whether checkpoints have query, key and value joined.
-        pair_dims: dims of a head that checkpoints store as adjacent pairs (GPT-J style RoPE);
+        pair_dims: dims of a head that checkpoints store as adjacent pairs (GPT-J style RoPE); None:
+            dims are stored in halves. Not with ``stored_joined``.
             None: in halves. Not with ``stored_joined``.
     """
 
@@ -115,7 +116,7 @@ class LatentSpec(Part):
         v_head_dim: size of a value head.
         rope_interleave: whether RoPE rotates adjacent pairs instead of halves.
         scale: factor of the dot products.
-        bias: whether the low-rank and output projections have one.
+        bias: whether the low-rank and output projections have biases.
     """
 
     num_heads: int
@@ -272,9 +273,9 @@ class MlpSpec(Part):
 
     Attributes:
         inner_size: size of the middle.
-        bias: whether the projections have one.
+        bias: whether the projections have biases.
         activation: ``silu``, ``gelu_tanh`` or ``gelu`` for gates; ``relu2`` without gates.
-        stored_joined: checkpoints have gate and up projections joined.
+        stored_joined: whether checkpoints have gate and up projections joined.
     """
 
     inner_size: int
@@ -307,7 +308,7 @@ class ExpertsSpec(Part):
         has_shared_gate: whether a logit per token scales the shared experts' result.
         activation: the experts' activation, see ``baton_kernels.experts``.
         has_biases: whether router and experts have biases.
-        latent_size: size of the experts' input and output; None: the stream's.
+        latent_size: size of the experts' input and output; None: that of the residual stream.
         stored_by_turns: whether checkpoints interleave gates and ups in fused experts.
         stored_as_linears: whether checkpoints store fused and shared experts as two linear layers
             each.

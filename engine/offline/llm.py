@@ -117,7 +117,7 @@ class LLM:
 
         Args:
             prompts: texts or lists of token ids; one or many.
-            sampling_params: for all prompts, or one per prompt.
+            sampling_params: parameters for all prompts, or one set per prompt.
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
             progress: show a progress bar on standard error.
 

@@ -89,7 +89,7 @@ class CpuPacker:
 
 
 class _Packing:
-    """A ``PackingModel``."""
+    """Pack one model's linear layers for a CPU; a ``PackingModel``."""
 
     def __init__(
         self, packer: CpuPacker, model: DecoderForCausalLM, entry: CacheEntry | None
@@ -178,7 +178,9 @@ class _Packing:
         return True
 
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Keep a tied embedding in the head's panels; keep another in 16 bits if that is exact."""
+        """Keep a tied embedding in the head's panels, and any other embedding in 16 bits if that is
+        exact.
+        """
         if self._model.lm_head is None:
             self._packed[owner] = weight = self._pack(parts, is_head=True)
             self._embedding = PackedEmbedding(weight, self._packer.dtype)

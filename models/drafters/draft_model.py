@@ -35,7 +35,7 @@ class DraftModel:
         self.max_model_len = model.config.max_model_len
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.take_states``; nothing is asked for."""
+        """Implement ``LayersDrafter.take_states``; not needed, as this drafter reads no states."""
         return states
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:

@@ -89,7 +89,7 @@ class WideLayer(DecoderLayer):
 
 
 class StateDecoder(Decoder):
-    """The layers, and the join of token and state before them."""
+    """The drafter's layers, and the join of token and state before these layers."""
 
     def __init__(self, config: ModelConfig, layout: StateLayout) -> None:
         super().__init__(config)

@@ -34,12 +34,12 @@ class InvariantPacker:
     cache_key: ClassVar[None] = None
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
-        """Implement ``WeightPacker.start``; there is no entry."""
+        """Implement ``WeightPacker.start``; ``entry`` is None."""
         return _Packing(model, None if self.int8 is None else self.int8.start(model))
 
 
 class _Packing:
-    """A ``PackingModel``."""
+    """Make one model's linear layers batch-invariant; a ``PackingModel``."""
 
     takes_float8 = False
 

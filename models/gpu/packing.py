@@ -65,7 +65,7 @@ class GpuPacker:
 
 
 class _Packing:
-    """A ``PackingModel``."""
+    """Keep one model's linear layers in few bits; a ``PackingModel``."""
 
     def __init__(self, packer: GpuPacker, model: DecoderForCausalLM) -> None:
         self._packer = packer

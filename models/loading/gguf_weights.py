@@ -124,7 +124,9 @@ def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
 
 
 def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedIntegers | None:
-    """Unpack matrices of one storage type, one below the other; None: not as integers."""
+    """Unpack matrices of one storage type, one below the other; None: they are not stored as
+    integers.
+    """
     kinds = {(part.type_id, part.shape[1:]) for part in parts}
     if len(kinds) > 1 or len(parts[0].shape) != 2:
         return None

@@ -31,8 +31,8 @@ class TorchGroup:
     Args:
         rank: this process's rank.
         size: size of the group.
-        meeting: where only its ranks find each other: a folder of theirs, or ``tcp://HOST:PORT``, a
-            ``TCPStore`` of the rank that leads.
+        meeting: place where only this group's ranks find each other: a folder, or
+            ``tcp://HOST:PORT``, a ``TCPStore`` of the leading rank.
         name: the group's name, unique at that meeting place.
         device: the tensors' device.
     """
@@ -140,7 +140,7 @@ def connect(
     device: torch.device,
     shared: int | None = None,
 ) -> Ranks:
-    """Find the other ranks of a model, which call this, too.
+    """Connect the ranks of a model; every rank calls this.
 
     Args:
         rank: rank of this process.

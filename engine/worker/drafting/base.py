@@ -101,9 +101,9 @@ class DraftChooser:
 
     Args:
         rejects: whether drafts are accepted by rejection sampling (`engine/sampling/rejection.py`).
-            If so, drafts are sampled with their own noise. If not, with the noise that their
-            position's token will be sampled with: a draft equals that token if the two
-            distributions are close enough.
+            If so, drafts are sampled with their own noise. If not, drafts are sampled with the
+            noise of their positions' tokens: a draft equals its token if the two distributions are
+            close enough.
     """
 
     def __init__(self, *, rejects: bool = False) -> None:

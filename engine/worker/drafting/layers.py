@@ -56,7 +56,7 @@ class LayersDrafting:
         drafter: computes states and logits of drafts.
         passes: makes the contexts of its passes.
         num_layers: number of the model's layers; the drafter's layers are numbered after these.
-        max_model_len: number of positions.
+        max_model_len: most tokens of one request.
         chooser: samples the drafts.
         read_states: returns states between the model's layers in the latest step, if the drafter
             needs those; None: it uses the states after the last norm.
