@@ -208,7 +208,9 @@ class SimExecutor:
         )
 
     def decode_times(self) -> tuple[tuple[int, int, float], ...]:
-        """Return (requests, context tokens, seconds), as `measure_decode_times` would find."""
+        """Return (requests, context tokens, seconds) of decode steps, like
+        `measure_decode_times`.
+        """
         if self._role is not NodeRole.DECODE:
             return ()
         long = min(4096, self.max_model_len - 2)

@@ -11,7 +11,7 @@ MAX_NAMES = 4096
 
 
 class Allowance:
-    """Rate limit per name; thread-safe.
+    """Limit the rate of uses per name; thread-safe.
 
     At most ``max_names`` names are remembered. The least recently used is forgotten first, and
     starts with a full bucket when it comes back.

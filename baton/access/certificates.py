@@ -41,7 +41,7 @@ class NodeName:
     """Node names that a certificate is for: one node, simulated nodes, or a workload's nodes.
 
     Attributes:
-        is_many: whether it covers all names that begin with this name and a hyphen.
+        is_many: whether the certificate covers all names that begin with this name and a hyphen.
     """
 
     kind: str

@@ -100,4 +100,4 @@ ANYBODY = Principal(roles=frozenset({Role.INFER, Role.LOOK, Role.JOIN}))
 """Caller of a program without credentials, through an address that other machines can reach."""
 
 ANYBODY_HERE = Principal(roles=frozenset(Role))
-"""The same, through an address that only this machine can reach."""
+"""Caller of a program without credentials, through an address that only this machine can reach."""

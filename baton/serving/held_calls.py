@@ -58,7 +58,8 @@ class _Places:
 
 
 class HeldCalls:
-    """Limit calls that wait for messages, and streams, per caller of one server.
+    """Limit how many calls wait for messages, and how many streams are open, per caller of one
+    server.
 
     Callers are identified by key or certificate; unauthenticated ones by address.
     """

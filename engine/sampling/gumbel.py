@@ -69,7 +69,7 @@ def best_scores(
     Args:
         rows, token_ids, logits: `[num_candidates]`, by rising row and token id.
         temperatures: `[num_rows]`, above 0.
-        keys: `[num_rows, 2]`.
+        keys: `[num_rows, 2]`, random words of each row.
 
     Returns:
         `[num_rows]`.
@@ -89,7 +89,7 @@ def draw(logits: Tensor, temperatures: Floats, keys: Words) -> TokenIds:
     Args:
         logits: `[num_rows, vocab_size]`, float32 or float64; minus infinity is never drawn.
         temperatures: `[num_rows]`, above 0.
-        keys: `[num_rows, 2]`.
+        keys: `[num_rows, 2]`, random words of each row.
 
     Returns:
         `[num_rows]`; 0 if every token is minus infinity, and on a CPU NO_TOKEN if a token is NaN.
@@ -201,7 +201,7 @@ def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
     Args:
         logits: `[num_rows, vocab_size]`.
         temperatures: `[num_rows]`.
-        keys: `[num_rows, 2]`.
+        keys: `[num_rows, 2]`, random words of each row.
     """
     hashes = device_hashes(keys, logits.shape[1], logits.device)
     shares = hashes.to(logits.dtype)

@@ -204,7 +204,7 @@ class _Offer:
     """The last probe of one peer.
 
     Attributes:
-        slot: the slot that the peer may write to; None: it was read.
+        slot: the slot that the peer may write to; None: the slot was read.
         seen: the peer's message after it had written; None: none yet.
         problem: the result, empty if the bytes were right; None: no result yet.
     """

@@ -40,7 +40,8 @@ MAX_RATE = 1e15  # bytes per second
 MAX_SECONDS = 1e9
 MAX_TEXT_CHARS = 2**16  # longest text of an error or of a peer's problem
 MAX_KV_HASHES = 2**17  # per message; Baton's nodes send half of that at most
-# A running request holds a block; routers bound how many requests wait.
+# Most requests that a node may report: each running request holds a block, and routers bound how
+# many wait.
 MAX_REQUESTS = 2**24
 
 

@@ -141,7 +141,7 @@ class NodePool:
 
     @property
     def forecasts(self) -> ForecastCounts:
-        """Counts of how good forecasts of prompts were, over all nodes."""
+        """Counts of the ratio of forecast to measured times of prompts, over all nodes."""
         return self._rates.forecasts
 
     @property

@@ -107,7 +107,7 @@ class Texts:
 
         Args:
             max_model_len: most tokens of a request now.
-            caller: the tenant.
+            caller: the tenant whose text this is.
             add_special_tokens: whether to add the checkpoint's special tokens.
 
         Raises the errors of `WorkerProcesses.run`, and InvalidRequestError if the text costs too

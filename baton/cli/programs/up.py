@@ -36,8 +36,9 @@ class UpOptions:
 
     model: str = option(
         further="more_models",
-        help="Model folder, GGUF file, or hub id. Each one more has nodes of its own; all share "
-        "the machine's cores, and --kv-cache-memory is divided among them.",
+        help="Model folder, GGUF file, or hub id. Repeat it for more base models: each has nodes "
+        "of its own, all share the machine's cores, and --kv-cache-memory is divided among "
+        "them.",
     )
     more_models: tuple[str, ...] = ()
     prefill: int = option(

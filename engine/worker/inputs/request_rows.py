@@ -28,7 +28,7 @@ class RequestRows:
         is_staged: whether steps may be staged for replays, which read `kernel_parameters`.
 
     Attributes:
-        parameters: `[num_rows]` of `PARAMETERS`.
+        parameters: `[num_rows]` of `PARAMETERS`, sampling parameters of each row.
         kernel_parameters: the parameters in the sampling kernel's layout; only for staged steps.
         request_ids: ids by row; empty: the row was never used.
         num_placed: row assignments since the start.
