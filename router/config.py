@@ -239,7 +239,7 @@ def check_exposure(config: RouterConfig) -> None:
     from baton.access.exposure import Exposure  # here, so that `--help` is fast
 
     tls = config.tls
-    # One key is enough: callers without one may then do nothing (`baton/access/access.py`).
+    # One key is enough: callers without a key may then do nothing (`baton/access/access.py`).
     has_keys = bool(config.api_keys_file or config.node_token or config.admin_token)
 
     def check(option: str, listen: str, authentication: str, is_authenticated: bool) -> None:

@@ -157,7 +157,7 @@ class SimExecutor:
         self._role = role
         self._clock = clock
         self._on_layer = on_layer
-        # By row: request id, output, prompt length.
+        # Request id, output and prompt length, by row.
         self._rows: dict[int, tuple[str, TokenAt, int]] = {}
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:

@@ -97,7 +97,8 @@ def _files_of(model: str, name: HubName) -> Sequence[str] | None:
 
     try:
         return huggingface_hub.HfApi().list_repo_files(name.repository)
-    # From requests or httpx, by the hub library's version: no common base.
+    # Errors come from requests or httpx, depending on the hub library's version, and have no common
+    # base.
     except Exception as error:
         here = _cached_files(name.repository)
         if here or not name.quantization:

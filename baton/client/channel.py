@@ -49,7 +49,6 @@ class SyncChannel:
     Args:
         address: ``host:port`` of the router.
         tls: TLS options; None: those of the environment.
-        tls: TLS options; None: those of the environment.
 
     Raises:
         ConfigError: a TLS file cannot be used.

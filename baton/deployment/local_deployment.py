@@ -211,7 +211,8 @@ class LocalDeployment:
         self._template: ProgramTemplate | None = None
 
     def __enter__(self) -> LocalDeployment:
-        # Otherwise the nodes might join a foreign router before ours reports the conflict.
+        # Check this first: otherwise the nodes might join a foreign router before ours reports the
+        # conflict.
         check_is_free("listen", self.config.listen)
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
@@ -515,9 +516,10 @@ class LocalDeployment:
     def _fork(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int
     ) -> Process | None:
-        """Fork a node from the template of all nodes; None if there is none that can fork.
+        """Fork a node from the template of all nodes; None if no template can fork.
 
-        Once all nodes are ready, there is none: nodes that are restarted import all by themselves.
+        Once all nodes are ready, the template is gone: restarted nodes import all modules
+        themselves.
         """
         if self._template is None:
             return None

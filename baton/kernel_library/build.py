@@ -35,8 +35,8 @@ FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fvisibility=default", "-w",
 )  # fmt: skip
-# By platform.machine(). On x86, GCC's default uses only half of the register width. On CPUs newer
-# than itself, GCC orders instructions for a wrong model, hence -mtune (log, 2026-11-27).
+# Flags by platform.machine(). On x86, GCC's default uses only half of the register width. On CPUs
+# newer than itself, GCC orders instructions for a wrong model, hence -mtune (log, 2026-11-27).
 _X86_FLAGS = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
 _ARM_FLAGS = ("-mcpu=native",)  # clang knows -march=native on Arm only since release 16
 _CPU_FLAGS = {
@@ -346,7 +346,7 @@ def compile_library(
         )
         for _ in at_once.map(compilers.run, commands):
             pass
-        # Without -fopenmp, because the process has already loaded torch's runtime.
+        # Link without -fopenmp, because the process has already loaded torch's runtime.
         finished = f"{held.path}/library.so"
         compilers.run([*compiler, "-shared", "-o", finished, *sorted(objects), "-lm"])
         return Path(finished).read_bytes()

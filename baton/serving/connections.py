@@ -76,7 +76,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
             return
-        # Not cancelled during set-up, because the loop would keep the descriptor for ever.
+        # The set-up is never cancelled, because then the loop would keep the descriptor for ever.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

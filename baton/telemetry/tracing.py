@@ -34,8 +34,8 @@ class Tracing:
             self._exporter = SpanExporter(options.trace_endpoint, service, resource or {})
             sink = self._exporter.take
         self.sink = sink
-        # As OpenTelemetry's TraceIdRatioBased, so all programs with one ratio sample the same
-        # traces.
+        # Decide as OpenTelemetry's TraceIdRatioBased does, so that all programs with one ratio
+        # sample the same traces.
         self._bound = round(options.trace_ratio * 2**64)
 
     def begin(self, traceparent: str, tracestate: str = "") -> TraceContext | None:

@@ -158,7 +158,7 @@ class _Window:
         self._look_at = 0  # decode again at this number of ids
 
     def push(self, token_ids: Sequence[int], *, last: bool) -> str:
-        # One at a time, so that grouping does not matter.
+        # Push one token at a time, so that the grouping of tokens does not matter.
         texts = [self._push_one(token_id) for token_id in token_ids]
         return "".join([*texts, self._look(last=True)] if last else texts)
 

@@ -110,7 +110,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    # Its place among other requests, and steps in flight.
+    # The request's place among others, and its steps in flight.
     rank: int = 0
     row: int = -1
     num_planned_blocks: int = 0

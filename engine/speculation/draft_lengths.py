@@ -28,7 +28,7 @@ _PRIOR_WEIGHT = 2.0  # weight of all requests' rate in a request's rate, in draf
 _FIRST_PRIOR = 0.7
 _FIRST_TRIED = 8  # first steps with drafts, whose times are ignored, as tapes are recorded
 TRY_AFTER = 512  # steps without drafts until a trial; doubles each time
-TRY_AT_LEAST = 8192  # ... up to this number
+TRY_AT_LEAST = 8192  # most steps without drafts until a trial
 TRIAL_SHARE = 0.005  # largest share of all time that trials may take
 # Least gain in tokens per second. Smaller gains are within noise, and requests that get ahead leave
 # smaller batches behind.

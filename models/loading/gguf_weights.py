@@ -86,7 +86,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             return numbers.view(sixteen_bits).view(place.shape)
         rows = blocks.reshape(*place.shape[:-1], -1)  # [..., bytes of a row]
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType(place.type_id))
-        # Copied, as the loader cannot release pages of the file itself.
+        # Copy, as the loader cannot release pages of the file itself.
         return torch.from_numpy(numpy.array(values)).view(place.shape)
 
     def read(tensor: _Tensor) -> Tensor:

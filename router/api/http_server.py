@@ -212,7 +212,7 @@ class HttpServer:
             prepare_decoding(kind)
         await self._runner.setup()
         server = self._runner.server
-        assert server is not None  # set up
+        assert server is not None  # made by `setup`
         server.request_factory = _with_plain_paths(server.request_factory)
         server.request_handler = _checking_expectations(server.request_handler)
         try:
@@ -243,7 +243,7 @@ class HttpServer:
 
     def _make_protocol(self) -> asyncio.Protocol:
         server = self._runner.server
-        assert server is not None  # set up
+        assert server is not None  # made by `setup`
         return server()
 
     # ------------------------------------------------------------------ all responses

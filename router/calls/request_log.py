@@ -108,7 +108,7 @@ class RequestLog:
         self.on_traced: Callable[[RequestRecord], None] = lambda record: None
         self.began_at = clock()
         self._max_requests = max_requests
-        # By tenant and request id.
+        # Records by tenant and request id.
         self._records: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()
         self._open: dict[int, RequestRecord] = {}
         self._num_ended_output_tokens = 0

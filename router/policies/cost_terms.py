@@ -13,7 +13,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
 from router.policies.base import Candidate, RouteQuery
 
-# From the last byte sent until the KV is used: one message.
+# Seconds from the last byte sent until the KV is used: one message.
 LINK_LATENCY_S = 0.001
 DEFAULT_BYTES_PER_S = 10e9
 # Part of a transfer that cannot be hidden: the last layer group of the last chunk.

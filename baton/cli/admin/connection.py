@@ -156,8 +156,8 @@ def connection(access: OperatorAccess) -> Iterator[AdminConnection]:
 def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]:
     """Yield a connection to each router that the address resolves to, in turn.
 
-    Nodes join all of them: a name with several addresses means several routers, which do not share
-    what they are told. Raises AdminError.
+    A name with several addresses means several routers. Nodes join all of them, but each operator's
+    call reaches only one. Raises AdminError.
     """
     import asyncio
 

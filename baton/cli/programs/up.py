@@ -156,7 +156,8 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
 def _kv_memory(options: UpOptions) -> list[str]:
     """Return the nodes' option that divides a given KV memory among several base models.
 
-    Without one each node measures at its start what the others left of the machine's memory.
+    Without this option, each node measures at its start how much of the machine's memory the others
+    left.
     """
     num_models = 1 + len(options.more_models)
     if num_models == 1 or options.kv_cache_memory == "auto":

@@ -56,7 +56,7 @@ _HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _CLOCK = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+\-]{_HOUR})"
 
 _ATOM = "[A-Za-z0-9_+\\-]"
-# At most 64 characters before the sign, as mail servers have it.
+# At most 64 characters come before the @, which is the limit of mail servers.
 _MAILBOX = rf"({_ATOM}{{1,31}}(\.{_ATOM}{{1,31}})?|{_ATOM}{{1,15}}(\.{_ATOM}{{1,15}}){{1,3}})"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
 

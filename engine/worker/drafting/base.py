@@ -108,7 +108,7 @@ class DraftChooser:
 
     def __init__(self, *, rejects: bool = False) -> None:
         self._rejects = rejects
-        # By row of the input batch and position: drafts and their distributions.
+        # Drafts and their distributions, by row of the input batch and position.
         self._drawn: dict[int, dict[int, tuple[int, Floats]]] = {}
 
     def choose(

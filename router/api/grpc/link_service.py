@@ -62,7 +62,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         # over all links.
         self._one_piece = asyncio.Lock()
 
-    async def Link(  # gRPC's naming
+    async def Link(  # gRPC prescribes this name
         self,
         request_iterator: _Messages,
         context: Context,

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 QUIESCE_S = 1.0
 # Longest time that a room is kept, with all its suspects together.
 MAX_KEPT_S = 5.0
-# After that time, how long a node serves ordinary requests before it may be kept again. Otherwise a
+# Time for which a node then serves ordinary requests before it may be kept again. Otherwise a
 # series of suspects would keep the only node indefinitely.
 REST_S = 2.0
 # Time for the next suspect to take over a free room.

@@ -66,7 +66,7 @@ class PlacementMemory:
         now = self._clock()
         if now < self._change_at:
             return
-        # Not called for long: both generations are old.
+        # `expire` was not called for long, so both generations are old.
         if now >= self._change_at + self._lifetime_s / 2:
             self._change()
         self._change()
