@@ -22,7 +22,7 @@ from loadtest.report.terms import LATENCY_NAMES
 from loadtest.run import RunResult
 
 WIDTH = 80
-# Increased when fields change their meaning or disappear.
+# Version of the JSON, raised when fields change their meaning or are removed.
 JSON_FORMAT = 2
 _COLUMNS = ("mean", *PER_MILLE, "max")
 _SERVER = "server_ttft_s"  # from here on, figures come from receipts
