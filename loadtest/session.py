@@ -15,7 +15,7 @@ from loadtest.targets.base import Target
 
 
 class Session:
-    """The target stays open; its owner closes it.
+    """Run loads against a target, which stays open: its owner closes it.
 
     Args:
         stop: event that ends the current run when it is set from outside.

@@ -39,7 +39,7 @@ class HubName:
     """Name a model of the hub as a user typed it.
 
     Attributes:
-        repository: OWNER/NAME.
+        repository: the repository on the hub, as OWNER/NAME.
         quantization: kind of GGUF file; None: the user named none.
         file: path of a GGUF file in the repository; None: the user named none.
     """
@@ -67,7 +67,7 @@ def fetch(model: str, name: HubName, patterns: Sequence[str]) -> Path:
     Args:
         model: the user's text, for error messages.
         name: the parsed text.
-        patterns: files needed of a folder.
+        patterns: patterns of the files that a folder needs.
 
     Raises:
         ModelLoadError: the hub lacks the model, or cannot be reached and nothing is cached.

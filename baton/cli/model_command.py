@@ -24,7 +24,7 @@ app = CommandLine(no_args_is_help=True, add_completion=False, help=_HELP)
 
 @app.callback()
 def _group() -> None:
-    """Keep the app a group of commands."""
+    """Make Typer keep a group of commands even if it has a single command."""
 
 
 @app.command()

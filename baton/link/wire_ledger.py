@@ -9,7 +9,7 @@ from baton.v1 import admin_pb2
 
 
 def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.ListBlocksResponse]:
-    """Yield the ledger as messages of about this size, which merged are the whole."""
+    """Split the ledger into messages of about this size; merged, they are the whole ledger."""
     part = admin_pb2.ListBlocksResponse(
         num_blocks=ledger.num_blocks,
         num_free_blocks=ledger.num_free_blocks,

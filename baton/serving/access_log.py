@@ -32,8 +32,8 @@ class AccessEntry:
         model: served name that the request stands under; empty: the default name.
         num_prompt_tokens: tokens of its prompts; a prompt with several outputs counts once.
         num_output_tokens: tokens sent to the client, over all outputs.
-        ttft_s: time to the first of them; None: there were none.
-        error: name of its final status, if it differs from the call's own.
+        ttft_s: time to the first output token; None: there were no output tokens.
+        error: name of the request's final status, if it differs from that of the call.
     """
 
     call: str = ""

@@ -44,8 +44,8 @@ class Detokenizer:
     """Make the text of one output; pieces never end within a character.
 
     Args:
-        skip_special_tokens: whether special tokens have no text,
-        shown_token_ids: special tokens that have a text all the same.
+        skip_special_tokens: whether special tokens have no text.
+        shown_token_ids: special tokens that always have a text.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # More rules make the conversion from GBNF slow; grammars of SQL or C have a few hundred.
 MAX_RULES = 1000
-# (Possessive quantifiers keep matching linear in texts of blanks or a single name.)
+# Possessive quantifiers keep matching linear in texts of blanks or a single name.
 _RULE = re.compile(r"^[^\S\n]*+[!?\w.-]++\s*+(?:::=|:)", re.MULTILINE)
 _LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 _MAX_PROBLEM_CHARS = 200

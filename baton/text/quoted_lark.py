@@ -140,7 +140,7 @@ class _Grammar:
         """Write a token of a rule, followed by ignored texts after a lexeme."""
         is_lexeme = kind in _KINDS or (kind == "name" and text.isupper())
         written = self._written(kind, text)
-        # (A terminal may be several lexemes now, with nothing ignored between them.)
+        # A terminal may have become several lexemes; nothing is ignored between them.
         return f"({written} {_SKIP})" if is_lexeme else written
 
     def _written(self, kind: str, text: str) -> str:

@@ -127,7 +127,7 @@ def _keeps(kv: LayerKV) -> tuple[bool, bool, int]:
 
 
 def _joined(attention: Sequence[_Kind]) -> _Kind:
-    """Return all layers as one kind of full attention."""
+    """Treat all attention layers as one kind with full attention."""
     widest = attention[0][0]
     assert isinstance(widest, PagedKV)
     layers = sorted(layer for _, layers in attention for layer in layers)

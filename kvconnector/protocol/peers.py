@@ -35,7 +35,8 @@ LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # after this time, a new peer is reported, and greeted less often
 MAX_BACK_OFF_S = 1.0  # between two attempts to meet or reach a peer again
-DRAIN_READS, DRAIN_S = 10, 0.5  # after them nothing of a dead peer can arrive; see `Drains`
+# after so many reads and seconds, nothing of a dead peer can arrive; see `Drains`
+DRAIN_READS, DRAIN_S = 10, 0.5
 
 
 class PeerState(Enum):

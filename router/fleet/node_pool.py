@@ -169,7 +169,7 @@ class NodePool:
         return self._roles_seen == set(NodeRole)
 
     def awaited_until(self, return_s: float) -> float:
-        """Return until when a node missing for a pair may come back; -inf if none may.
+        """Return the time until which a node that a pair lacks may return; -inf if none may.
 
         Args:
             return_s: how long calls wait for a crashed node.

@@ -48,7 +48,7 @@ class ServedIdentity:
         self.num_changes_total = 0
         self._own = {key: own[key] for key in IDENTITY_KEYS if key in own}
         self._clock = clock
-        self._settled_at = math.inf  # until the first node joins
+        self._settled_at = math.inf  # infinite until the first node joins
         self._is_given_up = False  # the last node of `served` drained or was removed
 
     @property

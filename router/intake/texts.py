@@ -27,7 +27,7 @@ from baton.text.tokenizer import Tokenizer
 SHORT_TEXT_CHARS = 4_000
 MAX_MESSAGES = 8_192
 MAX_TOOLS = 1_024
-# Allowance for tools and options, which templates may render shorter.
+# Most bytes of tools and options in a prompt, which templates may render shorter.
 _MAX_EXTRA_BYTES = 2**16
 _MAX_CHAR_BYTES = 6  # per character in JSON: "\\u0007"
 _TEXT, _BARE_TEXT, _CHAT = b"t", b"b", b"c"

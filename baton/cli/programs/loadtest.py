@@ -18,7 +18,7 @@ app = CommandLine(add_completion=False, help="Measure a deployment under load.")
 
 @app.callback()
 def _root() -> None:
-    """Keep the app a group of commands."""
+    """Make Typer keep a group of commands even if it has a single command."""
 
 
 @app.command()

@@ -20,8 +20,8 @@ from router.fleet.load.forecast import ForecastCounts, PrefillForecast
 from router.fleet.load.measured_line import MeasuredLine, Point
 from router.fleet.load.promises import Promise, Promises
 
-# Used until something is measured, for nodes that do not report step times: one mid-range GPU with
-# an 8B model. Prompt tokens, and step units, with their seconds.
+# Used for nodes that do not report step times, until something is measured. The values fit one
+# mid-range GPU with an 8B model: pairs of prompt tokens, or of step units, and seconds.
 _DEFAULT_PREFILL = ((0.0, 0.01), (8000.0, 0.81))
 _DEFAULT_STEP = ((0.0, 0.01), (100_000.0, 0.02))
 # A request in a decode step costs about as much as this many tokens of context.
@@ -32,7 +32,7 @@ STEPS_MEASURED_TOGETHER = 8
 _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
-_LONG_PROMPT = 4  # times the largest step: a prompt of this length is added to a profile
+_LONG_PROMPT = 4  # prompts this many times as long as the largest step are added to profiles
 # How many times longer a prompt takes while others decode on its node: the assumed value until
 # measured, the highest value that counts, and the weight of the newest measurement.
 _FIRST_BESIDE, _MOST_BESIDE, _BESIDE_FADING = 2.0, 20.0, 0.2

@@ -46,7 +46,7 @@ class Promises:
         return promise
 
     def begin_promise(self, promise: Promise) -> None:
-        """Count its steps from now on, because its first token came."""
+        """Count the steps of the promise from now on, because the request's first token came."""
         promise.ends_with = self.num_steps + promise.num_steps
 
     def close(self, promise: Promise) -> None:
