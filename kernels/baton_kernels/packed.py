@@ -22,7 +22,7 @@ INPUT_BLOCK = 64
 # Inputs whose groups share a factor, if scales are stored as multiples of factors.
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
-FLOAT8_GROUP = 128  # inputs that share a scale of float8; or a multiple of it
+FLOAT8_GROUP = 128  # this many inputs, or a multiple, share a scale of float8
 _STEP = 8  # codes are padded to a multiple of this many inputs
 # Twice the values of e2m1 codes (OCP Microscaling Formats, 1.0): a 1 stands for 0.5. The same order
 # as in codes.h.
@@ -560,7 +560,7 @@ class PackedWeight:
 
 
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Round ``[..., in_features]`` like a product with a weight of codes does; float32.
+    """Round inputs as a product with a weight of codes does: float32 ``[..., in_features]``.
 
     The inputs of one group of weights, at most ``INPUT_BLOCK`` neighbours, share a scale that makes
     the largest of them 127. If the weight has fine inputs, the remainder is rounded in the same way

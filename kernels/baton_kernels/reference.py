@@ -222,7 +222,7 @@ def store_kv(
             padding token, which is not written.
         key_scale: scale of keys in an ``FP8`` cache: a key is the stored number times this scale.
             Other caches have no scales.
-        value_scale: scale of values, likewise.
+        value_scale: scale of values in an ``FP8`` cache.
     """
     if kv_cache.dtype == FP8:
         key, value = quantize_fp8(key, key_scale), quantize_fp8(value, value_scale)
@@ -321,7 +321,7 @@ def norm_rotary_store_latent(
         cache: ``[num_blocks, block_size, rank + rotary_dim]``, any strides of blocks and tokens;
             this step's latents are written into it.
         slot_mapping: ``[num_tokens]`` int64, see :func:`store_kv`.
-        weight: ``[rank]``, of the norm.
+        weight: ``[rank]``, weight of the norm.
         eps: epsilon of the norm.
         interleaved: whether neighbours are rotated as pairs, ``x0 y0 x1 y1 ..``, instead of halves.
             The result has the halves apart, ``x0 x1 .. y0 y1 ..``, which changes no product.
@@ -513,7 +513,7 @@ def experts(
     Args:
         x: ``[num_tokens, hidden_size]``.
         ids: ``[num_tokens, top_k]`` int64, each token's experts.
-        weights: ``[num_tokens, top_k]`` float32, factors of their results.
+        weights: ``[num_tokens, top_k]`` float32, factors of the experts' results.
         gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups; with ``RELU2``
             ``[num_experts, inner_size, hidden_size]``.
         down: ``[num_experts, hidden_size, inner_size]``.

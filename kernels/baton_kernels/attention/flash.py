@@ -34,7 +34,7 @@ def block_size_multiple(version: int) -> int:
 class FlashAttention:
     """``AttentionBackend`` over ``flash_attn_with_kvcache`` (3) or ``flash_attn_varlen_func`` (2).
 
-    Only float16 and bfloat16, as the packages have nothing else.
+    Takes only float16 and bfloat16, like the packages.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ def reason_against(device: torch.device | str) -> str | None:
 class FlashTritonAttention:
     """``AttentionBackend`` over both; if a step has a prompt, FlashAttention computes all of it.
 
-    float16 and bfloat16, without sinks, as the library has nothing else.
+    Takes only float16 and bfloat16, and no sinks, like the library.
     """
 
     def __init__(self) -> None:

@@ -111,7 +111,7 @@ class TritonAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; there is none over latents."""
+        """Implement ``AttentionBackend.run``; latents are not supported."""
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         # The layers of a group have caches of one shape; bound launches check the first layer's.

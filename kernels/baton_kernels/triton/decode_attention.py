@@ -124,7 +124,7 @@ def merge_parts(
         rows = (first_slot + part)[:, None] * NUM_HEADS + (kv_head * GROUP + heads)[None, :]
         in_tile = present[:, :, None] & (dims < HEAD_DIM)[None, None, :]
         pointers = part_out + rows[:, :, None] * HEAD_DIM + dims[None, None, :]
-        # Other processors wrote them, so this processor's cache may be stale.
+        # Other processors wrote these values, so this processor's cache may be stale.
         lse = tl.load(part_lse + rows, mask=present, other=-float("inf"), cache_modifier=".cg")
         values = tl.load(pointers, mask=in_tile, other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, tl.max(lse, 0))
@@ -305,7 +305,7 @@ class BoundDecodes:
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; prompts' rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: one layer's, see ``PagedShape.of``.
+            kv_cache: cache of one layer, see ``PagedShape.of``.
             sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
         """
         step, buffers = self.metadata, self.buffers
@@ -327,7 +327,7 @@ def bind_decodes(
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: one layer's, see ``PagedShape.of``.
+        kv_cache: cache of one layer, see ``PagedShape.of``.
         metadata: lengths and blocks of the step's requests.
         buffers: filled by :func:`launch_plan` for this step.
         scale: factor on the dot products.

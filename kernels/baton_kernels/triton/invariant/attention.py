@@ -172,7 +172,7 @@ def merge_parts(
     acc = tl.zeros([HEADS, D], tl.float32)
     for slot in range(first_slot, first_slot + num_parts):
         first_head = tl.cast(slot, tl.int64) * (NUM_KV_HEADS * GROUP)
-        # Other processors wrote them, so this processor's cache may be stale.
+        # Other processors wrote these values, so this processor's cache may be stale.
         lse = tl.load(part_lse + first_head + heads, mask=present, other=0.0, cache_modifier=".cg")
         part_at = part_out + first_head * HEAD_DIM + places
         values = tl.load(part_at, mask=in_group, other=0.0, cache_modifier=".cg")
@@ -398,7 +398,7 @@ class BoundInvariant:
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: one layer's, see ``PagedShape.of``.
+            kv_cache: cache of one layer, see ``PagedShape.of``.
             sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
         """
         step = self.metadata
@@ -421,7 +421,7 @@ def bind_invariant(
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: one layer's, see ``PagedShape.of``.
+        kv_cache: cache of one layer, see ``PagedShape.of``.
         metadata: lengths and blocks of the step's requests.
         work: buffers, to bind the step's requests with one new token; or tiles, for the others.
         scale: factor on the dot products.

@@ -149,7 +149,7 @@ def linear_kernel(
             tl.store(arrived_ptr + tl.program_id(1), 0)  # for the next launch
             total = tl.zeros_like(total)
             for part in range(tl.num_programs(2)):
-                # Other processors wrote them, so this processor's cache may be stale.
+                # Other processors wrote these values, so this processor's cache may be stale.
                 part_at = sum_ptr + part * size + place
                 total += tl.load(part_at, mask=exists, other=0.0, cache_modifier=".cg")
     if is_last:

@@ -17,7 +17,7 @@ from baton_kernels.state_metadata import StateMetadata
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
-STATE_ELEMENTS = 4096  # per program: 32 registers of each of its 128 threads
+STATE_ELEMENTS = 4096  # elements of a program: 32 registers of each of its 128 threads
 LARGEST_KEY_DIM = 512
 
 
