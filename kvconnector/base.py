@@ -95,8 +95,8 @@ class TransferEventKind(Enum):
     PEER_DRAINED = "peer drained"  # receiver: nothing more can arrive from a dead peer
     STARTED = "started"  # receiver: the prefill node began to compute and wants a grant
     WATERMARK = "watermark"  # receiver: tokens up to `num_tokens` are complete
-    COMMITTED = "committed"  # both: all blocks are complete; terminal
-    FAILED = "failed"  # both: the transfer failed, and nothing is in flight; terminal
+    COMMITTED = "committed"  # sender and receiver: all blocks are complete; terminal
+    FAILED = "failed"  # sender and receiver: it failed, and nothing is in flight; terminal
 
 
 class TransferOutcome(Enum):

@@ -20,7 +20,8 @@ from models.config import ModelConfig
 Rotations = tuple[tuple[Tensor, Tensor], ...]
 
 
-# A layer's views of the cache, each [num_blocks, ...]: one if it attends, else its state's arrays.
+# A layer's views of the cache, each [num_blocks, ...]: one view for attention, or a view for each
+# array of its state.
 LayerCache = Tensor | tuple[Tensor, ...]
 AttentionStep = tuple[AttentionMetadata, AttentionBackend]
 GroupStep = AttentionStep | tuple[StateMetadata, None]
@@ -60,7 +61,7 @@ class ForwardContext:
         return metadata.max_seq_len
 
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
-        """Return the step of a layer that attends: metadata, the backend that planned it, cache.
+        """Return metadata of the step, the backend that planned it, and the layer's KV cache.
 
         The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; with latents,
         ``[num_blocks, block_size, width]``.

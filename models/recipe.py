@@ -34,7 +34,7 @@ class Part:
     __slots__ = ()
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that a weight format may round and all tokens go through."""
+        """List the matrices that all tokens go through, and that a weight format may round."""
         raise NotImplementedError
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:

@@ -153,7 +153,7 @@ class Access:
             return anybody
         has_keys = bool(self._tokens or self._keys_file)
         if credentials.certificate is not None and not (credentials.authorization and has_keys):
-            # (Some clients must send a key, and send a dummy such as "none".).
+            # Some clients must send a key, and send a dummy such as "none".
             return credentials.certificate
         scheme, _, given = credentials.authorization.partition(" ")
         if scheme.lower() != "bearer" or not given.strip():

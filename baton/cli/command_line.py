@@ -124,7 +124,7 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except CommandError as error:  # from a file, and names the place in it
+        except CommandError as error:  # an error of a file; it names the place
             self._end(error, error.exit_code)
         except _UsageError as error:
             raise OneLineUsageError(_usage_line(error, ctx), ctx) from error

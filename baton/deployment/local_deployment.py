@@ -217,7 +217,7 @@ class LocalDeployment:
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
         for model in self.config.models:
-            find_here_or_on_hub(model)  # a mistake shows before anything is built
+            find_here_or_on_hub(model)  # raises before anything is built
         self._prepare_kernels()
         folder = self.config.log_folder
         if folder is None:

@@ -84,7 +84,7 @@ class KVCacheManager:
         return self._longest_hit(request, request.num_tokens - 1)
 
     def num_usable_cached_tokens(self, request: Request) -> int:
-        """Return the number of tokens in `find_cached_blocks`."""
+        """Return the length of a request's longest cached prefix, in tokens."""
         return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
 
     def _longest_hit(self, request: Request, num_tokens: int) -> list[int]:

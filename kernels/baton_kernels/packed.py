@@ -330,7 +330,7 @@ class Float8Rows:
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
         scales: ``[n, groups]`` float32 factors of the numbers of a row's groups.
-        group_size: neighbouring numbers in a group; a group may be a whole row.
+        group_size: number of neighbours in a group; a group may be a whole row.
     """
 
     numbers: Tensor

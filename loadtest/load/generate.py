@@ -42,7 +42,7 @@ class Workload:
 
     Attributes:
         num_groups: groups of sessions whose prompts begin alike; 0: no two sessions share anything.
-        zipf_exponent: group k is drawn in proportion to 1 / k ** this.
+        zipf_exponent: exponent s: group k is drawn in proportion to 1 / k ** s.
         prefix_tokens: length of a group's common prefix; each group draws one.
         turn_tokens: tokens that a turn adds to the prompt: a question, or a tool's result.
         output_tokens: tokens of a turn's output, which the next turn's prompt repeats.

@@ -71,7 +71,7 @@ def empty_table(title: str) -> Table:
     """Make a table of `WIDTH` columns whose first column is for row names."""
     table = Table(
         box=box.MINIMAL,
-        padding=0,  # the box separates columns by a line; there is no room for blanks
+        padding=0,  # lines separate the columns, and there is no room for blanks
         show_edge=False,
         width=WIDTH,
         title=title,

@@ -20,8 +20,8 @@ Stored = TypeVar("Stored")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
 _ROPES = ("rope_scaling", "rope_parameters")
-# Prefixes of the text network's tensors, and a text model's prefixes for them: as transformers
-# wrote them before 4.52, and since.
+# Prefixes of the text network's tensors -> prefixes of these tensors in a text model. The last row
+# has names that transformers has written since version 4.52, the others its names before that.
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",

@@ -173,7 +173,7 @@ class RequestLog:
             self.num_retried += len(record.attempts) > 1
         if record.trace is not None:
             self.on_traced(record)
-            record.call = None  # the call holds the prompt
+            record.call = None  # releases the prompt
 
 
 class Following:

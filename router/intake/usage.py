@@ -27,7 +27,7 @@ class OwnPrompts:
 
     Args:
         salts: the router's cache salts.
-        memory: holds the hashes; a new one if not given.
+        memory: holds the hashes; by default, a new memory.
     """
 
     def __init__(self, salts: CacheSalts, memory: PlacementMemory | None = None) -> None:

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 # Longest name of a connection to the private socket: an IPv6 address with a number.
 _MAX_NAME_CHARS = 60
 _PREFIX = "baton-rpc-"
-_MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS  # for the folder: macOS allows 104 in all, Linux 108
+# Longest path of the folder. macOS allows 104 characters for the whole address, Linux 108.
+_MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
 _MAX_SENT_BYTES = 2**17  # bytes that wait for a client before gRPC must wait

@@ -25,7 +25,7 @@ from kvconnector.transports.base import CertificateFiles, Certificates
 
 logger = logging.getLogger(__name__)
 
-MAX_CERTIFICATE_BYTES = 4096  # Baton's own have some 400
+MAX_CERTIFICATE_BYTES = 4096  # certificates that Baton makes have some 400
 MAX_FORGOTTEN = 64
 _VALID_DAYS = 36500  # more than a process lives; peers then forget the certificate
 

@@ -18,12 +18,12 @@ class PrefillForecast:
 
     Attributes:
         num_tokens: tokens that the node is expected to compute.
-        wait_s: expected wait until the node begins this prompt.
-        compute_s: expected time from then until token 1.
+        wait_s: expected wait until the node begins to compute the prompt.
+        compute_s: expected time from that beginning until token 1.
         placed_at: when the prompt was placed, by the router's clock.
         measured_wait_s: measured wait until the node began; None until token 1 came.
-        measured_compute_s: measured time from then until token 1; None until token 1 came. Prompts
-            of one step share its time.
+        measured_compute_s: measured time from that beginning until token 1; None until token 1
+            came. Prompts of one step share its time.
     """
 
     num_tokens: int

@@ -14,7 +14,7 @@ _MARGIN = 1.15
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """Hold one request's deadline; times by the node's clock.
+    """Hold the deadline of a request; its times are by the node's clock.
 
     Attributes:
         num_steps: decode steps that it may take.

@@ -203,7 +203,7 @@ class PrefixIndex:
         last, length = candidates, 0
         for block_hash in hashes:
             held = get(block_hash, 0)
-            if held is not last:  # sets are shared, so an equal one needs no second look
+            if held is not last:  # equal sets are one object: look once
                 last = held
                 left = candidates & held
                 if left != candidates:
