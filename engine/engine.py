@@ -285,7 +285,7 @@ class Engine:
         return self._end(scheduled, self.executor.submit(plan, hooks))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
-        """Launch a step, before the step in flight has ended if possible, and end that one."""
+        """Launch a step, if possible while another one is in flight; then end the one in flight."""
         result, before = StepResult(), self._in_flight
         if before is not None:
             scheduled = scheduled.without_finished()

@@ -45,8 +45,8 @@ class ForwardContext:
     """Everything but the token ids that one forward pass depends on; an argument, never ambient."""
 
     positions: Tensor  # [num_tokens] int64, position of each token in its sequence
-    # One per KV cache group; the first one attends. Groups of states have no backend. The other
-    # groups' backends have planned this step.
+    # A step per KV cache group; the first group attends. Backends have planned this step. Groups of
+    # states have no backend.
     groups: tuple[GroupStep, ...]
     layer_groups: tuple[int, ...]  # each layer's group
     layer_caches: tuple[LayerCache, ...]  # one per layer

@@ -50,7 +50,7 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Count the dims of a head that have a frequency."""
-        whole = self.rope_type == "proportional"  # the partial factor is among its frequencies
+        whole = self.rope_type == "proportional"  # its frequencies cover all dims
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
 
 

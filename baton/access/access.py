@@ -32,7 +32,7 @@ from baton.api.errors import (
 
 logger = logging.getLogger(__name__)
 
-# (Names of keys begin with a letter or digit, so no key in a file can have one of these names.)
+# Names of keys begin with a letter or digit, so no key in a file can have one of these names.
 ADMIN_TOKEN = Principal(
     name="--admin-token",
     tenant="--admin-token",
@@ -220,8 +220,8 @@ class Access:
             raise PermissionDeniedError(
                 f"authorization: {principal.name} must have the role {wanted} for this"
             )
-        # (Only for inference calls: operators' calls use no model. Whether the caller may use the
-        # name in its request is known when the request has been read.)
+        # Only inference calls are checked, because operators' calls use no model. Whether the caller
+        # may use the name in its request is known when the request has been read.
         uses_model = roles == INFER
         if uses_model and principal.models and principal.models.isdisjoint(self._names()):
             raise PermissionDeniedError(

@@ -193,7 +193,7 @@ def clip(value: object) -> str:
 def _open(path: str) -> int:
     if path == STANDARD_OUTPUT:
         return sys.__stdout__.fileno() if sys.__stdout__ else -1
-    # (O_NONBLOCK: opening a pipe that has no reader raises an error instead of waiting.)
+    # O_NONBLOCK: opening a pipe that has no reader raises an error instead of waiting.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, _FILE_MODE)
     os.set_blocking(descriptor, True)  # (only opening must not block)

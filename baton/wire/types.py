@@ -283,6 +283,6 @@ def prompt_logprobs_to_proto(
 def prompt_logprobs_from_proto(
     messages: Sequence[types_pb2.TokenLogprobs],
 ) -> tuple[TokenLogprobs | None, ...]:
-    # (Iterates, because making all messages first takes twice as long.)
+    # This iterates, because making all messages first takes twice as long.
     rest = itertools.islice(messages, 1, None)
     return (None, *map(logprobs_from_proto, rest)) if messages else ()

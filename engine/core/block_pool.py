@@ -69,7 +69,7 @@ class KVCacheBlock:
     Attributes:
         ref_count: number of holders; 0 exactly while the block is in the free list.
         block_hash: hash of its content, once the block is full and committed; None: blank.
-        silent: whether the events leave this block's content out.
+        silent: whether events leave out this block's content.
         cache_class: the class that its content was cached with.
         previous, next: neighbours in the free list; meaningless while the block is in use.
     """

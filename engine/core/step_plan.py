@@ -61,7 +61,7 @@ class StepPlan:
 
     Attributes:
         new_rows: rows to assign first.
-        new_blocks: blocks to append next.
+        new_blocks: blocks to append to rows after that.
         shares: four numbers per request: its row, the position of its first computed token, the
             number of computed tokens, and the number of known tokens, including those that the
             step in flight samples. A request whose last known token is computed samples the next

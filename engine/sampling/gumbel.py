@@ -77,7 +77,7 @@ def best_scores(
     scores = logits + temperatures[rows] * gumbel(noise_hashes(keys[rows], token_ids))
     best = np.full(num_rows, -np.inf)
     np.fmax.at(best, rows, scores)
-    winners = (scores == best[rows]).nonzero()[0][::-1]  # the first of equals is written last
+    winners = (scores == best[rows]).nonzero()[0][::-1]  # of equal scores the first wins
     drawn = np.full(num_rows, NO_TOKEN, dtype=np.int64)
     drawn[rows[winners]] = token_ids[winners]
     return drawn

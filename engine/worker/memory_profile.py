@@ -42,7 +42,7 @@ class MemoryProfile:
     Attributes:
         total: the device's memory; on a CPU, what this process and its control group may have.
         used: memory in use by this process, weights included, and by others, before activations.
-        weights: the model's weights.
+        weights: memory of the model's weights.
         activations: additional memory of the largest step.
         graphs: memory that captured steps take for good.
         utilization: share of ``total`` that all of this and the KV cache may take.

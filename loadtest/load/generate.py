@@ -49,7 +49,7 @@ class Workload:
         mean_turns: mean number of turns of a session, geometric; 1: all have one turn.
         mean_pause_s: mean time from a turn's arrival to the next, exponential. Answers do not
             delay the next turn, as a trace does not know how long they take.
-        max_input_length: a session ends before a longer prompt.
+        max_input_length: longest prompt; a session ends before a longer one.
     """
 
     num_groups: int = 0

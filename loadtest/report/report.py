@@ -143,7 +143,7 @@ def _ms(values: Distribution | None) -> str:
 
 
 def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[str, Any]:
-    """Convert all but the rows; durations in seconds. A load's ``kind`` is its class name."""
+    """Convert a result without its rows; durations are in seconds. A load's kind is its class."""
     plan = dataclasses.asdict(result.plan)
     plan["load"] = {"kind": type(result.plan.load).__name__} | plan["load"]
     for name in ("input_lengths", "output_lengths"):

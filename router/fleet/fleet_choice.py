@@ -38,7 +38,7 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
             self_prefilling=_loads_of(alone, without) if may_self_prefill else (),
         )
 
-    # (The healthy nodes may not reach each other; then all are used.)
+    # The healthy nodes may not reach each other; then all are used.
     return make(unwanted) or make(set())
 
 

@@ -221,7 +221,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     if delta.prefill is not None:
         prefill = delta.prefill
         times += prefill.queue_s, prefill.prefill_s, prefill.send_s
-        # (A preempted request may count tokens several times: `NodeLoad` bounds the number.)
+        # A preempted request may count tokens several times: `NodeLoad` bounds the number.
         if prefill.num_cached_tokens > vocabulary.max_model_len:
             return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"
     if delta.decode is not None:

@@ -340,7 +340,7 @@ class NodePool:
             node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
-            # (The first does not count: this interval's beat may be on its way.)
+            # The first missed beat does not count: it may be on its way.
             if node.num_missed_beats > self._max_missed_beats + 1:
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()

@@ -148,7 +148,7 @@ class Rollout:
         shares = _shares_of_capacity(self._parts)
         if self._held is not None:
             held = {name: self._held.get(name, 0.0) for name in shares}
-            if sum(held.values()) > 0:  # otherwise none of them is left
+            if sum(held.values()) > 0:  # if 0, no held revision is left
                 shares = held
         total = sum(shares.values())
         return {name: share / total for name, share in shares.items()}

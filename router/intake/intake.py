@@ -217,6 +217,6 @@ def check_name(field: str, name: str, limit: int) -> None:
     """Raise InvalidRequestError if a client's name is too long or not printable."""
     if len(name) > limit:
         raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(name)}")
-    # (Bytes of HTTP headers that are not UTF-8 become surrogates, which are not printable.)
+    # Bytes of HTTP headers that are not UTF-8 become surrogates, which are not printable.
     if not name.isprintable():
         raise InvalidRequestError(field, f"must have printable characters only, got {name!a}")

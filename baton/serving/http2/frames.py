@@ -106,7 +106,7 @@ class FrameGuard:
         self.streams = deque[int](maxlen=_KEPT_STREAMS)
         self._num_searched = 0  # bytes of the held frames in which nothing may overtake
         self._last_stream = 0  # highest id of an opened stream
-        self._num_data_bytes = 0  # still to come of a DATA frame
+        self._num_data_bytes = 0  # bytes of a DATA frame still to come
         self._budget = float(self._limits.small_burst)  # cost of small frames that may come now
         self._refilled_at = clock()
 

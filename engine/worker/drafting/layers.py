@@ -54,7 +54,7 @@ class LayersDrafting:
 
     Args:
         drafter: computes states and logits of drafts.
-        passes: makes the contexts of its passes.
+        passes: makes the contexts of the drafter's passes.
         num_layers: number of the model's layers; the drafter's layers are numbered after these.
         max_model_len: most tokens of one request.
         chooser: samples the drafts.

@@ -106,7 +106,7 @@ class ChatDialect:
     """Word the chat completions of one request.
 
     Args:
-        parsers: one per output.
+        parsers: a parser per output.
         texts: texts of tokens, for logprobs; None if no logprobs are wanted.
     """
 

@@ -113,7 +113,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     """Fields that completions and chat share. None means that a field is absent.
 
     Attributes:
-        guided_json: older name of ``json`` in ``structured_outputs``; so for all ``guided_`` fields.
+        guided_json: older name of ``json`` in ``structured_outputs``, like all ``guided_`` fields.
         json_schema: a JSON Schema, by the name of llama.cpp and SGLang; ``regex`` and ``ebnf`` are
             SGLang's names.
         grammar: a grammar, by the name of llama.cpp and text-generation-inference.

@@ -222,7 +222,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
                 messages.append(Message(role=item.role, content=content))
         case "reasoning":
             parts = item.content if isinstance(item.content, list) else None
-            # (Other servers may send it encrypted, without text.)
+            # Other servers may send thoughts encrypted, without text.
             if text := "\n".join(_texts(parts or item.summary or [], f"{field}.content")):
                 messages.append(Message(role="assistant", reasoning_content=text))
         case "function_call" | "custom_tool_call" | "local_shell_call":
