@@ -42,7 +42,7 @@ class AdapterSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Everything but the token ids that one forward pass depends on; an argument, never ambient."""
+    """Everything that one forward pass depends on, except token ids; always passed explicitly."""
 
     positions: Tensor  # [num_tokens] int64, position of each token in its sequence
     # A step per KV cache group; the first group attends. Backends have planned this step. Groups of

@@ -298,7 +298,7 @@ class ExpertsSpec(Part):
         top_k: experts per token.
         scoring: function of a router's logits, see ``baton_kernels.routing.Scoring``.
         normalize: whether the weights of a token's experts are divided by their sum.
-        scale: factor of those weights.
+        scale: factor of the experts' weights.
         num_groups: groups of experts; with more than one, groups are chosen first.
         top_groups: groups that a token's experts are chosen from.
         group_best: number of best experts whose scores add up to a group's score.

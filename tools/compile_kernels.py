@@ -112,7 +112,7 @@ def compile_all(only: str) -> Found:
 
 
 def modules() -> list[str]:
-    """List every module of the package, and of those within."""
+    """List all modules of the package and of its subpackages."""
     package = import_module(PACKAGE)
     return sorted(module.name for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."))
 

@@ -23,7 +23,7 @@ FOUND = Path("build/fuzz")
 
 
 def main(name: str, seconds: int) -> int:
-    """Fuzz in a process of its own (libFuzzer ends the one it runs in); returns its exit code."""
+    """Fuzz in a new process, because libFuzzer ends its process; return the exit code."""
     found, kept = FOUND / name, CORPUS / name
     for folder in (found, kept):
         folder.mkdir(parents=True, exist_ok=True)

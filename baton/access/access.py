@@ -220,8 +220,8 @@ class Access:
             raise PermissionDeniedError(
                 f"authorization: {principal.name} must have the role {wanted} for this"
             )
-        # Only inference calls are checked, because operators' calls use no model. Whether the caller
-        # may use the name in its request is known when the request has been read.
+        # Only inference calls are checked, because operators' calls use no model. Whether the
+        # caller may use the name in its request is known when the request has been read.
         uses_model = roles == INFER
         if uses_model and principal.models and principal.models.isdisjoint(self._names()):
             raise PermissionDeniedError(
@@ -240,7 +240,7 @@ class Access:
         problem: str = "",
     ) -> None:
         """Log an action or an attempt; the same read access is logged once a minute."""
-        is_client = principal.may(Role.INFER)  # (A router that calls its node has no such role.)
+        is_client = principal.may(Role.INFER)  # routers lack this role
         told = {name: clip(value) for name, value in (arguments or {}).items()}
         if kind is AuditKind.LOOKED:
             same = f"{principal.name} {address} {call} {told} {problem}"

@@ -35,7 +35,7 @@ class GrammarState:
     One thread at a time may use a state: the engine's thread, or a thread that computes its mask.
 
     Args:
-        matcher: this state's own matcher, at the grammar's beginning; None: there is only a
+        matcher: matcher for this state alone, at the grammar's beginning; None: there is only a
             thought.
         params: the request's parameters: its bans and its thought.
         vocab_size: size of the logits; tokens that the tokenizer lacks are never allowed.

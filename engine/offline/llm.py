@@ -250,7 +250,7 @@ class LLM:
     def _let_adapter_leave(self, digest: AdapterDigest) -> None:
         """Unload an adapter that no name stands for any more."""
         is_named = any(one.digest == digest for one in self._adapters.values())
-        if not is_named and digest in self.engine.adapters.digests:  # else others took its slot
+        if not is_named and digest in self.engine.adapters.digests:  # else it is out already
             self.engine.adapters.unload(digest)
 
     def _named(self, name: str) -> _NamedAdapter:

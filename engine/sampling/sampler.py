@@ -145,7 +145,7 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Draw with the noise used without filters, so that a token that is kept wins in both cases."""
+    """Draw with the noise of an unfiltered draw: if its winner is kept, it wins here, too."""
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:

@@ -205,7 +205,7 @@ class Worker:
 
     def launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
         """Launch a prepared step, on any thread."""
-        make_current(self.device)  # for this thread, which may not be the loading one
+        make_current(self.device)  # the loading thread may be another one
         if self._lent_cores is not None:
             self._lent_cores.borrow()
             if isinstance(step, PreparedStep) and step.has_prompts:  # cores may change

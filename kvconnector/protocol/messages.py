@@ -73,7 +73,7 @@ class HelloAck(_Message, frozen=True, kw_only=True):
 
 
 class SelfTest(_Message, frozen=True, kw_only=True):
-    """P's test writes are complete; ``digest`` is that of the bytes that D's slot must contain."""
+    """P's test writes are complete; D's slot must contain bytes with this ``digest``."""
 
     test: Count
     digest: Digest

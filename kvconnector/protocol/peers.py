@@ -45,7 +45,7 @@ class PeerState(Enum):
     GREETING = "GREETING"  # known, but has not answered yet
     CONNECTED = "CONNECTED"
     SUSPECT = "SUSPECT"  # reported as failed; it may come back
-    LEAVING = "LEAVING"  # its router has lost it; forgotten when nothing is in flight to it
+    LEAVING = "LEAVING"  # the router has lost it; forgotten when nothing is in flight to it
 
 
 @dataclass(slots=True)

@@ -257,7 +257,7 @@ class _Packing:
     def _pack_latents(
         self, owner: LatentProjection, parts: Sequence[WeightPart]
     ) -> PackedLatentProjection:
-        """Pack both matrices; the one applied to queries is transposed, so no groups are kept.
+        """Pack both matrices; the matrix of queries is transposed, so its groups are not kept.
 
         Each head's rows are padded with zeros to whole panels.
         """

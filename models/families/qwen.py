@@ -1,4 +1,4 @@
-"""Qwen2, 2.5 and 3, dense and with experts, and the text part of those that see images.
+"""Qwen2, 2.5 and 3, dense and with experts, and the text part of models that see images.
 
 Qwen2 has biases on queries, keys and values; Qwen3 has a norm on each query and key head instead.
 """

@@ -57,7 +57,7 @@ class Threshold:
 
 
 # The lag is in seconds and counts if it persists; the other signals are shares of the process's
-# limits. Of the connections, only those with a request at work count, as idle ones make way.
+# limits. Of the connections, only those with a request at work count, as idle connections make way.
 THRESHOLDS: Mapping[str, Threshold] = {
     "loop_lag": Threshold(0.5, 2.0, "s"),
     "descriptors": Threshold(0.85, 0.95),

@@ -116,7 +116,7 @@ class DecodeTerms:
     Attributes:
         room_s: wait until there is room for the prompt's KV.
         stall_s: time that prompts queued there will take.
-        steps_s: this request's steps, weighted.
+        steps_s: time of the request's decode steps, weighted.
         damage_s: cost to all other requests together, weighted.
     """
 

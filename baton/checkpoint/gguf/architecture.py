@@ -205,7 +205,7 @@ class Architecture:
     """Describe one architecture of GGUF files.
 
     Attributes:
-        model: its name in `models/registry.py`.
+        model: name of the architecture in `models/registry.py`.
         fields: reads the architecture-specific fields of config.json.
         heads: reads the fields about head size and rotation.
         prefix: prefix of a layer's names in a checkpoint.

@@ -57,7 +57,7 @@ class LentCores:
         self._borrowed: list[_Share] = []
 
     def borrow(self) -> None:
-        """Mark the own cores as busy, and compute on the cores of idle nodes as well."""
+        """Mark this node's cores as busy, and compute on the cores of idle nodes as well."""
         if not self._is_busy:
             self._is_busy = _lock(self._busy)  # fails only while another node checks the lock
             self._find_others()
@@ -68,14 +68,14 @@ class LentCores:
         self._use(kept + [share for share in new if share.borrow()])
 
     def rest(self) -> None:
-        """Lend the own cores, as there is nothing to compute, and give back borrowed ones."""
+        """Lend this node's cores, as there is nothing to compute; give back borrowed cores."""
         self._use([])
         if self._is_busy:
             fcntl.flock(self._busy, fcntl.LOCK_UN)
             self._is_busy = False
 
     def are_taken(self) -> bool:
-        """Return whether another node computes on the own cores."""
+        """Return whether another node computes on this node's cores."""
         if not _lock(self._lent, fcntl.LOCK_SH):
             return True
         fcntl.flock(self._lent, fcntl.LOCK_UN)
@@ -92,7 +92,7 @@ class LentCores:
         return borrow_too
 
     def close(self) -> None:
-        """Give back borrowed cores and lend the own ones, for good."""
+        """Give back borrowed cores and lend this node's cores, for good."""
         self.rest()
         os.close(self._busy)
         os.close(self._lent)

@@ -124,7 +124,7 @@ class RequestRows:
         )
 
     def sample_again(self, before: SamplingInput, rows: Ints, sampled_at: Ints) -> SamplingInput:
-        """Return the sampler's input of a step with the same requests as the one before."""
+        """Return the sampler's input of a step with the same requests as the step before."""
         if before.is_greedy:  # a greedy input depends on no position
             return before
         parameters = before.parameters

@@ -770,7 +770,7 @@ class NativeOps:
     def place_threads(
         self, num_own_threads: int, own: frozenset[int], num_more: int, lent: frozenset[int]
     ) -> bool:
-        """Place the threads that compute for the calling one, which is the first of them.
+        """Place the threads that compute for the calling thread, which is the first of them.
 
         Args:
             num_own_threads: threads on the cores ``own``.

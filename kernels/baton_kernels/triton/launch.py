@@ -234,7 +234,7 @@ class _Numbers:
         self._fixed = [place for place, param in enumerate(params) if not param.do_not_specialize]
 
     def key(self, numbers: Sequence[int | float]) -> list[int | float | bool]:
-        """Return a key of the specialized numbers and of those others that exceed 32 bits.
+        """Return a key of the specialized numbers, and of other numbers that exceed 32 bits.
 
         The key has whole values, though Triton uses only some of their properties: these are a
         model's sizes, so there are few.

@@ -55,7 +55,7 @@ WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.PROBE})
 
 
 class HelloHead(msgspec.Struct, frozen=True, array_like=True):
-    """The process start that dials, and the process start that it wants to reach."""
+    """The engine id of the process that dials, and of the process that it wants to reach."""
 
     engine_id: str
     peer_id: str

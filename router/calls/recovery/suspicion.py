@@ -141,7 +141,7 @@ class Suspicion:
             self._leave_room()  # that node does not admit the call
 
     def note_progress(self, attempt: Attempt) -> None:
-        """Note that tokens of an attempt came, and clear the call of work that went well."""
+        """Note that tokens of an attempt came; the work that led to them is no longer suspect."""
         if attempt.num_tokens > PROVEN_TOKENS:
             self._clear(*Work)
         elif attempt.began:

@@ -150,7 +150,7 @@ class ArgumentRules:
         return found
 
     def _value(self, rule: str, schema: Any) -> str:
-        """Write the rules of a value, and return the name of the one to use."""
+        """Write ``rule`` for a value, with the rules that it needs; return the rule's name."""
         used = []
         for index, (kind, value) in enumerate(self._ways(schema)):
             if kind == "json":
