@@ -112,7 +112,7 @@ class SimExecutor:
     """Simulate the steps of a model, their times and their tokens; an `Executor`.
 
     Args:
-        model: the model that it claims to compute.
+        model: the model that the executor claims to compute.
         options: sizes and timing.
         role: the node's role; a decode step has a fixed cost.
         clock: the node's clock.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 YES: Callable[[], bool] = lambda: True  # noqa: E731
-_ENOUGH = 5  # samples of a size; with fewer, the fastest counts, as a new size is compiled first
+_ENOUGH = 5  # samples of a size; of fewer, the fastest counts: the first compiles
 TRIED = 3  # samples of a size until its cost counts as known
 # A size's time is fresh for `_FRESH` steps. If other sizes seem faster by less than the factor
 # `_MUCH`, which a slow moment may explain, the time is fresh for `_FRESH_IF_LITTLE` steps only.
@@ -207,7 +207,7 @@ class Choice:
         num_possible: available drafts, over all requests of the step.
         num_rows: requests in the step.
         rate: mean acceptance rate of the requests with drafts.
-        step_s: seconds of a step without drafts, with the chosen ones, and with all.
+        step_s: seconds of a step without drafts, with the chosen drafts, and with all drafts.
         gain: tokens per second with the chosen drafts, as a multiple of those without drafts.
         drafting_s: seconds of making the drafts; 0: no time.
     """

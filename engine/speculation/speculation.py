@@ -31,7 +31,7 @@ from engine.speculation.draft_lengths import (
     choose_num_drafts,
 )
 
-# most steps that a choice lasts while the number of requests stays equal
+# Most steps that a choice lasts while the number of requests stays equal
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32
 _NONE_FOR_LONG = 64  # steps without paying drafts, after which new requests are not drafted for
 _LOOK_RARELY = 4  # after these steps, times and choices are updated this many times less often

@@ -78,7 +78,7 @@ class DeviceCapture:
         return graph.replay
 
     def pieces(self, body: Callable[[Callable[[], None]], None]) -> tuple[Callable[[], None], ...]:
-        """See `chunk_graphs.CapturePieces`."""
+        """Implement `chunk_graphs.CapturePieces`."""
         self._warm_up(lambda: body(_go_on))
         graphs = [torch.cuda.CUDAGraph()]
 

@@ -130,8 +130,8 @@ class KVCacheSpec:
     def block_shape(self) -> tuple[int, ...]:
         """Return a block's shape in the tensor: ``(layers, *shape)``, or ``(1, bytes)``.
 
-        The latter if layers differ. Ordered by heads: ``(1, heads, layers, 2, block_size,
-        head_dim)``.
+        It is ``(1, bytes)`` if layers differ, and ``(1, heads, layers, 2, block_size, head_dim)``
+        if the cache is ordered by heads.
         """
         if self._plain is None:
             return (1, self.block_bytes)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Several nodes that do not know each other may share a machine.
 MAX_CPU_CACHE_BYTES = GIB
-# A CPU has plenty if this many times the weights and the cache would fit: no step takes the rest.
+# A CPU has plenty of memory if weights and cache would fit this many times: no step takes the rest.
 PLENTY = 8
 
 
@@ -64,7 +64,7 @@ class MemoryProfile:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Return the size of the KV cache."""
+        """Return the bytes of the KV cache: the room, but at most `largest_cache`."""
         return max(min(self.room, self.largest_cache), 0)
 
     @property

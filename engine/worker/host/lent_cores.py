@@ -33,8 +33,8 @@ AfterLayer = Callable[[int], None]
 class LentCores:
     """One node's part: its own cores, and other nodes' cores that it borrows.
 
-    Used by the thread that computes, whose number of threads it sets. The own cores are lent
-    until the first `borrow`.
+    Used by the thread that computes, whose number of threads it sets. Its own cores are
+    lent until the first `borrow`.
 
     Args:
         folder: the machine's folder of locks, which must exist.
@@ -101,7 +101,7 @@ class LentCores:
         self._others.clear()
 
     def _use(self, shares: list[_Share]) -> None:
-        """Compute on these and on the own cores from now on."""
+        """Compute on these cores and on this node's own cores from now on."""
         if shares == self._borrowed:
             return
         for share in self._borrowed:
