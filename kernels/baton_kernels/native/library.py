@@ -262,7 +262,7 @@ class LendersCall(Structure):
 
     _fields_ = (
         *_fields(c_int64, "num_own_threads num_lenders"),
-        *_fields(c_void_p, "is_busy"),
+        *_fields(c_void_p, "bytes"),
     )
 
 
