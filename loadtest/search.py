@@ -64,7 +64,7 @@ async def find_highest(
     precision: float,
     least: float,
 ) -> tuple[float, float]:
-    """Find the highest value that holds, if all below it do, and the lowest failing one above it.
+    """Find the highest value that holds with all lower values, and the lowest failing value above.
 
     Returns 0 for the first one if no tried value held, and infinity for the second if none failed.
 

@@ -34,7 +34,7 @@ class Allowance:
         self._per_second = per_second
         self._max_names = max_names
         self._clock = clock
-        # (uses left, when they were counted).
+        # By name: the uses that were left, and when they were counted.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -196,5 +196,5 @@ def _open(path: str) -> int:
     # O_NONBLOCK: opening a pipe that has no reader raises an error instead of waiting.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, _FILE_MODE)
-    os.set_blocking(descriptor, True)  # (only opening must not block)
+    os.set_blocking(descriptor, True)  # only opening must not block
     return descriptor

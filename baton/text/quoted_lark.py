@@ -179,7 +179,7 @@ def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
     is_first = True  # at the beginning of a line
     found: list[tuple[str, str]] = []
     for one in _TOKEN.finditer(text):
-        if one[0] in ('"', "/"):  # (otherwise the rest would be searched again and again)
+        if one[0] in ('"', "/"):  # otherwise, it is searched again and again
             shown = text[one.start() : one.start() + 80]
             raise _refused(f"{shown!r}: a text or a regex is not closed")
         found.append((str(one.lastgroup), one[0]))

@@ -94,7 +94,7 @@ class KVCacheCoordinator:
 
         Args:
             block_ids: ids of one request's blocks, of all groups in turn.
-            hashes: hashes of its logical blocks.
+            hashes: hashes of the request's logical blocks.
             first: first logical block to cache.
             end: logical block to stop before.
             cache_class: class of the newly cached blocks; see `block_pool.py`.

@@ -69,7 +69,7 @@ class Call:
 
     def __post_init__(self) -> None:
         # Hashing a long prompt takes 50 ms, so several outputs of one prompt must share the hashes.
-        # (`dataclasses.replace` passes them on.)
+        # `dataclasses.replace` passes them on.
         if self.hashes is None or not self.hashes.are_of(self.prompt_token_ids, self.cache_salt):
             hashes = PromptHashes(self.prompt_token_ids, self.cache_salt)
             object.__setattr__(self, "hashes", hashes)

@@ -77,7 +77,7 @@ class Dispatcher:
         pool: has the nodes and their links.
         policy: picks each attempt's nodes.
         recoveries: retries failed calls; with default limits if not given.
-        admission: decides when a call may begin; the default one if not given.
+        admission: decides when a call may begin; by default, an `Admission` with default options.
 
     Attributes:
         placer: picks nodes; has the policy and the log of its decisions.

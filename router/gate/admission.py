@@ -311,7 +311,7 @@ class Admission:
         """Begin requests one after the other while any wait and nodes have room."""
         try:
             while self._queue.num_requests:  # noqa: ASYNC110  # nodes do not announce room
-                # One at a time, so that node loads count each one before the next is considered.
+                # Begin one at a time: node loads must count a request before the next is judged.
                 await asyncio.sleep(0 if self._begin_next() else _PUMP_INTERVAL_S)
         finally:
             self._pump = None

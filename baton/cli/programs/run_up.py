@@ -114,7 +114,7 @@ def _say_ready(deployment: LocalDeployment, console: Console) -> None:
     key = "BATON_API_KEY=KEY " if set(_KEYS) & set(config.router_args) else ""
     call = f'{key}baton generate --router {config.listen}{tls} "def add(a, b):"'
     console.print(f"[green]ready[/]  {call}", soft_wrap=True)
-    # (with a random port, the log has it).
+    # A random port is shown in the log only.
     if config.http_listen and not config.http_listen.endswith(":0"):
         root = f"{'https' if tls else 'http'}://{config.http_listen}"
         console.print(f"       OpenAI API:  {root}/v1", soft_wrap=True)

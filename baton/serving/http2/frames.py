@@ -137,7 +137,7 @@ class FrameGuard:
         return len(self._held)
 
     def note_sent(self, num_bytes: int) -> None:
-        """Allow the client more small frames for what the server sent to it."""
+        """Allow the client more small frames, because the server sent it bytes."""
         limits = self._limits
         allowed = self._budget + num_bytes / limits.sent_bytes_per_small
         self._budget = min(allowed, limits.small_burst)

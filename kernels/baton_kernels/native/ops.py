@@ -61,7 +61,7 @@ _ACTIVATIONS = {
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_ROW = 2**17  # numbers of a row of `add_rows`, which a job keeps on its stack
 _MAX_KERNEL_SIZE = 16  # longest convolution kernel; a job keeps it on its stack
-_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, which is on the stack, too
+_MAX_KEY_DIM = 512  # largest key_dim of a recurrence; a job keeps it on its stack
 _FORMATS = {
     WeightFormat.FP32: 0,
     WeightFormat.BF16: 1,

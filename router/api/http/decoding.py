@@ -69,7 +69,7 @@ def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> I
             continue
         if name in REFUSED and bytes(value) not in _EMPTY:
             raise InvalidRequestError(name, REFUSED[name])
-        if strict or name not in REFUSED:  # (empty values ask for nothing)
+        if strict or name not in REFUSED:  # empty values ask for nothing
             yield name
 
 
