@@ -50,9 +50,10 @@ class HubName:
 
     @classmethod
     def parse(cls, model: str) -> HubName | None:
-        """Read OWNER/NAME or OWNER/NAME:QUANTIZATION, maybe after hf://; or hf://OWNER/NAME/FILE.gguf.
+        """Parse a name of the hub; return None for other text.
 
-        Returns None for anything else.
+        A name is OWNER/NAME or OWNER/NAME:QUANTIZATION, with or without ``hf://`` before it, or
+        hf://OWNER/NAME/FILE.gguf.
         """
         name = model.removeprefix(_SCHEME)
         if found := _NAME.fullmatch(name):

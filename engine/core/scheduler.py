@@ -531,7 +531,7 @@ class Scheduler:
         self._fail(request, InvalidRequestError(field, problem))
 
     def _fail(self, request: Request, error: BatonError) -> None:
-        """End a request, but leave a parked one to the caller: a peer may write its blocks."""
+        """Note a failure; end the request unless it is parked, when a peer may write its blocks."""
         self.failures.append((request.request_id, error))
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)
