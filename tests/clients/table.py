@@ -25,12 +25,12 @@ class Client:
 
     @property
     def script(self) -> Path:
-        """What it is tried with."""
+        """Return the script that tries the client."""
         return SCRIPTS / f"try_{self.package.replace('-', '_')}.py"
 
     @property
     def requirements(self) -> Path:
-        """What its environment is made of."""
+        """Return the requirements file of its environment."""
         return REQUIREMENTS / f"{self.package}.txt"
 
     @property

@@ -35,7 +35,7 @@ _METRIC = re.compile(r"^(\w+(?:\{[^}]*\})?) (\S+)$", re.MULTILINE)
 
 @dataclass(slots=True)
 class Output:
-    """What a prompt was answered with.
+    """The answer to a prompt.
 
     Attributes:
         prompt: its token ids.
@@ -178,7 +178,7 @@ class ScriptedSystem:
 
 
 def make_model_folder(tokenizer: Path, folder: Path) -> None:
-    """Make a model that takes tools and long prompts: another one's tokenizer, and no weights."""
+    """Make a model without weights that takes tools and long prompts, with a given tokenizer."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_bytes((tokenizer / name).read_bytes())
