@@ -16,7 +16,7 @@ class Client:
     """One client.
 
     Attributes:
-        package: what pip calls it, which also names its files.
+        package: name for pip; its files have this name, too.
         timeout_s: most seconds that the script may run.
     """
 

@@ -31,11 +31,11 @@ class Cluster:
     """The environment that pods run in.
 
     Attributes:
-        folder: where volumes are.
-        secrets: by name; values are texts.
+        folder: folder of the volumes.
+        secrets: texts of the secrets, by name.
         model: mounted as the model's folder.
         cache: folder of the user's model cache on this machine.
-        names: what stands for which addresses, with commas between.
+        names: addresses by the name that stands for them.
         environment: variables of every process, besides its own.
     """
 

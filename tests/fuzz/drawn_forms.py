@@ -106,8 +106,8 @@ class Forms:
     """Draws the bodies of requests in each form, with a judge of the answer.
 
     Args:
-        family: whose calls are read.
-        rng: draws.
+        family: the family whose calls are read.
+        rng: source of the draws.
     """
 
     def __init__(self, family: str, rng: random.Random) -> None:
@@ -236,7 +236,7 @@ class DrawnForms:
     Args:
         family: names a row of `FAMILIES`.
         folder: where the checkpoint is made.
-        seed: starts all draws.
+        seed: seed of all draws.
         by: names a row of `WRITERS`.
 
     Attributes:

@@ -62,7 +62,7 @@ class Turn:
 
     Attributes:
         output: what the agent printed.
-        exchanges: what it asked of the router.
+        exchanges: its requests to the router, with the answers.
     """
 
     output: str

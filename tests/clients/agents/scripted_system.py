@@ -38,7 +38,7 @@ class Output:
     """The answer to a prompt.
 
     Attributes:
-        prompt: its token ids.
+        prompt: token ids of the prompt.
         output: token ids of the answer, as far as it was computed.
     """
 
@@ -90,7 +90,7 @@ class ScriptedSystem:
         tokenizer: folder of a model, whose tokenizer counts.
         folder: where the model's folder is made.
         num_prefill: prefill nodes; with none the decode node computes all.
-        script: what the model says at first.
+        script: the model's first script.
 
     Attributes:
         address: host:port of the HTTP API, which a recorder stands before.

@@ -21,7 +21,7 @@ class CallText:
 
     Attributes:
         arguments: values by name. Where the form has no types, values are texts.
-        is_typed: the form has types.
+        is_typed: whether the form has types.
     """
 
     name: str

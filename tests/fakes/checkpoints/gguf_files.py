@@ -57,10 +57,10 @@ class Vocabulary:
     """The tokenizer fields of a GGUF file.
 
     Attributes:
-        kind: ``tokenizer.ggml.model``.
-        pre: ``tokenizer.ggml.pre``; empty: not said.
+        kind: value of ``tokenizer.ggml.model``.
+        pre: value of ``tokenizer.ggml.pre``; empty: not written.
         scores: each token's score, in SentencePiece kinds.
-        fields: more of ``tokenizer.ggml``.
+        fields: further fields of ``tokenizer.ggml``.
     """
 
     tokens: Sequence[str]

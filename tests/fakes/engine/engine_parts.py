@@ -77,8 +77,8 @@ class FakeRunner:
     """Stands in for ModelRunner: samples by a rule instead of a network.
 
     Args:
-        next_token: given a request that samples, its next token.
-        propose: given a request that has sampled, drafts for the step behind.
+        next_token: returns the next token of a request that samples.
+        propose: returns drafts for the next step of a request that has sampled.
     """
 
     def __init__(
