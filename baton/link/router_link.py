@@ -92,7 +92,7 @@ class RouterLink:
 
     @property
     def router_id(self) -> str:
-        """Implement `NodeEnd.router_id`; so do the next two properties."""
+        """Implement `NodeEnd.router_id`."""
         return self._end.router_id
 
     @property

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 YES: Callable[[], bool] = lambda: True  # noqa: E731
-_ENOUGH = 5  # samples of a size; of fewer, the fastest counts: the first compiles
+# From this many samples of a size on, their median counts; before that, the fastest, because the
+# first steps of a size compile.
+_ENOUGH = 5
 TRIED = 3  # samples of a size until its cost counts as known
 # A size's time is fresh for `_FRESH` steps. If other sizes seem faster by less than the factor
 # `_MUCH`, which a slow moment may explain, the time is fresh for `_FRESH_IF_LITTLE` steps only.

@@ -509,7 +509,7 @@ class PackedWeight:
             self.write_groups(first_row, Groups(rows.scales))
 
     def _write_numbers(self, ids: Tensor, numbers: Tensor) -> None:
-        """Write ``[n, in_features]`` of the panels' type."""
+        """Write rows of numbers of the panels' type, ``[n, in_features]``."""
         numbers = _as_bytes(numbers)
         if self.format in _PAIRED:
             filled = functional.pad(numbers, (0, -self.in_features % _PAIR))

@@ -98,7 +98,7 @@ class FaultSpec:
 
     @classmethod
     def parse(cls, text: str) -> FaultSpec | None:
-        """``"drop=0.01,delay=1ms-20ms,kill=Commit:send:2,seed=3"``; None for an empty text.
+        """Parse text such as ``drop=0.01,delay=1ms-20ms,kill=Commit:send:2``; None if empty.
 
         Raises ConfigError.
         """

@@ -50,7 +50,7 @@ class Vocabulary:
     """Hold the limits of token ids and lengths.
 
     Attributes:
-        size: token ids are below this.
+        size: number of token ids, which begin at 0.
         max_model_len: the model's limit of tokens per request; no output is longer.
     """
 

@@ -110,7 +110,8 @@ class NodePool:
         self.rollout = Rollout(clock)
         self._own_model = own_identity["model"]
         self.vocabulary = Vocabulary(vocab_size, max_model_len)
-        self._max_model_len = max_model_len  # the last fleet's; before the first fleet, the model's
+        # Longest request that the last fleet could take; before the first fleet, the model's limit.
+        self._max_model_len = max_model_len
         self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
         self._roles_seen: set[NodeRole] = set()

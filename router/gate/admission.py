@@ -95,7 +95,7 @@ class Admission:
         Args:
             request_id: id for `withdraw`.
             timeout_s: seconds until the request's deadline.
-            priority: a smaller one begins first.
+            priority: order of the tenant's requests; smaller begins first.
             principal: the caller.
             find_cached_tokens: returns how many prompt tokens some node has cached; called if
                 needed.

@@ -42,8 +42,8 @@ class _Flow:
 
     Attributes:
         start: virtual time at which its next request begins.
-        heads: heap, first request to begin on top; entries whose turn is None are stale.
-        tails: heap, last request to begin on top.
+        heads: heap with the first request to begin on top; entries whose turn is None are stale.
+        tails: heap with the last request to begin on top.
         charge: sum of the charges of the requests that wait.
         outstanding: charge of requests that began and have no first token yet.
         num_open: requests that wait, or began and did not end.

@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
     Attributes:
         prefill: node name; empty: the decode node computes the prompt.
-        cost: lower is better; the unit is the policy's.
+        cost: cost of the placement in a unit of the policy; lower is better.
         terms: parts of the cost, by name.
         assumed: names of nodes whose speed was not measured yet.
     """

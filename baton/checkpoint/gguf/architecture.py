@@ -214,7 +214,7 @@ class Architecture:
             `.weight` or `.bias` is for that tensor alone, with its complete name.
         joins: names within a layer, each with the file's tensors whose rows it joins.
         changes: changes by tensor of the file or by name of ``joins``, in order of application.
-        may_have_experts: files with experts are accepted.
+        may_have_experts: whether files may have experts.
         variant: returns another row if a file needs one; None: this row serves all files.
     """
 

@@ -395,7 +395,7 @@ class NativeOps:
         gated: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """``[..., in_features]`` -> ``[..., num_columns]``."""
+        """Multiply ``[..., in_features]`` by a packed weight: ``[..., num_columns]``."""
         rows = x if x.dim() == 2 else x.flatten(0, -2)  # [num_rows, in_features]
         if rows.stride(1) != 1:
             rows = rows.contiguous()

@@ -130,8 +130,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """Body of ``POST /v1/messages``. None means that a field is absent.
 
     Attributes:
-        metadata: accepted without effect, like the next field.
-        seed: a field of Baton and vLLM, like the fields after it; all work as in chat completions.
+        metadata, service_tier: accepted without effect.
+        seed: a field of Baton and vLLM, as are all fields below; they work as in chat completions.
     """
 
     max_tokens: int

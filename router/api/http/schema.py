@@ -72,7 +72,7 @@ class ResponseFormat(Constraint):
             ``json_object`` and ``regex``.
         pattern: the regex in Together's form, for ``regex``.
         grammar: the grammar in Fireworks' form, for ``grammar``.
-        name: describes the schema and has no effect, like the fields after it.
+        name, description, strict: describe the schema, and have no effect.
     """
 
     type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar"]
@@ -90,7 +90,7 @@ class StructuredOutputs(Constraint):
     """vLLM's structured outputs, by its names.
 
     Attributes:
-        disable_fallback: vLLM's field; always in effect here, like the next field.
+        disable_fallback, disable_any_whitespace: vLLM's fields; always in effect here.
     """
 
     json: dict[str, Any] | str | None = None
@@ -128,7 +128,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         session_id: Baton's field: requests of one session share a prefix. (OpenAI's ``user`` may
             have many sessions.)
         priority: vLLM's field: among waiting requests, smaller goes first.
-        user: accepted without effect, like the fields after it.
+        user: accepted without effect, as are all fields below.
     """
 
     model: str

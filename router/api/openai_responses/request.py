@@ -77,10 +77,10 @@ class InputItem(msgspec.Struct):
 
 
 class ToolChoice(msgspec.Struct):
-    """One tool, or some of them.
+    """The client's choice of a tool, or of several tools.
 
     Attributes:
-        mode: field of the type ``allowed_tools``, like the next one.
+        mode, tools: fields of a choice of type ``allowed_tools``.
     """
 
     type: str = "function"
@@ -108,11 +108,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/responses``. None means that a field is absent.
 
     Attributes:
-        previous_response_id: refused, as it refers to stored data, like the next two fields.
+        previous_response_id, conversation, prompt: refused, because they refer to stored data.
         background: True is refused, since an answer cannot be fetched later.
         store: always treated as False.
-        user: accepted without effect, like the fields after it.
-        top_k: works as in chat completions, like the fields after it.
+        user: accepted without effect, as are the fields down to ``prompt_cache_retention``.
+        top_k: works as in chat completions, as do all fields below.
     """
 
     model: str
