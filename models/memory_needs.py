@@ -148,7 +148,7 @@ def _weight_bytes(
         config: the model's configuration.
         format_: format of linear layers; a dtype if they stay torch's own.
         dtype: dtype of weights that are not packed.
-        experts: format of experts; None: that of other layers.
+        experts: format of experts; None: the format of other layers.
     """
     head: Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]

@@ -248,7 +248,7 @@ class ShortConvSpec(Part):
     """A gated short convolution (Amini et al., arXiv:2511.23404).
 
     Attributes:
-        num_channels: size of input and output, equal to that of the residual stream.
+        num_channels: size of input, output and residual stream.
         kernel_size: inputs that a token sees, its own included.
         bias: whether convolution and projections have biases.
     """
@@ -308,7 +308,7 @@ class ExpertsSpec(Part):
         has_shared_gate: whether a logit per token scales the shared experts' result.
         activation: the experts' activation, see ``baton_kernels.experts``.
         has_biases: whether router and experts have biases.
-        latent_size: size of the experts' input and output; None: that of the residual stream.
+        latent_size: size of the experts' input and output; None: the residual stream's size.
         stored_by_turns: whether checkpoints interleave gates and ups in fused experts.
         stored_as_linears: whether checkpoints store fused and shared experts as two linear layers
             each.

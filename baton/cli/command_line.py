@@ -63,7 +63,7 @@ class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-
         return text.replace(_HYPHEN, "-")
 
 
-# Click's class, or that of Typer's own copy of Click, by Typer's release.
+# The class of Click, or of Typer's own copy of Click, as Typer's release has it.
 _UsageError: Any = BadParameter.__base__
 
 

@@ -100,7 +100,7 @@ class StateArray:
     Attributes:
         shape: its axes, such as `(channels, kernel - 1)` or `(heads, head_dim, state_size)`; ranks
             split the first one.
-        dtype: dtype name; empty: that of activations.
+        dtype: name of the dtype; empty: the dtype of activations.
     """
 
     shape: tuple[int, ...]

@@ -26,7 +26,7 @@ import msgspec
 
 from baton.processes.child_processes import PYTHON_MODULE
 
-# Room in the template's command line for those of its programs, which `ps` then shows.
+# Room in the template's command line. Its programs write their own there, for `ps` to show.
 _TITLE_ROOM = " " * 4096
 _MAX_MESSAGE = 2**20
 _POLL_S = 0.05

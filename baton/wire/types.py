@@ -1,4 +1,4 @@
-"""Converts the types that all services share: those of `proto/baton/v1/types.proto`.
+"""Converts the types that all services share, of `proto/baton/v1/types.proto`.
 
 One function per direction and type, as in `baton.link.wire`. Raises InvalidRequestError for invalid
 values from a peer or client.

@@ -261,7 +261,7 @@ class LLM:
         return found
 
     def _load_named(self, names: set[str]) -> None:
-        """Load those of these adapters whose slots others took; an empty name needs none.
+        """Load again the given adapters whose slots others took; an empty name needs none.
 
         Raises:
             InvalidRequestError: no adapter has one of the names.

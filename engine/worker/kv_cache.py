@@ -146,7 +146,7 @@ class KVCacheSpec:
 
     @property
     def tensor_dtype(self) -> torch.dtype:
-        """Return the tensor's dtype: that of keys and values, or bytes if layers differ."""
+        """Return the tensor's dtype: the dtype of keys and values, or bytes if layers differ."""
         return torch.uint8 if self._plain is None else self.dtype
 
     @property
@@ -260,8 +260,9 @@ def kv_cache_spec(
         block_size: tokens per block; 0: 16, or more if the model's states need more.
         scales: scales of each layer's keys and values, for a float8 cache.
         compute_dtype: dtype of activations; None: ``dtype``.
-        ranks: this rank in its stage, and their number; groups are those of the whole model.
-        stages: this rank's stage, and the number of stages.
+        ranks: number of this rank in its stage, and number of ranks there. Groups are made
+            for the whole model.
+        stages: number of this rank's stage, and number of stages.
         by_heads: whether keys and values lie head by head, where possible.
 
     Raises:

@@ -88,7 +88,7 @@ def add_rows(x: Tensor, delta: Tensor) -> None:
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
-    """Append each row of ``y`` to that of ``x``: ``[n, a]`` and ``[n, b]`` -> ``[n, a + b]``."""
+    """Append each row of ``y`` to the row of ``x``: ``[n, a]`` and ``[n, b]`` -> ``[n, a + b]``."""
     return torch.cat([x, y], dim=-1)
 
 

@@ -35,7 +35,7 @@ def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list
     """Parse a request; also return its fields without effect.
 
     Args:
-        strict: whether such a field is an error.
+        strict: whether a field without effect is an error.
 
     Raises InvalidRequestError naming the wrong or unknown field.
     """

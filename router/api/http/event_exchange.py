@@ -50,7 +50,7 @@ class AnswerEvents(Protocol):
         ...
 
     def last_events(self, reason: str, delta: TextDelta) -> Iterator[AnswerEvent]:
-        """Yield the last events; the delta has the receipt, ``reason`` is that of a chat."""
+        """Yield the last events; ``reason``: finish reason of a chat; the delta has the receipt."""
         ...
 
     def fail(self, error: BatonError | ApiError) -> AnswerEvent:
