@@ -62,7 +62,7 @@ class Pair(NamedTuple):
 
 
 class Slices:
-    """All slices between two nodes.
+    """The ranges of bytes that each rank of one node writes into each rank of another.
 
     Args:
         writers: manifest of the node that sends.

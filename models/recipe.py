@@ -363,7 +363,7 @@ FeedForwardSpec = MlpSpec | ExpertsSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer.
+    """A decoder layer: a token mixer, and a feed-forward part behind it.
 
     Attributes:
         mixer: the part in which tokens attend to each other or read a state.

@@ -169,7 +169,7 @@ class Process(Protocol):
 
 @dataclass(slots=True)
 class Child:
-    """One started process.
+    """A process that the deployment has started.
 
     Attributes:
         log_start: bytes in the log before this process began.

@@ -64,7 +64,7 @@ KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """One block of the pool.
+    """A block of the pool: its holders, and the content that is cached in it.
 
     Attributes:
         ref_count: number of holders; 0 exactly while the block is in the free list.

@@ -213,7 +213,7 @@ def decode(payload: bytes) -> Message:
 
 @dataclass(slots=True)
 class Repeat:
-    """One message that waits for its answer."""
+    """A message that is sent again until its answer comes."""
 
     engine_id: str
     message: Message

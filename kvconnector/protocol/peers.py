@@ -50,7 +50,7 @@ class PeerState(Enum):
 
 @dataclass(slots=True)
 class Peer:
-    """One peer.
+    """A peer, with the state of its connection and of its last probe.
 
     Attributes:
         path: name of the path that bytes take.

@@ -46,7 +46,7 @@ ROUND_S = 0.001  # limit of posting per round, where posting copies; other peers
 
 @dataclass(slots=True)
 class _Probe:
-    """One probe of the sender.
+    """A probe that the sender has begun.
 
     Attributes:
         num_in_flight: posted writes that are not known to be complete.

@@ -73,7 +73,7 @@ class Block(msgspec.Struct):
 
 
 class Turn(msgspec.Struct):
-    """One message."""
+    """A message of the conversation."""
 
     role: _Role
     content: str | list[Block]

@@ -45,7 +45,7 @@ class FleetLevel:
         self._num_noted = 0
 
     def note(self, ratio: float) -> None:
-        """Add a ratio: measured seconds of a prompt or step to the seconds of the node's profile."""
+        """Add the ratio of a prompt's or step's measured seconds to those of the node's profile."""
         self._ratios.append((ratio, 1.0))
         self._num_noted += 1
         if self._num_noted <= NUM_KEPT or self._num_noted % DRAWN_EVERY == 0:
