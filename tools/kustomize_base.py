@@ -20,7 +20,7 @@ resources:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write the chart's output, and a kustomization with it."""
     command = [
         str(HELM),
         "template",

@@ -33,7 +33,7 @@ _FILE_MODE = 0o600
 
 
 class AuditKind(StrEnum):
-    """Kind of an audited event."""
+    """Kinds of events in the audit log."""
 
     JOINED = "joined"
     LEFT = "left"

@@ -40,7 +40,7 @@ DRAIN_READS, DRAIN_S = 10, 0.5
 
 
 class PeerState(Enum):
-    """State of a peer."""
+    """Stages of a peer, as one end sees it."""
 
     GREETING = "GREETING"  # known, but has not answered yet
     CONNECTED = "CONNECTED"

@@ -129,7 +129,7 @@ class Probes:
             self._fail(peer_id, probe, f"the self-test's write failed: {result.problem}")
 
     def take_ended(self, result: WriteEnded) -> None:
-        """Count a write off."""
+        """Note that a write of a probe has ended."""
         probe = self._probes[result.engine_id]
         probe.num_in_flight -= 1
         if result.problem:

@@ -130,7 +130,7 @@ _GGUF_JOINS = (
 
 
 def _gguf_scales(keys: Keys) -> Mapping[str, Any]:
-    """Return the multipliers."""
+    """Return Granite's multipliers, under their names in config.json."""
     return {
         "embedding_multiplier": keys.decimal("embedding_scale", 1.0),
         "residual_multiplier": keys.decimal("residual_scale", 1.0),

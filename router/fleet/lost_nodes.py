@@ -30,7 +30,7 @@ RETURN_S = 15.0
 
 
 class Fate(Enum):
-    """Fate of a lost node."""
+    """What became of a lost node."""
 
     OPEN = "open"
     RETURNED = "returned"

@@ -86,7 +86,7 @@ class Keys:
         return cls(file, str(file.metadata.get("general.architecture")))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value unchecked."""
+        """Return a key's value as the file has it, unchecked."""
         return self.file.metadata.get(f"{self.architecture}.{name}", default)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:

@@ -39,7 +39,7 @@ class ExitCode(enum.IntEnum):
 
 
 class OutputFormat(enum.Enum):
-    """Format of results."""
+    """Formats in which commands print their results."""
 
     TABLE = "table"
     JSON = "json"
@@ -101,7 +101,7 @@ class AdminConnection:
         return list(response.nodes)
 
     def node(self, name: str) -> admin_pb2.NodeDescription:
-        """Return one node."""
+        """Return the router's description of one node."""
         found: admin_pb2.NodeDescription = self.call("GetNode", node=name)
         return found
 

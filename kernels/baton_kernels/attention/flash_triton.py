@@ -41,7 +41,7 @@ class FlashTritonAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return the library's reason."""
+        """Return FlashAttention's reason."""
         return FlashAttention.reason_against_fp8(device)
 
     def plan(self, metadata: AttentionMetadata) -> None:

@@ -39,7 +39,7 @@ class FrameError(TransferError):
 
 
 class Kind(IntEnum):
-    """Kind of a frame."""
+    """Kinds of frames."""
 
     HELLO = 1
     MESSAGE = 2
@@ -98,7 +98,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Sink(Protocol):
-    """Destination of a payload."""
+    """The memory that receives a frame's payload."""
 
     def buffer(self) -> memoryview:
         """Return the memory for the next bytes; not empty while bytes are missing."""

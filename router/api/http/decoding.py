@@ -117,7 +117,7 @@ def _objects(kind: type) -> dict[str, type]:
 
 @contextmanager
 def _in_one_line(body: bytes) -> Iterator[None]:
-    """Convert the library's errors."""
+    """Convert msgspec's errors to InvalidRequestError."""
     try:
         yield
     except msgspec.ValidationError as error:
