@@ -110,7 +110,7 @@ def merge_parts(
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,  # GROUP rounded up
-    PARTS: tl.constexpr,  # at once
+    PARTS: tl.constexpr,  # parts merged at once
 ):
     """Combine all parts of one request and KV head by their weights: ``[HEADS, D]``."""
     heads = tl.arange(0, HEADS)
