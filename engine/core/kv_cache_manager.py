@@ -18,7 +18,7 @@ from engine.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class GrantedBlocks:
-    """The blocks that a remote node writes a parked request's KV into.
+    """The blocks of a parked request into which a remote node writes KV.
 
     Attributes:
         first_block: number of leading travelling blocks (`KVCacheManager.handoff_indices`) that

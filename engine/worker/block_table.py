@@ -23,7 +23,7 @@ class BlockTable:
         max_num_requests: number of rows.
         max_blocks: most blocks of one request.
         block_size: tokens per block.
-        group: index of the group: its blocks are every ``num_groups``-th, from this one on.
+        group: index of the group: block ids at this place, and every ``num_groups`` places after.
         num_groups: number of groups of the KV cache.
         sliding_window: the group's window, in tokens; None: full attention.
 

@@ -395,7 +395,7 @@ class PackedWeight:
 
     @property
     def width(self) -> int:
-        """Outputs of a panel."""
+        """Number of outputs in a panel."""
         return self.panels.shape[2]
 
     def in_whole_panels(self, num_rows: int) -> int:
@@ -683,7 +683,7 @@ def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
         scale = (size * products - count * total) / spread
         scale = torch.where((spread > 0) & (scale > 0), scale, 0.0)
         minimum = (total - scale * count) / size
-        error = -(scale * products + minimum * total)  # without squares, a constant
+        error = -(scale * products + minimum * total)  # the sum of squares is left out
         better = error < best
         best = torch.where(better, error, best)
         best_scale = torch.where(better, scale, best_scale)

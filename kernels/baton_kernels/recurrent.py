@@ -93,13 +93,13 @@ def selective_scan(
         S = exp(-exp(a_log) * dt) * S + b (x) (dt * x)        result = c @ S + d * x
 
     Args:
-        x: ``[num_tokens, num_heads, head_dim]``; tokens of any stride, here and below.
-        dt: ``[num_tokens, num_heads]``, before bias and softplus.
-        b: ``[num_tokens, num_groups, state_dim]``; a group serves adjacent heads.
-        c: ``[num_tokens, num_groups, state_dim]``.
-        a_log: ``[num_heads]``.
-        dt_bias: ``[num_heads]``.
-        d: ``[num_heads]``.
+        x: inputs, ``[num_tokens, num_heads, head_dim]``; tokens of any stride, here and below.
+        dt: time steps, ``[num_tokens, num_heads]``, before bias and softplus.
+        b: factors of inputs, ``[num_tokens, num_groups, state_dim]``; adjacent heads share a group.
+        c: factors of states, ``[num_tokens, num_groups, state_dim]``.
+        a_log: logarithms of the heads' decay rates, ``[num_heads]``.
+        dt_bias: bias of the time steps, ``[num_heads]``.
+        d: factors of the inputs in the result, ``[num_heads]``.
         states: ``[num_slots, num_heads, state_dim, head_dim]`` float32, gapless within a slot.
         metadata: segments and state slots of the step.
 
@@ -147,13 +147,13 @@ def gated_delta_rule(
         S = S + key (x) sigmoid(b) * (value - key @ S)        result = query @ S
 
     Args:
-        query: ``[num_tokens, num_key_heads, key_dim]``; tokens of any stride, here and below.
-        key: ``[num_tokens, num_key_heads, key_dim]``.
-        value: ``[num_tokens, num_heads, value_dim]``; a key head serves adjacent value heads.
-        a: ``[num_tokens, num_heads]``.
-        b: ``[num_tokens, num_heads]``.
-        a_log: ``[num_heads]``.
-        dt_bias: ``[num_heads]``.
+        query: queries, ``[num_tokens, num_key_heads, key_dim]``; tokens of any stride, also below.
+        key: keys, ``[num_tokens, num_key_heads, key_dim]``.
+        value: values, ``[num_tokens, num_heads, value_dim]``; adjacent heads share a key head.
+        a: time steps, ``[num_tokens, num_heads]``, before bias and softplus.
+        b: strengths of the corrections, ``[num_tokens, num_heads]``, before the sigmoid.
+        a_log: logarithms of the heads' decay rates, ``[num_heads]``.
+        dt_bias: bias of the time steps, ``[num_heads]``.
         states: ``[num_slots, num_heads, key_dim, value_dim]`` float32, gapless within a slot.
         metadata: segments and state slots of the step.
 

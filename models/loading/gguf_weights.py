@@ -184,7 +184,7 @@ class _Tensors:
     def _named(
         self, name: str, places: Sequence[Place], words: tuple[str, str, str]
     ) -> Iterator[_Tensor]:
-        """Name a tensor, or one for each expert."""
+        """Yield a tensor under its new name, or a tensor for each expert."""
         layer, part, kind = words
         changes = needed(self._row.changes_of(part, kind), self._config)
         full = self._row.inner_name(part, kind)

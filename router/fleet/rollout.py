@@ -41,7 +41,7 @@ class RevisionView:
     Attributes:
         name: the revision's name; empty for nodes without a revision.
         state: serving, incomplete or undone.
-        share: its share of new requests.
+        share: the revision's share of new requests.
         num_prefill, num_decode: nodes that may get requests.
         num_placed: first attempts placed there while there were several revisions.
     """
