@@ -4,32 +4,23 @@ from __future__ import annotations
 
 from baton.link import words as link
 from baton.v1 import node_pb2
+from baton.wire.fields import from_message, to_message
 
 
 def admin_call_to_proto(call: link.AdminCall) -> node_pb2.RouterMessage:
-    return node_pb2.RouterMessage(
-        admin_call=node_pb2.AdminCall(
-            call_id=call.call_id,
-            request=call.request,
-            timeout_s=call.timeout_s,
-            operator=call.operator,
-        )
-    )
+    return node_pb2.RouterMessage(admin_call=to_message(node_pb2.AdminCall, call))
 
 
 def admin_call_from_proto(message: node_pb2.AdminCall) -> link.AdminCall:
-    return link.AdminCall(message.call_id, message.request, message.timeout_s, message.operator)
+    return from_message(link.AdminCall, message)
 
 
 def admin_reply_to_proto(reply: link.AdminReply) -> node_pb2.NodeMessage:
-    message = node_pb2.AdminReply(call_id=reply.call_id, part=reply.part, last=reply.last)
-    if reply.error is not None:
-        message.error.code, message.error.message = reply.error.code, reply.error.message
-    return node_pb2.NodeMessage(admin_reply=message)
+    error = None if reply.error is None else to_message(node_pb2.RequestError, reply.error)
+    return node_pb2.NodeMessage(admin_reply=to_message(node_pb2.AdminReply, reply, error=error))
 
 
 def admin_reply_from_proto(message: node_pb2.AdminReply) -> link.AdminReply:
-    error = None
-    if message.HasField("error"):
-        error = link.RequestError(message.error.code, message.error.message)
-    return link.AdminReply(message.call_id, message.part, message.last, error)
+    has_error = message.HasField("error")
+    error = from_message(link.RequestError, message.error) if has_error else None
+    return from_message(link.AdminReply, message, error=error)
