@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from baton.api.outputs import TextDelta
-from baton.link import wire_admin_calls
 from baton.link import words as link
 from baton.telemetry.spans import TraceContext, parse_traceparent
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
@@ -192,7 +191,9 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
     if isinstance(event, link.KVCacheEvents):
         return node_pb2.NodeMessage(kv_events=to_message(node_pb2.KVCacheEvents, event))
     if isinstance(event, link.AdminReply):
-        return wire_admin_calls.admin_reply_to_proto(event)
+        error = None if event.error is None else to_message(node_pb2.RequestError, event.error)
+        reply = to_message(node_pb2.AdminReply, event, error=error)
+        return node_pb2.NodeMessage(admin_reply=reply)
     return node_pb2.NodeMessage(peer_report=to_message(node_pb2.PeerReport, event))
 
 
@@ -214,7 +215,10 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
     if kind == "kv_events":
         return from_message(link.KVCacheEvents, message.kv_events)
     if kind == "admin_reply":
-        return wire_admin_calls.admin_reply_from_proto(message.admin_reply)
+        reply = message.admin_reply
+        has_error = reply.HasField("error")
+        error = from_message(link.RequestError, reply.error) if has_error else None
+        return from_message(link.AdminReply, reply, error=error)
     return None
 
 
@@ -245,7 +249,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
     if isinstance(command, link.SendKVSnapshot):
         return node_pb2.RouterMessage(send_kv_snapshot=node_pb2.SendKVSnapshot())
     if isinstance(command, link.AdminCall):
-        return wire_admin_calls.admin_call_to_proto(command)
+        return node_pb2.RouterMessage(admin_call=to_message(node_pb2.AdminCall, command))
     return node_pb2.RouterMessage(cancel=to_message(node_pb2.CancelCommand, command))
 
 
@@ -287,7 +291,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
     if kind == "send_kv_snapshot":
         return link.SendKVSnapshot()
     if kind == "admin_call":
-        return wire_admin_calls.admin_call_from_proto(message.admin_call)
+        return from_message(link.AdminCall, message.admin_call)
     if kind == "cancel":
         return from_message(link.CancelCommand, message.cancel)
     return None
