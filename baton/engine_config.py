@@ -130,8 +130,7 @@ class EngineConfig:
     )
     native_kernels: bool = option(
         True,
-        help="On a CPU, use kernels in C (built at first use) if they can be built. Applies to "
-        "the whole process.",
+        help="On a CPU, use kernels in C (built at first use) if they can be built.",
     )
     batch_invariant: bool = option(
         False,

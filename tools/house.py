@@ -87,6 +87,14 @@ BESIDE = (
          "sample:engine"),
     ),
     Chapter(
+        "Passed on the way",
+        "A plain request also passes these files: its model's name, its text, the gate, the choice "
+        "of nodes, the queues of its tokens and of a node, and the tensors of a step.",
+        ("NameTable", "PromptReader", "Call:router", "Admission", "Ticket:router", "Placer",
+         "NodePool", "OutputBuffer", "Answers:router", "Inbox:node_runtime",
+         "KVCacheCoordinator", "PreparedStep", "Forward:engine", "StepSampler"),
+    ),
+    Chapter(
         "Carriers",
         "These files pass values on and decide nothing about a request: HTTP, the link between "
         "router and nodes, the I/O thread between nodes, rows and tables of a step.",

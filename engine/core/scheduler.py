@@ -127,7 +127,7 @@ class Scheduler:
         """
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        if self._room.num_waiting:
+        if self._room.num_without_blocks:
             needed = [manager.num_tokens_to_grant(request)]
             needed += [waiting.num_tokens + 1 for waiting in self._room.waiting()]
             num_blocks = sum(map(manager.num_blocks_for, needed)) + self._watermark_blocks

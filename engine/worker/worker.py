@@ -26,6 +26,7 @@ from engine.worker.device_choice import (
     choose_device,
     choose_dtype,
     choose_kv_cache_dtype,
+    choose_ops,
     choose_packer,
     describe_weights,
     make_current,
@@ -112,6 +113,7 @@ class Worker:
             device=device,
             max_model_len=config.max_model_len,
             packer=packer,
+            ops=choose_ops(config, device),
             ranks=ranks,
             cache=_weights_cache(config),
         )

@@ -367,7 +367,7 @@ class SendMachine:
             transfer = self.transfers.get(key)
             if transfer is None or not transfer.waits_for_answer:
                 self.repeats.remove(key, repeat.engine_id)
-            # Otherwise a Commit follows soon.
+            # After a Resend, a new Commit follows the blocks: the old one is not repeated.
             elif not transfer.commit_is_sent or transfer.is_complete:
                 self.peers.send(repeat.engine_id, repeat.message)
 
@@ -403,7 +403,11 @@ class SendMachine:
         self.repeats.remove(key, transfer.engine_id)
 
     def _fail(self, transfer: Transfer | None, reason: str) -> None:
-        """Stop posting; `_finish_if_quiet` ends the transfer once nothing is in flight."""
+        """Stop posting for a transfer; `_finish_if_quiet` ends it once nothing is in flight.
+
+        Args:
+            transfer: None: the transfer has ended here already, and nothing is done.
+        """
         if transfer is not None:
             transfer.fail(reason)
 

@@ -17,10 +17,11 @@ from torch.nn import functional
 
 import baton_kernels as ops
 from baton.checkpoint.weights_cache import CacheEntry, WeightsCacheError
-from baton_kernels import CodeLayout, Float8Rows, WeightFormat
+from baton_kernels import CodeLayout, Float8Rows, WeightFormat, reference
 from baton_kernels.dispatch import native_ops
 from baton_kernels.huge_pages import WeightMemory
 from baton_kernels.native.ops import NativeOps
+from baton_kernels.ops import Ops
 from models.cpu.decode_tapes import DecodeTapes
 from models.cpu.kept_weights import Kept, machine_key, read_kept, write_kept
 from models.decoder import DecoderForCausalLM
@@ -59,14 +60,17 @@ class CpuPacker:
     native: NativeOps | None
 
     @classmethod
-    def choose(cls, dtype: torch.dtype, weights: str) -> CpuPacker | None:
-        """Choose a packer for this process; None if torch's own layers are as good.
+    def choose(
+        cls, dtype: torch.dtype, weights: str, *, native_kernels: bool = True
+    ) -> CpuPacker | None:
+        """Choose a packer; None if torch's own layers are as good.
 
         Args:
             dtype: type that the model computes in.
             weights: ``auto``, or a ``WeightFormat``.
+            native_kernels: whether the model may compute with native kernels.
         """
-        native = native_ops()
+        native = native_ops() if native_kernels else None
         asked = None if weights == "auto" else WeightFormat(weights)
         if asked is None and (native is None or WeightFormat.of(dtype) is None):
             return None
@@ -95,6 +99,7 @@ class _Packing:
         self, packer: CpuPacker, model: DecoderForCausalLM, entry: CacheEntry | None
     ) -> None:
         self._packer = packer
+        self._ops: Ops = packer.native or reference
         self.takes_float8 = packer.weights in (None, WeightFormat.FP8)
         self._model = model
         self._packed: dict[nn.Module, ops.PackedWeight] = {}
@@ -233,7 +238,7 @@ class _Packing:
         if layout is not None and wanted in (None, layout.format):
             weight = self._empty(parts, layout.format, layout, has_gaps=has_gaps)
             for part, integers in zip(parts, kept, strict=True):
-                ops.pack_integers(weight, part.first_row, integers)
+                self._ops.pack_integers(weight, part.first_row, integers)
             return weight
         float8 = float8_alike(parts)
         if float8 and wanted in (None, WeightFormat.FP8):
@@ -251,7 +256,7 @@ class _Packing:
         layout = None if num_groups == 1 else CodeLayout(WeightFormat.FP8, size, torch.float32)
         weight = self._empty(parts, WeightFormat.FP8, layout, has_gaps=has_gaps)
         for part, rows in zip(parts, kept, strict=True):
-            ops.pack_float8(weight, part.first_row, rows)
+            self._ops.pack_float8(weight, part.first_row, rows)
         return weight
 
     def _pack_latents(
@@ -277,7 +282,7 @@ class _Packing:
             self._num_coarse += weight.out_features * weight.in_features
         for part in parts:
             for first_row, rows in part.pieces():
-                ops.pack_rows(weight, first_row, rows)
+                self._ops.pack_rows(weight, first_row, rows)
         return weight
 
     def _empty(

@@ -54,7 +54,9 @@ def load_draft_model(source: DrafterSource) -> DraftModel:
     """Load the drafter of ``--speculative-method draft_model``."""
     if not source.where.is_dir():
         raise ModelLoadError(f"{source.where}: no such folder (speculative_model)")
-    model = load_model(source.where, dtype=source.dtype, device=source.device, packer=source.packer)
+    model = load_model(
+        source.where, dtype=source.dtype, device=source.device, packer=source.packer, ops=source.ops
+    )
     own, vocab_size = model.config.vocab_size, source.model.config.vocab_size
     if abs(own - vocab_size) > MOST_PADDING:
         raise ConfigError(

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-import baton_kernels as ops
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import Inputs, Layers, Results
 from models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, Elsewhere, make_norm
 from models.layers.attention import Attention, make_joined_projection
+from models.layers.computing import Computing
 from models.recipe import AttentionSpec
 
 
@@ -59,7 +59,7 @@ class StateLayout:
     state_size: int = 0
 
 
-class WideLayer(DecoderLayer):
+class WideLayer(DecoderLayer, Computing):
     """EAGLE-3's layer (arXiv 2503.01840): it attends over the embedding and the state together."""
 
     def __init__(self, config: ModelConfig, residual_is_normed: bool) -> None:
@@ -75,7 +75,7 @@ class WideLayer(DecoderLayer):
         """Return the attention's input, ``[n, 2 * hidden_size]``, and the residual stream."""
         normed = self.hidden_norm(states)
         before, _ = self._mixer_norms
-        joined = ops.join(before(embedded), normed)
+        joined = self.ops.join(before(embedded), normed)
         return joined, normed if self._residual_is_normed else states
 
     def attend(
@@ -152,13 +152,13 @@ class StateDecoder(Decoder):
             assert isinstance(layer, WideLayer)
             delta, residual = layer.attend(*layer.join(embedded, states), rotations, step)
         else:
-            delta, residual = self.fc(ops.join(embedded, states)), None
+            delta, residual = self.fc(self.ops.join(embedded, states)), None
             for layer in self.layers:
                 delta, residual = layer(delta, residual, rotations, step)
         assert residual is not None, "there is a layer"
         if self.layout.goes_on_normed:
             return self.norm.add(delta, residual, self._residual_scale)[0]
-        return ops.scaled_add(delta, residual, self._residual_scale)
+        return self.ops.scaled_add(delta, residual, self._residual_scale)
 
 
 class StateDrafter(DecoderForCausalLM):
@@ -248,7 +248,7 @@ class StateDrafter(DecoderForCausalLM):
                 own = [one[first:end] for one in angles]
                 step = replace(passes, groups=groups)
                 hidden = self.model.compute_layers(embed(ids), hidden, own, step)[-1:]
-                ids = ops.largest(self.compute_logits(hidden))
+                ids = self.ops.largest(self.compute_logits(hidden))
                 drafts.append(ids)
                 first, end = end, end + 1
             return tuple(drafts)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baton_kernels as ops
+from models.layers.computing import Computing
 from models.parallel.shards import Kept, KeptParts, Span
 
 
@@ -196,7 +197,7 @@ class RegroupedLinear(JoinedLinear):
         return torch.cat([piece.flatten() for piece in by_group])
 
 
-class GatedLinear(JoinedLinear):
+class GatedLinear(JoinedLinear, Computing):
     """``activation(first part) * second part`` of one product; both parts have equal sizes.
 
     Args:
@@ -221,10 +222,10 @@ class GatedLinear(JoinedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` -> ``[..., out_features / 2]``."""
-        return ops.gated_mul(super().forward(x), self.activation)
+        return self.ops.gated_mul(super().forward(x), self.activation)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(Computing):
     """A linear layer on a CPU with its weight in panels; made from a loaded layer.
 
     Args:
@@ -255,13 +256,13 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the original layer's result from its packed weight."""
         if self._is_exact:
-            return ops.packed_scores(x, self.packed)
+            return self.ops.packed_scores(x, self.packed)
         if self.activation is None:
-            return ops.packed_linear(x, self.packed)
-        return ops.packed_gated_linear(x, self.packed, self.activation)
+            return self.ops.packed_linear(x, self.packed)
+        return self.ops.packed_gated_linear(x, self.packed, self.activation)
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(Computing):
     """A linear layer on a GPU with 4 or 8 bits per number; made from a loaded layer.
 
     Args:
@@ -284,11 +285,11 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the original layer's result from its rounded weight."""
-        out = ops.quantized_linear(x, self.quantized, self.bias)
-        return out if self._activation is None else ops.gated_mul(out, self._activation)
+        out = self.ops.quantized_linear(x, self.quantized, self.bias)
+        return out if self._activation is None else self.ops.gated_mul(out, self._activation)
 
 
-class InvariantLinear(nn.Module):
+class InvariantLinear(Computing):
     """A linear layer on a GPU whose result for a token does not depend on the batch.
 
     Args:
@@ -325,9 +326,9 @@ class InvariantLinear(nn.Module):
         """Compute the original layer's result."""
         if self._is_exact:
             bias = None if self.bias is None else self.bias.float()
-            return ops.invariant_linear(x.float(), self.weight.float(), bias, self._arrived)
-        out = ops.invariant_linear(x, self.weight, self.bias, self._arrived)
-        return out if self._activation is None else ops.gated_mul(out, self._activation)
+            return self.ops.invariant_linear(x.float(), self.weight.float(), bias, self._arrived)
+        out = self.ops.invariant_linear(x, self.weight, self.bias, self._arrived)
+        return out if self._activation is None else self.ops.gated_mul(out, self._activation)
 
 
 def keep_outputs(linear: nn.Linear, *spans: Span) -> None:

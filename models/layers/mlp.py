@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-import baton_kernels as ops
+from models.layers.computing import Computing
 from models.layers.linear import GatedLinear, keep_inputs, keep_outputs
 from models.parallel.shards import Rank
 
@@ -53,7 +53,7 @@ class GatedMLP(nn.Module):
         return out
 
 
-class SquaredReluMLP(nn.Module):
+class SquaredReluMLP(Computing):
     """``down(relu(up(x)) ** 2)``: no gates (So et al., arXiv:2109.08668).
 
     Args:
@@ -78,5 +78,5 @@ class SquaredReluMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
         up = self.up_proj(x)
-        out: Tensor = self.down_proj(ops.gate_mul(up, up, "relu"))
+        out: Tensor = self.down_proj(self.ops.gate_mul(up, up, "relu"))
         return out

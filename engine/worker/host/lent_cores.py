@@ -207,7 +207,7 @@ def lent_cores(config: EngineConfig) -> LentCores | None:
     """
     if not config.core_locks:
         return None
-    ops = native_ops()
+    ops = native_ops() if config.native_kernels else None
     if ops is None or config.num_ranks > 1:
         logger.warning("core_locks: needs native kernels and one rank; cores stay as they are")
         return None
