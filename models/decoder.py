@@ -212,7 +212,7 @@ class Decoder(Computing):
                 cast("DecoderLayer", layer).shard(ranks.group)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """See ``CausalLM.forward``."""
+        """Implement ``CausalLM.forward``."""
         if self._ranks.is_first_stage:
             delta = self.embed(input_ids)  # [num_tokens, hidden_size]
         else:
@@ -286,7 +286,7 @@ class AdaptedForward(Protocol):
     """Computes steps in which some tokens are adapted."""
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """See ``CausalLM.forward``."""
+        """Implement ``CausalLM.forward``."""
         ...
 
 
@@ -344,7 +344,7 @@ class DecoderForCausalLM(Computing):
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """See ``CausalLM.kv_scales``."""
+        """Implement ``CausalLM.kv_scales``."""
         mixers = [getattr(layer, "self_attn", None) for layer in self.model.layers]
         return tuple(
             (mixer.k_scale, mixer.v_scale) if isinstance(mixer, Attention) else (1.0, 1.0)
@@ -364,7 +364,7 @@ class DecoderForCausalLM(Computing):
         return name.startswith((*self._ignored, "mtp."))
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """See ``CausalLM.forward``."""
+        """Implement ``CausalLM.forward``."""
         if context.adapters:
             assert self.adapted is not None, "no adapter is loaded"
             return self.adapted.forward(input_ids, context)
@@ -372,7 +372,7 @@ class DecoderForCausalLM(Computing):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See ``CausalLM.compute_logits``."""
+        """Implement ``CausalLM.compute_logits``."""
         if self.lm_head is None:
             embedding = self.model.embed_tokens
             assert isinstance(embedding, nn.Embedding), "packed ones come with a head"

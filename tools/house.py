@@ -26,7 +26,7 @@ MAP = "docs/architecture.md"
 DAY_PATH = "docs/day_path.md"
 DECISIONS = "docs/adr/README.md"
 DAY_PATH_LINES = 6_000  # what one person reads in a day
-# By how much a page's number of lines may be off before the page is stale.
+# Relative error in a page's number of lines at which the page counts as stale.
 TOLERANCE = 0.1
 # Marks around a generated part of a page.
 BEGIN, END = "<!-- written by tools/house.py -->", "<!-- end -->"

@@ -10,7 +10,7 @@ from baton.wire.fields import to_message
 
 
 def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.ListBlocksResponse]:
-    """Yield the ledger as messages of about this size, which merged are the whole."""
+    """Split the ledger into messages of about this size; merged, they are the whole ledger."""
     part = to_message(
         admin_pb2.ListBlocksResponse,
         ledger,

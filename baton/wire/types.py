@@ -1,4 +1,4 @@
-"""Converts the types that all services share: those of `proto/baton/v1/types.proto`.
+"""Converts the types that all services share, of `proto/baton/v1/types.proto`.
 
 One function per direction and type, as in `baton.link.wire`; `baton.wire.fields` copies plain
 fields. Raises InvalidRequestError for invalid
@@ -186,6 +186,6 @@ def prompt_logprobs_to_proto(
 def prompt_logprobs_from_proto(
     messages: Sequence[types_pb2.TokenLogprobs],
 ) -> tuple[TokenLogprobs | None, ...]:
-    # (Iterates, because making all messages first takes twice as long.)
+    # This iterates, because making all messages first takes twice as long.
     rest = itertools.islice(messages, 1, None)
     return (None, *map(logprobs_from_proto, rest)) if messages else ()

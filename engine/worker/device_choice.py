@@ -161,7 +161,7 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
     own = WeightFormat.of(dtype)
     if own is not None and own.value == weights:
-        return None  # torch's own format
+        return None  # weights stay in torch's format
     if weights in [one.value for one in WeightFormat if one.keeps_numbers]:
         raise ConfigError(
             f"weights: {weights} on a GPU requires the matching --dtype, got {dtype_name(dtype)}"

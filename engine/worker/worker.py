@@ -74,7 +74,7 @@ class Worker:
 
     Attributes:
         config: the options, resolved for the device.
-        linear_weights: see ``Executor``.
+        linear_weights: description of the linear layers' weights (`Executor`).
         max_model_len: most tokens of one request, limited by the model and the KV memory.
         runs_ahead: whether a step may be launched before the previous one has ended.
         runner: computes the steps.
@@ -207,7 +207,7 @@ class Worker:
 
     def launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
         """Launch a prepared step, on any thread."""
-        make_current(self.device)  # for this thread, which may not be the loading one
+        make_current(self.device)  # the loading thread may be another one
         if self._lent_cores is not None:
             self._lent_cores.borrow()
             if isinstance(step, PreparedStep) and step.has_prompts:  # cores may change

@@ -59,7 +59,7 @@ UNREACHED = "the decode node cannot be reached"
 
 
 class SendMachine:
-    """See `StateMachine` for the contract.
+    """Decide what a prefill node's end sends and writes; a `StateMachine`.
 
     Args:
         own: this node's peer info.
@@ -67,7 +67,7 @@ class SendMachine:
         portions: how many bytes are posted at once.
         is_verified: whether a transfer stays open after its commit until the decode node has
             verified its blocks (`digests.py`).
-        make_peers: see `Sender`.
+        make_peers: makes the table of peers.
 
     Attributes:
         transfers: the open transfers.

@@ -83,17 +83,17 @@ class CpuPacker:
 
     @property
     def cache_key(self) -> str:
-        """See ``WeightPacker``."""
+        """Implement ``WeightPacker.cache_key``."""
         kernels = "native" if self.native else "reference"
         return f"{self.dtype} {self.weights} {self.width} {kernels} {machine_key()}"
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
-        """See ``WeightPacker``."""
+        """Implement ``WeightPacker.start``."""
         return _Packing(self, model, entry)
 
 
 class _Packing:
-    """A ``PackingModel``."""
+    """Pack one model's linear layers for a CPU; a ``PackingModel``."""
 
     def __init__(
         self, packer: CpuPacker, model: DecoderForCausalLM, entry: CacheEntry | None
@@ -114,7 +114,7 @@ class _Packing:
             self._entry = None  # nothing is to be written
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.take_kept``."""
         name = self._names[owner]
         found, keys, values = map(self._kept.get, (name, name + _KEYS, name + _VALUES))
         if isinstance(keys, ops.PackedWeight) and isinstance(values, ops.PackedWeight):
@@ -166,7 +166,7 @@ class _Packing:
             self.take_kept(owner)
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """See ``PackingModel``; a tied embedding becomes the head."""
+        """Implement ``PackingModel.take``; a tied embedding becomes the head."""
         if owner is self._model.model.embed_tokens:
             return self._take_embedding(owner, parts)
         if not isinstance(owner, nn.Linear):
@@ -183,7 +183,9 @@ class _Packing:
         return True
 
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Keep a tied embedding in the head's panels; keep another in 16 bits if that is exact."""
+        """Keep a tied embedding in the head's panels, and any other embedding in 16 bits if that is
+        exact.
+        """
         if self._model.lm_head is None:
             self._packed[owner] = weight = self._pack(parts, is_head=True)
             self._embedding = PackedEmbedding(weight, self._packer.dtype)
@@ -194,7 +196,7 @@ class _Packing:
         return True
 
     def finish(self) -> None:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.finish``."""
         if self._entry is not None:
             self._share(self._entry)
         model, decoder, native = self._model, self._model.model, self._packer.native
@@ -260,7 +262,7 @@ class _Packing:
     def _pack_latents(
         self, owner: LatentProjection, parts: Sequence[WeightPart]
     ) -> PackedLatentProjection:
-        """Pack both matrices; the one applied to queries is transposed, so no groups are kept.
+        """Pack both matrices; the matrix of queries is transposed, so its groups are not kept.
 
         Each head's rows are padded with zeros to whole panels.
         """

@@ -32,7 +32,8 @@ class StateLayout:
 
     Attributes:
         names: prefix of our parameters' names -> prefix in the checkpoint, in order.
-        state_layers: see ``LayersDrafter``; not empty for EAGLE-3 only.
+        state_layers: layers of the target model before which states are read; not empty for EAGLE-3
+            only.
         residual_is_normed: whether EAGLE-3's layer adds to the normed state.
         has_embedding, has_head: whether the drafter has its own; else it uses the model's.
         head_size: tokens that the drafter's head predicts; fewer than the vocabulary if ``picks``.
@@ -88,7 +89,7 @@ class WideLayer(DecoderLayer, Computing):
 
 
 class StateDecoder(Decoder):
-    """The layers, and the join of token and state before them."""
+    """The drafter's layers, and the join of token and state before these layers."""
 
     def __init__(self, config: ModelConfig, layout: StateLayout) -> None:
         super().__init__(config)
@@ -161,7 +162,7 @@ class StateDecoder(Decoder):
 
 
 class StateDrafter(DecoderForCausalLM):
-    """See ``LayersDrafter``.
+    """Layers that draft from the target model's state; a ``LayersDrafter``.
 
     Args:
         config: configuration of the drafter's layers.
@@ -201,7 +202,7 @@ class StateDrafter(DecoderForCausalLM):
         self.picked = picked
 
     def checkpoint_name(self, name: str) -> str:
-        """See ``DecoderForCausalLM``."""
+        """Implement ``DecoderForCausalLM.checkpoint_name``."""
         name = super().checkpoint_name(name)
         for ours, theirs in self.layout.names.items():
             if name.startswith(ours):
@@ -209,14 +210,14 @@ class StateDrafter(DecoderForCausalLM):
         return name
 
     def take_states(self, states: Tensor) -> Tensor:
-        """See ``LayersDrafter``; states of several layers are reduced to one."""
+        """Implement ``LayersDrafter.take_states``; states of several layers are reduced to one."""
         if not self.model.is_wide:
             return states
         joined: Tensor = self.model.fc(states)
         return joined
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
-        """See ``LayersDrafter``."""
+        """Implement ``LayersDrafter.compute``."""
         assert states is not None, "it reads states"
         embed = self._embed or self.model.embed
         return self.model.compute(embed(token_ids), states, context)
@@ -230,7 +231,7 @@ class StateDrafter(DecoderForCausalLM):
 
         Args:
             token_ids: ``[n]`` int64.
-            states: see `compute`.
+            states: ``[n, hidden_size]``, states of the tokens before.
             num_drafts: number of tokens to draft; all but the last are computed, too.
             context: forward context of all passes in sequence: positions ``[n + num_drafts - 1]``,
                 and groups of each pass.
@@ -260,7 +261,7 @@ class StateDrafter(DecoderForCausalLM):
         ).tolist()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See ``LayersDrafter``."""
+        """Implement ``LayersDrafter.compute_logits``."""
         if self.layout.final_norm and not self.layout.goes_on_normed:
             hidden = self.model.norm(hidden)
         if self._logits is not None:

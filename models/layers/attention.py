@@ -61,7 +61,7 @@ class Attention(Computing):
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some heads."""
+        """Implement ``Shareable.shard``: each rank keeps some heads."""
         kv_size = self.qkv_proj.part_sizes[1]
         heads, kv_heads = rank.heads(self._num_heads, kv_size // self._head_dim)
         query, kv = scaled(heads, self._head_dim), scaled(kv_heads, self._head_dim)
@@ -81,7 +81,7 @@ class Attention(Computing):
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
             rotations: the step's rotations; the layer picks its own.
-            context: the step.
+            context: the step's forward context.
 
         Returns:
             ``[num_tokens, hidden_size]``.

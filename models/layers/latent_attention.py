@@ -79,11 +79,11 @@ class PackedLatentProjection(Computing):
         return self._keys, self._values
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
-        """See ``LatentProjection``."""
+        """Implement `LatentProjection`."""
         self.ops.grouped_packed_linear(query, self._keys, out)
 
     def expand(self, attended: Tensor, out: Tensor) -> None:
-        """See ``LatentProjection``."""
+        """Implement `LatentProjection`."""
         self.ops.grouped_packed_linear(attended, self._values, out)
 
 
@@ -117,7 +117,7 @@ class LatentAttention(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some heads.
+        """Implement ``Shareable.shard``: each rank keeps some heads.
 
         All ranks compute and keep the latents, and each makes keys and values of its own heads.
         """

@@ -18,9 +18,9 @@ class GatedMLP(nn.Module):
     Args:
         hidden_size: size of input and output.
         intermediate_size: size of the gated middle.
-        bias: whether the three projections have one.
-        activation: see ``ops.gated_mul``.
-        stored_joined: see ``JoinedLinear``.
+        bias: whether each of the three projections has a bias.
+        activation: activation of the gate, see ``ops.gated_mul``.
+        stored_joined: whether checkpoints have gate and up projection joined.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GatedMLP(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some of the middle."""
+        """Implement ``Shareable.shard``: each rank keeps some of the middle."""
         span = rank.wide_span(self.down_proj.in_features)
         keep_outputs(self.gate_up_proj, span, span)
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
@@ -59,7 +59,7 @@ class SquaredReluMLP(Computing):
     Args:
         hidden_size: size of input and output.
         intermediate_size: size of the middle.
-        bias: whether both projections have one.
+        bias: whether each of the two projections has a bias.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
@@ -70,7 +70,7 @@ class SquaredReluMLP(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some of the middle."""
+        """Implement ``Shareable.shard``: each rank keeps some of the middle."""
         span = rank.wide_span(self.down_proj.in_features)
         keep_outputs(self.up_proj, span)
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)

@@ -84,7 +84,9 @@ class SparseMoe(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: ranks divide each expert's middle; each routes all tokens."""
+        """Implement ``Shareable.shard``: ranks divide each expert's middle, and each routes all
+        tokens.
+        """
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self._inner_size)

@@ -43,7 +43,7 @@ class NoNorm(Computing):
     """Placeholder in places where other architectures have a norm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what it was given."""
+        """Return the input unchanged."""
         return x
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:

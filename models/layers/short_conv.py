@@ -20,7 +20,7 @@ class ShortConv(Computing):
     Args:
         num_channels: channels of input and of output.
         kernel_size: inputs that a token sees, its own included.
-        bias: whether each channel has one.
+        bias: whether each channel has a bias.
         has_silu: whether ``silu`` is applied to the result.
     """
 

@@ -425,7 +425,7 @@ def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[st
         return {stored.name: stored for stored in read_gguf(gguf, config)}
     tensors = open_safetensors(_weight_files(folder), files)
     if config.quantization is not None:
-        # (The names in the file tell which layers are quantized.)
+        # The names in the file tell which layers are quantized.
         tensors = {one.name: one for one in read_quantized(tensors, config.quantization)}
     return text_tensors(tensors) if config.is_text_part else tensors
 

@@ -89,7 +89,7 @@ def make_drafting(
     """Connect a drafter to its model and to the KV memory, whose last layers are the drafter's.
 
     Args:
-        rejects: see `DraftChooser`.
+        rejects: whether drafts are accepted by rejection sampling.
     """
     if drafter is None:
         return None
