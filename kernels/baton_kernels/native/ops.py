@@ -8,7 +8,7 @@ Refuses to know: when these ops are chosen.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from baton_kernels.native.library import (
     JoinCall,
     LargestCall,
     LatentStoreCall,
+    LendersCall,
     LinearCall,
     NormCall,
     PackCall,
@@ -780,6 +781,19 @@ class NativeOps:
         num_threads = num_own_threads + num_more
         call = PlacesCall(num_threads, num_own_threads, size, own_set, lent_set)
         return not self._library.baton_place_threads(call)
+
+    def watch_lenders(self, num_own_threads: int, lenders: Sequence[int]) -> None:
+        """Compute on own cores alone while a lender of cores is busy; for the calling thread.
+
+        Args:
+            lenders: addresses of two bytes of each lender, which stay valid until the next call.
+                The lender sets the first one while it computes. The second one is set while this
+                thread computes on the lender's cores. Empty: no cores are borrowed.
+        """
+        addresses = (ctypes.c_void_p * len(lenders))(*lenders)
+        call = LendersCall(num_own_threads, len(lenders), ctypes.addressof(addresses))
+        failed = self._library.baton_watch_lenders(call)
+        assert not failed, f"cores of {len(lenders)} lenders"
 
     def abort_ranks(self, group: RankGroup) -> None:
         """Make every `collect` of a group's ranks fail from now on; any thread may call this."""
