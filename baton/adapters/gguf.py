@@ -50,8 +50,8 @@ _CHANGES_OF_B = (
     Change.QUERY_HALVES, Change.KEY_HALVES, Change.VALUE_HEADS, Change.VALUE_CHANNELS,
 )  # fmt: skip
 _CHANGES_OF_A = (Change.VALUE_COLUMNS,)
-# Architectures whose files are also those of another family.
-_SHARED = {"llama": "mistral", "granitehybrid": "bamba"}
+# Architectures whose files are also those of another family, with the same names and orders.
+_SHARED = {"llama": "mistral"}
 
 
 def open_gguf(path: Path) -> AdapterFiles:

@@ -33,7 +33,7 @@ from models.loading.loader import on_meta_device
 from models.recipe import ExpertsSpec
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-_PREFIX = "model."
+_PREFIX, _BACKBONE = "model.", "backbone."
 _EXPERT = "experts.{}."
 _GATE = re.compile(r"\.mlp\.gate$")
 
@@ -214,7 +214,10 @@ def _with_parts(target: Target, parts: tuple[TargetPart, ...]) -> Target:
 
 def _aliases(config: ModelConfig, name: str) -> Iterator[str]:
     """Yield a layer's names in checkpoints and in ``transformers``."""
-    yield config.recipe.stored_name(f"{name}.weight").removesuffix(".weight")
+    stored = config.recipe.stored_name(f"{name}.weight").removesuffix(".weight")
+    yield stored
+    if stored.startswith(_BACKBONE):  # Nemotron-H's checkpoints
+        yield _PREFIX + stored.removeprefix(_BACKBONE)
     if name.startswith(_PREFIX):
         yield config.recipe.stored_prefix + name.removeprefix(_PREFIX)
     if config.experts is not None and config.experts.stored_as_linears:

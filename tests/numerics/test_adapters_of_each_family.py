@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from baton.api.sampling_params import SamplingParams
+from baton_kernels.dispatch import native_ops
 from engine import LLM
 from models.adapters.targets import Targets
 from models.config import ModelConfig
@@ -69,7 +71,8 @@ def test_all_targets_together_and_one_by_one(
     theirs = make_model(architecture, variant)
     folder = save(theirs, tmp_path / "model")
     targets = Targets.of(ModelConfig.from_folder(folder))
-    linears = {name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)}
+    every = {name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)}
+    linears = {name for name in every if ".visual." not in name}
     assert linears <= targets.by_name.keys()
     names = sorted(linears - {"lm_head"})
     stacked = [name for name, one in theirs.named_parameters() if is_of_experts(name, one)]
@@ -280,3 +283,37 @@ def test_embeddings_and_heads(
         of_theirs = logits_of(models[name], prompt).log_softmax(-1)
         chosen = of_theirs[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
         assert float((ours - chosen).abs().max()) < 2e-3, name
+
+
+@pytest.mark.skipif(native_ops() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_bits_of_experts_and_latents_do_not_depend_on_the_step(
+    architecture: str, weights: str, tmp_path: Path
+) -> None:
+    theirs = make_model(architecture, list(FAMILIES[architecture].variants)[-1])
+    folder = save(theirs, tmp_path / "model")
+    linears = [name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)]
+    made = make_adapter(
+        theirs,
+        tmp_path / "adapter",
+        target_modules=[name for name in linears if not name.endswith(OF_EXPERTS)],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        r=3,
+    )
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        weights=weights,
+        num_blocks=100,
+        prefix_cache=False,
+        adapters={"it": made.folder},
+    )
+    params = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0, ignore_eos=True, logprobs=2)
+    draw = random.Random(1)
+    rows = [(name, draw.choices(range(VOCAB_SIZE), k=9)) for name in ("it", "", "it", "", "it")]
+    prompts, names = [prompt for _, prompt in rows], [name for name, _ in rows]
+    together = llm.generate(prompts, params, adapter=names)
+    for (name, prompt), found in zip(rows, together, strict=True):
+        [alone] = llm.generate([prompt], params, adapter=name)
+        assert [one.top for one in alone.logprobs] == [one.top for one in found.logprobs], name
