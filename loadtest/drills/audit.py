@@ -21,7 +21,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-_NO_REQUEST = "null block"  # is always held, which is right
+_NO_REQUEST = "null block"  # held for ever, and no leak
 _MOST_REQUESTS = 2**31 - 1  # limit that includes all open requests
 
 Block = tuple[str, str, int]  # node, request that holds the block (empty: none), number
@@ -77,8 +77,7 @@ class Auditor:
             call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
             try:
                 found: admin_pb2.AuditResponse = await stub.Audit(admin_pb2.AuditRequest(), **call)
-                # After the audit: requests that ended in between were held, and are not held any
-                # more.
+                # Listed behind the audit: a request that ends between the two calls is no leak.
                 listed: admin_pb2.ListRouterRequestsResponse = await stub.ListRequests(
                     admin_pb2.ListRouterRequestsRequest(limit=_MOST_REQUESTS, open_only=True),
                     **call,

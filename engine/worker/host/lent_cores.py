@@ -43,8 +43,8 @@ AfterLayer = Callable[[int], None]
 class LentCores:
     """One node's part: its own cores, and other nodes' cores that it borrows.
 
-    Used by the thread that computes, whose number of threads it sets. The own cores are lent
-    until the first `borrow`.
+    Used by the thread that computes, whose number of threads it sets. Its own cores are
+    lent until the first `borrow`.
 
     Args:
         folder: the machine's folder of locks, which must exist.
@@ -68,7 +68,7 @@ class LentCores:
         self._borrowed: list[_Share] = []
 
     def borrow(self) -> None:
-        """Mark the own cores as busy, and compute on the cores of idle nodes as well."""
+        """Mark this node's cores as busy, and compute on the cores of idle nodes as well."""
         if not self._is_busy:
             self._is_busy = _lock(self._busy)  # fails only while another node checks the lock
             self._bytes[_IS_BUSY] = 1
@@ -81,7 +81,7 @@ class LentCores:
         self._use(kept + [share for share in new if share.borrow()])
 
     def rest(self) -> None:
-        """Lend the own cores, as there is nothing to compute, and give back borrowed ones."""
+        """Lend this node's cores, as there is nothing to compute; give back borrowed cores."""
         self._use([])
         if self._is_busy:
             self._bytes[_IS_BUSY] = 0
@@ -89,7 +89,7 @@ class LentCores:
             self._is_busy = False
 
     def are_taken(self) -> bool:
-        """Return whether another node computes on the own cores."""
+        """Return whether another node computes on this node's cores."""
         if not _lock(self._lent, fcntl.LOCK_SH):
             return True
         fcntl.flock(self._lent, fcntl.LOCK_UN)
@@ -106,7 +106,7 @@ class LentCores:
         return borrow_too
 
     def close(self) -> None:
-        """Give back borrowed cores and lend the own ones, for good."""
+        """Give back borrowed cores and lend this node's cores, for good."""
         self.rest()
         os.close(self._busy)
         os.close(self._lent)
@@ -123,7 +123,7 @@ class LentCores:
             time.sleep(_POLL_S)
 
     def _use(self, shares: list[_Share]) -> None:
-        """Compute on these and on the own cores from now on."""
+        """Compute on these cores and on this node's own cores from now on."""
         if shares == self._borrowed:
             return
         for share in self._borrowed:
@@ -207,7 +207,7 @@ def lent_cores(config: EngineConfig) -> LentCores | None:
     """
     if not config.core_locks:
         return None
-    ops = native_ops()
+    ops = native_ops() if config.native_kernels else None
     if ops is None or config.num_ranks > 1:
         logger.warning("core_locks: needs native kernels and one rank; cores stay as they are")
         return None

@@ -106,8 +106,8 @@ class ChatDialect:
     """Word the chat completions of one request.
 
     Args:
-        parsers: one per output.
-        texts: None if no logprobs are wanted.
+        parsers: a parser per output.
+        texts: texts of tokens, for logprobs; None if no logprobs are wanted.
     """
 
     id_prefix = "chatcmpl-"
@@ -140,7 +140,7 @@ class ChatDialect:
         logprobs = self._logprobs(delta)
         finish_reason = self._finish_reason(index, delta.finish_reason)
         if message == MessageDelta() and finish_reason is None:
-            message.content = ""  # a token without text is a step all the same
+            message.content = ""  # each step has a chunk, also one without text
         return ChatChunkChoice(index, message, logprobs, finish_reason)
 
     def choice(self, index: int, delta: TextDelta) -> ChatChoice:
@@ -228,7 +228,7 @@ async def open_chat(
     """Return the checked calls of a chat's outputs, and their dialect.
 
     Args:
-        grammars: see `conversation.Grammars`.
+        grammars: the Lark grammars of custom tools (`conversation.Grammars`).
 
     Raises InvalidRequestError, and what tokenizing raises.
     """
