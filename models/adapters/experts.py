@@ -74,7 +74,7 @@ class AdaptedExperts:
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """See ``SparseMoe.mix``."""
+        """Implement ``AdaptedMix.mix``."""
         found = self._step.found(self.loaded)
         if not found:
             return self._moe.mix(x, ids, weights, shared, gate)

@@ -87,7 +87,7 @@ class AdaptedLatents(nn.Module):
         self._spec, self._step = spec, step
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
-        """See ``LatentProjection``."""
+        """Apply keys to queries; compare ``LatentProjection.absorb``."""
         found = self._step.found(self.loaded)
         scaled = query
         for rows, part in found:
@@ -99,7 +99,7 @@ class AdaptedLatents(nn.Module):
             out[rows] += part.absorb(query[rows])
 
     def expand(self, attended: Tensor, out: Tensor) -> None:
-        """See ``LatentProjection``."""
+        """Apply values to attended latents; compare ``LatentProjection.expand``."""
         self.layer.expand(attended, out)
         for rows, part in self._step.found(self.loaded):
             if part.gains is not None:

@@ -30,7 +30,7 @@ class AdaptedMix(Protocol):
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """See ``SparseMoe.mix``."""
+        """Send ``[num_tokens, width]`` through the experts, and add the shared experts' result."""
         ...
 
 
