@@ -101,6 +101,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             decode_times=[
                 node_pb2.DecodeTime(**dataclasses.asdict(one)) for one in registration.decode_times
             ],
+            loads_adapters=registration.loads_adapters,
         )
     )
 
@@ -133,6 +134,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
             link.DecodeTime(one.num_requests, one.num_context_tokens, one.seconds)
             for one in message.decode_times
         ),
+        loads_adapters=message.loads_adapters,
     )
 
 
@@ -184,11 +186,13 @@ _SERVING_FROM_PROTO = {number: state for state, number in _SERVING_TO_PROTO.item
 
 _BEAT_FIELDS = [one.name for one in dataclasses.fields(link.NodeBeat)]
 _BEAT_FIELDS.remove("serving_state")
+_BEAT_FIELDS.remove("adapters")
 
 
 def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
     return node_pb2.NodeBeat(
         serving_state=_SERVING_TO_PROTO[beat.serving_state],
+        adapters=beat.adapters,
         **{name: getattr(beat, name) for name in _BEAT_FIELDS},
     )
 
@@ -199,6 +203,7 @@ def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
             message.serving_state,
             link.ServingState.DRAINING,  # a state of a newer version
         ),
+        adapters=tuple(message.adapters),
         **{name: getattr(message, name) for name in _BEAT_FIELDS},
     )
 
@@ -330,6 +335,9 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 timeout_s=command.timeout_s,
                 output_token_ids=command.output_token_ids,
                 cache_salt=command.cache_salt,
+                adapter=command.adapter,
+                adapter_source=command.adapter_source,
+                pins_adapter=command.pins_adapter,
                 **_trace_to_proto(command.trace),
             )
         )
@@ -344,6 +352,9 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 timeout_s=command.timeout_s,
                 output_token_ids=command.output_token_ids,
                 cache_salt=command.cache_salt,
+                adapter=command.adapter,
+                adapter_source=command.adapter_source,
+                pins_adapter=command.pins_adapter,
                 **_trace_to_proto(command.trace),
             )
         )
@@ -399,6 +410,9 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             timeout_s=prefill.timeout_s,
             output_token_ids=tuple(prefill.output_token_ids),
             cache_salt=prefill.cache_salt,
+            adapter=prefill.adapter,
+            adapter_source=prefill.adapter_source,
+            pins_adapter=prefill.pins_adapter,
             trace=_trace_from_proto(prefill),
         )
     if kind == "decode":
@@ -412,6 +426,9 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             timeout_s=decode.timeout_s,
             output_token_ids=tuple(decode.output_token_ids),
             cache_salt=decode.cache_salt,
+            adapter=decode.adapter,
+            adapter_source=decode.adapter_source,
+            pins_adapter=decode.pins_adapter,
             trace=_trace_from_proto(decode),
         )
     if kind == "beat":

@@ -85,6 +85,7 @@ class AdapterSlots:
         self._decoder, self._dtype = model.model, dtype
         self._targets = Targets.of(model.config)
         self._step = _Step()
+        self._loaded: set[AdapterDigest] = set()
         paths = {part.path for target in self._targets.by_name.values() for part in target.parts}
         self._layers = {
             path.removeprefix("model."): AdaptedLinear(model.get_submodule(path), self._step)
@@ -115,16 +116,21 @@ class AdapterSlots:
         }
         for path, low_rank in made.items():
             self._layers[path].loaded[adapter.digest] = low_rank
+        self._loaded.add(adapter.digest)
         return sum(low_rank.num_bytes for low_rank in made.values())
 
     def unload(self, digest: AdapterDigest) -> None:
         """Let go of an adapter, which no step may use any more; harmless if it is not there."""
         for layer in self._layers.values():
             layer.loaded.pop(digest, None)
+        self._loaded.discard(digest)
         self._forget_tapes()  # they hold its memory
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute a step with adapters; see ``CausalLM.forward``."""
+        # Layers without an adapter's part compute as the base model does, and nobody would see it.
+        missing = {span.adapter for span in context.adapters} - self._loaded
+        assert not missing, f"a step uses adapters that are not loaded: {missing}"
         self._step.spans = context.adapters
         self._twin.state_layers = self._decoder.state_layers
         hidden: Tensor = self._twin(input_ids, context)

@@ -24,8 +24,7 @@ class Terms:
         priority: order among waiting requests; smaller goes first.
         principal: the caller.
         cache_word: only prompts with an equal word share cached blocks; empty: no word.
-        adapter: digest of the adapter that the request's name stands for; empty: none. Commands
-            carry no adapter yet, so `NameTable.resolve` refuses such names.
+        adapter: digest of the adapter that the request's name stands for; empty: the base model.
         text_options: how tokens become text.
         trace: the client's trace context; None: not traced.
     """
@@ -68,8 +67,9 @@ class Call:
     def __post_init__(self) -> None:
         # Hashing a long prompt takes 50 ms, so several outputs of one prompt must share the hashes.
         # (`dataclasses.replace` passes them on.)
-        if self.hashes is None or not self.hashes.are_of(self.prompt_token_ids, self.cache_salt):
-            hashes = PromptHashes(self.prompt_token_ids, self.cache_salt)
+        token_ids, salt, adapter = self.prompt_token_ids, self.cache_salt, self.terms.adapter
+        if self.hashes is None or not self.hashes.are_of(token_ids, salt, adapter):
+            hashes = PromptHashes(token_ids, salt, adapter)
             object.__setattr__(self, "hashes", hashes)
 
     @property
