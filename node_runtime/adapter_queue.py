@@ -62,7 +62,7 @@ class _Load:
         reading: its files being read, and the seconds that took; None: not begun, or not needed.
         read_at: when its numbers were found read; None before.
         problem: why it has no slot yet.
-        commands: those that wait for it, with the time of their arrival.
+        commands: waiting commands, each with the time of its arrival.
     """
 
     reading: Future[tuple[Adapter, float]] | None = None

@@ -63,7 +63,7 @@ class NodeAdapters:
 
         Raises:
             InvalidRequestError: the digest, the path or a file is wrong.
-            OverloadedError: it is to be pinned, and all adapters in memory are pinned or in use.
+            OverloadedError: no slot is free for an adapter that is to be pinned.
         """
         check_digest(digest)
         table = self._engine.adapters

@@ -88,7 +88,7 @@ class NodeThreads:
         pushes: whether layers of a prompt are sent while later ones are computed.
         on_close: called when both threads have ended.
         adapter_root: folder below which adapters may be loaded; None: none may be.
-        vllm_model: see `NodeCollector`.
+        vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
         hang_at: injected fault: hang after this many busy rounds; 0: never.
         poison: injected fault: kill the process when it computes for a request whose id
             contains this text; empty: never.

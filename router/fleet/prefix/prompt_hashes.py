@@ -26,7 +26,7 @@ class PromptHashes:
     """Compute short hashes of one prompt's full blocks, once per kind.
 
     Args:
-        token_ids: the prompt's.
+        token_ids: the prompt's token ids.
         cache_salt: selects which prompts may share cached blocks, as on the nodes.
         adapter: digest of the adapter that computes the prompt; empty: the base model.
     """
