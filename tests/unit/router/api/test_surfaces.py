@@ -386,8 +386,7 @@ HTTP_ROLES = {
     ("GET", "/version"): ANY,
     ("GET", "/load"): LOOK,
     ("GET", "/metrics"): LOOK,
-    ("POST", "/v1/load_lora_adapter"): OPERATE,
-    ("POST", "/v1/unload_lora_adapter"): OPERATE,
+    **{("POST", f"/v1/{one}_lora_adapter"): OPERATE for one in ("load", "unload")},
     ("GET", "/"): OPEN,  # sends browsers to the page, which asks for a key
     ("GET", "/ui"): LOOK,
     ("GET", "/ui/requests/{request_id}"): LOOK,
