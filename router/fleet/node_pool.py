@@ -314,7 +314,7 @@ class NodePool:
             node.send(SendKVSnapshot())
 
     def _note_kv_sizes(self) -> None:
-        """Take the median of the nodes' KV sizes of a token, by which transfer times are estimated."""
+        """Take the median of nodes' KV sizes of a token, by which transfer times are estimated."""
         sizes = [node.registration.kv_bytes_per_token for node in self._nodes.values()]
         known = [size for size in sizes if size]
         self._rates.kv_bytes_per_token = statistics.median_low(known) if known else 0.0
