@@ -101,6 +101,7 @@ class AdapterSlots:
         self._step, self._logits_step = StepSpans(), StepSpans()
         self._head = AdaptedLinear(_head_of(model), self._logits_step)
         self._sites: dict[str, _Site] = {HEAD: self._head}
+        self._loaded: set[AdapterDigest] = set()
         paths = {part.path for target in self._targets.by_name.values() for part in target.parts}
         mixtures: dict[str, AdaptedExperts] = {}
         for path in sorted(paths - {HEAD}):
@@ -150,16 +151,21 @@ class AdapterSlots:
         ]
         for site, part in made:
             site.loaded[adapter.digest] = part  # type: ignore[assignment]  # by the same site
+        self._loaded.add(adapter.digest)
         return sum(part.num_bytes for _, part in made)
 
     def unload(self, digest: AdapterDigest) -> None:
         """Let go of an adapter, which no step may use any more; harmless if it is not there."""
         for site in self._sites.values():
             site.loaded.pop(digest, None)
+        self._loaded.discard(digest)
         self._forget_tapes()  # they hold its memory
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute a step with adapters; see ``CausalLM.forward``."""
+        # Layers without an adapter's part compute as the base model does, and nobody would see it.
+        missing = {span.adapter for span in context.adapters} - self._loaded
+        assert not missing, f"a step uses adapters that are not loaded: {missing}"
         self._step.spans = context.adapters
         self._twin.state_layers = self._decoder.state_layers
         hidden: Tensor = self._twin(input_ids, context)
