@@ -6,10 +6,13 @@ result. Refuses to know: models, requests, where a tensor came from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from baton_kernels.dispatch import ops_for
+from baton_kernels.low_rank import LowRank, LowRankPart, LowRankSlots, LowRankSpan
 from baton_kernels.packed import (
     E2M1_TWICE,
     CodeLayout,
@@ -22,6 +25,7 @@ from baton_kernels.packed import (
 from baton_kernels.quantized import GroupedWeight, QuantizedWeight, RoundedWeight
 from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
 from baton_kernels.routing import Routing, Scoring
+from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
 
@@ -40,11 +44,6 @@ def add_rms_norm(
 def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
     """``residual + x * factor``."""
     return ops_for(x).scaled_add(x, residual, factor)
-
-
-def add_rows(x: Tensor, delta: Tensor) -> None:
-    """Add ``delta`` to ``x`` in place, ``[n, size]`` each."""
-    ops_for(x).add_rows(x, delta)
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
@@ -232,6 +231,18 @@ def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
     return ops_for(x).packed_scores(x, weight)
 
 
+def add_low_rank(out: Tensor, x: Tensor, spans: Sequence[LowRankSpan]) -> None:
+    """Add adapters' products to rows of a layer's output, in place."""
+    ops_for(x).add_low_rank(out, x, spans)
+
+
+def add_low_rank_by_slot(
+    out: Tensor, x: Tensor, slots: LowRankSlots, ids: Tensor, tiles: RowTiles
+) -> None:
+    """Add each row's adapter's product to a layer's output, in place; shapes are static."""
+    ops_for(x).add_low_rank_by_slot(out, x, slots, ids, tiles)
+
+
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` with a weight of 4 or 8 bits per number, laid out for GPUs."""
     return ops_for(x).quantized_linear(x, weight, bias)
@@ -295,15 +306,21 @@ __all__ = [
     "GroupedIntegers",
     "GroupedWeight",
     "Groups",
+    "LowRank",
+    "LowRankPart",
+    "LowRankSlots",
+    "LowRankSpan",
     "PackedWeight",
     "QuantizedWeight",
     "RoundedWeight",
     "Routing",
+    "RowTiles",
     "Scoring",
     "StateMetadata",
     "WeightFormat",
+    "add_low_rank",
+    "add_low_rank_by_slot",
     "add_rms_norm",
-    "add_rows",
     "causal_conv",
     "experts",
     "gate_mul",

@@ -1,12 +1,6 @@
-"""LowRank: the product that an adapter adds to one layer's output, packed for CPU kernels.
+"""Make the matrices by which an adapter changes one layer, packed for CPU kernels.
 
-    out += (x @ A^T) @ B^T        A: [rank, in], B: [out, rank], with the scale in B
-
-Layers that are joined here have one A and one B, whose ranks lie side by side:
-
-    A = [ A of q ]    B = [ B of q |   0    |   0    ]
-        [ A of k ]        [   0    | B of k |   0    ]
-        [ A of v ]        [   0    |   0    | B of v ]
+A joined layer has a part for each of its projections that the adapter adapts; see ``ops.LowRank``.
 
 With DoRA (Liu et al., arXiv:2402.09353) each row of the adapted weight has a norm of its own. That
 scales the layer's own product, too; the rows' factors are computed once, from the base weight.
@@ -16,7 +10,6 @@ Refuses to know: files, which rows of a step belong to which request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -32,41 +25,6 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS = 1024  # rows of a base weight that are unpacked at a time
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LowRank:
-    """An adapter's part of one layer.
-
-    Attributes:
-        a: ``[rank, in_features]``.
-        b: ``[out_features, rank]``.
-        gains: ``[out_features]``, factors of the layer's own product; None: all are 1.
-        shifts: ``[out_features]``, the part of the bias that the factors take away.
-    """
-
-    a: PackedWeight
-    b: PackedWeight
-    gains: Tensor | None = None
-    shifts: Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size in memory."""
-        tensors = (*self.a.tensors, *self.b.tensors, self.gains, self.shifts)
-        return sum(one.numel() * one.itemsize for one in tensors if one is not None)
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Adapt a layer's results in place.
-
-        Args:
-            out: ``[n, out_features]``, contiguous, the layer's own results.
-            x: ``[n, in_features]``, the layer's input.
-        """
-        delta = ops.packed_linear(ops.packed_linear(x, self.a), self.b)
-        if self.gains is not None and self.shifts is not None:
-            out.mul_(self.gains).add_(self.shifts)
-        ops.add_rows(out, delta)
-
-
 def make_low_rank(
     layer: nn.Module,
     path: str,
@@ -74,7 +32,7 @@ def make_low_rank(
     modules: Sequence[tuple[AdaptedModule, Target]],
     dtype: torch.dtype,
     width: int,
-) -> LowRank:
+) -> ops.LowRank:
     """Pack an adapter's part of one layer.
 
     Args:
@@ -87,37 +45,31 @@ def make_low_rank(
     Raises:
         AdapterError: a number is too large for ``dtype``, or a row of the adapted weight is 0.
     """
-    num_outputs, ranks = _num_outputs(layer), [module.rank for module, _ in modules]
     down = torch.cat([_read(adapter, module.a) for module, _ in modules])  # [sum of ranks, in]
-    up = torch.zeros(num_outputs, sum(ranks))
-    gains: Tensor | None = None
-    first = 0
-    for (module, target), rank in zip(modules, ranks, strict=True):
+    parts: list[ops.LowRankPart] = []
+    first_rank = 0
+    for module, target in modules:
         stored = _read(adapter, module.b) * module.scale  # [num_outputs of the target, rank]
+        own_down = down[first_rank : first_rank + module.rank]
         for part in target.parts:
             if part.path != path:
                 continue
-            rows = part.of(stored)
+            up = part.of(stored)
+            gains: Tensor | None = None
+            shifts: Tensor | None = None
             if module.magnitude is not None:
-                gains = torch.ones(num_outputs) if gains is None else gains
-                magnitudes = part.of(_read(adapter, module.magnitude))
-                norms = _row_norms(layer, part.rows, rows, down[first : first + rank])
+                norms = _row_norms(layer, part.rows, up, own_down)
                 if not bool((norms > 0).all()):
                     raise adapter.files.wrong(module.b, "a row of the adapted weight is 0")
-                gains[part.rows] = magnitudes / norms
-                rows = rows * gains[part.rows].unsqueeze(1)
-            up[part.rows, first : first + rank] = rows
-        first += rank
-    for name, matrix in (("lora_A", down), ("lora_B", up)):
-        if not bool(matrix.to(dtype).isfinite().all()):
-            problem = f"{name} has a number that is too large for {dtype}"
-            raise adapter.files.wrong(modules[0][0].a, problem.replace("torch.", ""))
-    a, b = (_pack(matrix, dtype, width) for matrix in (down, up))
-    if gains is None:
-        return LowRank(a, b)
-    bias = _bias(layer)
-    shifts = torch.zeros(num_outputs) if bias is None else bias * (1 - gains)
-    return LowRank(a, b, gains.to(dtype), shifts.to(dtype))
+                gains = part.of(_read(adapter, module.magnitude)) / norms
+                up = up * gains.unsqueeze(1)
+                bias = _bias(layer)
+                shifts = None if bias is None else bias[part.rows] * (1 - gains)
+            packed = _pack(adapter, module.b, up, dtype, width)
+            first_column = part.rows.indices(_num_outputs(layer))[0]
+            parts.append(ops.LowRankPart(first_rank, first_column, packed, gains, shifts))
+        first_rank += module.rank
+    return ops.LowRank(_pack(adapter, modules[0][0].a, down, dtype, width), tuple(parts))
 
 
 def plain_product(layer: nn.Module, x: Tensor) -> Tensor:
@@ -180,7 +132,13 @@ def _weight_rows(layer: nn.Module, rows: slice) -> Iterator[tuple[int, Tensor]]:
             yield start - first, weight[start:stop].detach().float()
 
 
-def _pack(matrix: Tensor, dtype: torch.dtype, width: int) -> PackedWeight:
+def _pack(
+    adapter: Adapter, tensor: AdapterTensor, matrix: Tensor, dtype: torch.dtype, width: int
+) -> PackedWeight:
+    """Pack a matrix in panels; raise AdapterError, which names ``tensor``, unless it is finite."""
+    if not bool(matrix.to(dtype).isfinite().all()):
+        problem = f"a number is too large for {dtype}".replace("torch.", "")
+        raise adapter.files.wrong(tensor, problem)
     format_ = WeightFormat.of(dtype)
     assert format_ is not None, dtype
     num_rows, num_columns = matrix.shape

@@ -2,8 +2,8 @@
 
 A step without adapters runs the model as it is. A step with adapters runs a twin: the same modules
 and weights, but with an `AdaptedLinear` around every layer that an adapter may adapt. The tokens of
-one adapter lie side by side in a step, so each adapter's products are two multiplications of a
-slice:
+one adapter lie side by side in a step. One call adds the products of all adapters to a layer's
+output:
 
     step    | base .......... | adapter 1 ... | adapter 2 .. |      out[rows] += low_rank(x[rows])
 
@@ -23,7 +23,7 @@ import baton_kernels as ops
 from baton.adapters.digest import AdapterDigest
 from baton.adapters.files import AdaptedModule, Adapter, AdapterFiles
 from baton_kernels.dispatch import native_ops
-from models.adapters.low_rank import LowRank, activation_of, make_low_rank, plain_product
+from models.adapters.low_rank import activation_of, make_low_rank, plain_product
 from models.adapters.targets import Target, Targets
 from models.base import AdapterSpan, ForwardContext
 from models.cpu.decode_tapes import DecodeTapes
@@ -53,23 +53,22 @@ class AdaptedLinear(nn.Module):
     def __init__(self, layer: nn.Module, step: _Step) -> None:
         super().__init__()
         self.layer = layer
-        self.loaded: dict[AdapterDigest, LowRank] = {}
+        self.loaded: dict[AdapterDigest, ops.LowRank] = {}
         self._step = step
         self._activation = activation_of(layer)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[num_tokens, in_features]`` -> the layer's result, adapted."""
-        found = [
-            (span, low_rank)
+        spans = [
+            ops.LowRankSpan(span.first, span.end, low_rank)
             for span in self._step.spans
             if (low_rank := self.loaded.get(span.adapter)) is not None
         ]
-        if not found:
+        if not spans:
             result: Tensor = self.layer(x)
             return result
         out = plain_product(self.layer, x)  # [num_tokens, out_features]
-        for span, low_rank in found:
-            low_rank.add_to(out[span.first : span.end], x[span.first : span.end])
+        ops.add_low_rank(out, x, spans)
         return out if self._activation is None else ops.gated_mul(out, self._activation)
 
 
