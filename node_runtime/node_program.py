@@ -260,8 +260,8 @@ async def _make_or_stop(
 ) -> NodeProgram:
     """Load the node in a thread, which has ended on return.
 
-    A living thread that called a kernel keeps a team of OpenMP threads. With more such threads than
-    cores, the OpenMP runtime sleeps in every barrier, and decodes take up to three times as long.
+    A living thread that called a kernel keeps a team of threads, and torch's OpenMP counts its
+    threads too: with more of them than cores, torch's threads sleep in every barrier.
 
     A stop signal or a death meanwhile ends the process, because loading cannot be interrupted.
     """

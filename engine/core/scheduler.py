@@ -45,7 +45,8 @@ class Scheduler:
         max_num_requests: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
         long_prefill_token_threshold: most tokens of one request in a step.
-        prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes.
+        prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes, or
+            while a remote node computes a parked request's prompt.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         drafting: decides how many drafts pay; None: there are no drafts.
         masks: see below; None: compute each mask at once.
@@ -255,6 +256,9 @@ class Scheduler:
         num_allowed = ALL
         if is_mixed:
             num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
+        elif self._room.num_remote:
+            # KV that arrives during a long step would wait for that step's end.
+            num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:

@@ -1,18 +1,23 @@
 """Idle cores of a node, lent to other nodes on the machine.
 
-    0-7.busy    in a shared folder: locked by the owner of the cores while it has work
+    0-7.busy    in a shared folder: locked by the owner of the cores while it has work; its one byte
+                is 1 meanwhile
     0-7.lent    locked by the node that computes on the cores meanwhile
 
-No node waits. A node that finds its cores lent computes at once, beside what still runs there: a
-layer of a prompt, or a decode step. Locks end with their process, so a dead node leaves none.
+No node waits. A node that finds its cores lent computes at once. The borrower reads the byte before
+each part of a step that threads divide, and leaves the cores with that part. Locks end with their
+process, so a dead node leaves none.
 
 Refuses to know: the computation, nodes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import logging
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +55,7 @@ class LentCores:
         self._num_own_threads = torch.get_num_threads()
         self._busy = _open(folder / f"{own}{_BUSY}")
         self._lent = _open(folder / f"{own}{_LENT}")
+        self._busy_byte = _map_byte(self._busy)
         self._is_busy = False
         self._may_borrow = True
         self._has_failed = False
@@ -60,6 +66,7 @@ class LentCores:
         """Mark the own cores as busy, and compute on the cores of idle nodes as well."""
         if not self._is_busy:
             self._is_busy = _lock(self._busy)  # fails only while another node checks the lock
+            self._busy_byte.value = 1
             self._find_others()
         if not self._may_borrow:
             return
@@ -71,6 +78,7 @@ class LentCores:
         """Lend the own cores, as there is nothing to compute, and give back borrowed ones."""
         self._use([])
         if self._is_busy:
+            self._busy_byte.value = 0
             fcntl.flock(self._busy, fcntl.LOCK_UN)
             self._is_busy = False
 
@@ -108,12 +116,16 @@ class LentCores:
             if share not in shares:
                 share.give_back()
         self._borrowed = shares
+        self._ops.watch_lenders(self._num_own_threads, [])  # all threads have to be placed
         lent = frozenset[int]().union(*(share.cores for share in shares))
         if lent and not self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent):
             logger.warning("may not run on borrowed cores: computing on its own cores only")
             for share in shares:
                 share.give_back()
             self._borrowed, self._may_borrow, lent = [], False, frozenset()
+        self._ops.watch_lenders(
+            self._num_own_threads, [share.busy_address for share in self._borrowed]
+        )
         torch.set_num_threads(self._num_own_threads + len(lent))
 
     def _find_others(self) -> None:
@@ -139,21 +151,28 @@ class LentCores:
 
 
 class _Share:
-    """Another node's cores."""
+    """Another node's cores.
+
+    Attributes:
+        busy_address: address of a byte that is 1 while the owner computes.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.cores = parse_cpu_list(name)
-        self._busy = _open(folder / f"{name}{_BUSY}")
-        try:
+        with contextlib.ExitStack() as opened:
+            self._busy = _open(folder / f"{name}{_BUSY}")
+            opened.callback(os.close, self._busy)
             self._lent = _open(folder / f"{name}{_LENT}")
-        except OSError:
-            os.close(self._busy)
-            raise
+            opened.callback(os.close, self._lent)
+            self._busy_byte = _map_byte(self._busy)
+            opened.pop_all()
+        self.busy_address = ctypes.addressof(self._busy_byte)
 
     def is_busy(self) -> bool:
         """Return whether the owner of the cores computes."""
         if not _lock(self._busy, fcntl.LOCK_SH):
             return True
+        self._busy_byte.value = 0  # an owner that died while it computed has left 1
         fcntl.flock(self._busy, fcntl.LOCK_UN)
         return False
 
@@ -191,6 +210,12 @@ def lent_cores(config: EngineConfig) -> LentCores | None:
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _map_byte(descriptor: int) -> ctypes.c_int8:
+    """Return the first byte of a file, shared with all processes that map it."""
+    os.ftruncate(descriptor, 1)
+    return ctypes.c_int8.from_buffer(mmap.mmap(descriptor, 1))
 
 
 def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:

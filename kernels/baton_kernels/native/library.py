@@ -1,4 +1,4 @@
-"""The loaded library: its functions' types, and the OpenMP runtime that it shares with torch.
+"""The loaded library, and the types of its functions.
 
 Refuses to know: tensors.
 """
@@ -9,12 +9,9 @@ import ctypes
 import functools
 import logging
 import os
-import re
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from baton.kernel_library.ahead import open_library_built_ahead
 from baton.kernel_library.build import find_sources, open_library
@@ -23,8 +20,6 @@ from baton.kernel_library.state import BUILDING, SLOWER
 from baton_kernels.native.layouts import check_layouts
 
 logger = logging.getLogger(__name__)
-
-_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$")
 
 
 def _fields(ctype: type, names: str) -> list[tuple[str, type]]:
@@ -291,6 +286,15 @@ class PlacesCall(Structure):
     )
 
 
+class LendersCall(Structure):
+    """``lenders_call`` in team.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "num_own_threads num_lenders"),
+        *_fields(c_void_p, "is_busy"),
+    )
+
+
 class TapeEntry(Structure):
     """``tape_entry`` in tape.c."""
 
@@ -323,6 +327,7 @@ _STRUCTS: dict[str, type[Structure]] = {
     "rank_group": RankGroup,
     "collective_call": CollectiveCall,
     "places_call": PlacesCall,
+    "lenders_call": LendersCall,
     "tape_entry": TapeEntry,
 }
 
@@ -352,6 +357,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baton_attention": (c_int, [POINTER(AttentionCall)]),
     "baton_collective": (c_int, [POINTER(CollectiveCall)]),
     "baton_place_threads": (c_int, [POINTER(PlacesCall)]),
+    "baton_watch_lenders": (c_int, [POINTER(LendersCall)]),
     "baton_abort_ranks": (None, [POINTER(RankGroup)]),
     "baton_find_run": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
 }
@@ -362,11 +368,7 @@ def load_library() -> ctypes.CDLL | None:
     """Load the library, and build it if needed; if that fails, log a line and return None."""
     try:
         check_layouts(find_sources(), _STRUCTS)
-        runtime = _openmp_runtime()
-        if runtime is not None:
-            # Two OpenMP runtimes in a process would compete for its cores, so ours uses torch's.
-            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        opened = open_library_built_ahead(runtime) or open_library(runtime, _tell_of_build)
+        opened = open_library_built_ahead() or open_library(_tell_of_build)
         library = _load(opened.descriptor, opened.path)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
@@ -376,10 +378,9 @@ def load_library() -> ctypes.CDLL | None:
         return None
     if opened.problem:
         logger.warning("native kernels are kept in %s: %s", opened.path.parent, opened.problem)
-    threads = "OpenMP" if runtime else "no"
     ahead, name = opened.instruction_set, opened.path.name
     origin = f"built ahead for {ahead}" if ahead else f"built on this machine ({name})"
-    logger.info("native kernels: %s, %s threads", origin, threads)
+    logger.info("native kernels: %s", origin)
     return library
 
 
@@ -394,14 +395,3 @@ def _load(descriptor: int, path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(opened if opened.exists() else path))
     finally:
         os.close(descriptor)
-
-
-def _openmp_runtime() -> str | None:
-    """Find the file of the OpenMP runtime that torch has loaded."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    lines = maps.read_text(encoding="utf-8").splitlines()
-    mapped = sorted({line.split(maxsplit=5)[-1] for line in lines if _OPENMP.search(line)})
-    torchs = [path for path in mapped if path.startswith(str(Path(torch.__file__).parent.parent))]
-    return next(iter(torchs or mapped), None)

@@ -29,6 +29,7 @@ from baton_kernels.native.library import (
     JoinCall,
     LargestCall,
     LatentStoreCall,
+    LendersCall,
     LinearCall,
     LowRankCall,
     LowRankPartCall,
@@ -815,6 +816,18 @@ class NativeOps:
         num_threads = num_own_threads + num_more
         call = PlacesCall(num_threads, num_own_threads, size, own_set, lent_set)
         return not self._library.baton_place_threads(call)
+
+    def watch_lenders(self, num_own_threads: int, is_busy: Sequence[int]) -> None:
+        """Compute on own cores alone while a lender of cores is busy; for the calling thread.
+
+        Args:
+            is_busy: addresses of bytes that are not 0 while a lender computes; they stay valid
+                until the next call. Empty: no cores are borrowed.
+        """
+        addresses = (ctypes.c_void_p * len(is_busy))(*is_busy)
+        call = LendersCall(num_own_threads, len(is_busy), ctypes.addressof(addresses))
+        failed = self._library.baton_watch_lenders(call)
+        assert not failed, f"cores of {len(is_busy)} lenders"
 
     def abort_ranks(self, group: RankGroup) -> None:
         """Make every `collect` of a group's ranks fail from now on; any thread may call this."""
