@@ -71,7 +71,7 @@ class NodeProgram(Protocol):
     def requests(self) -> Iterable[RequestView]: ...
 
     def ledger(self) -> Future[Ledger]:
-        """Return which requests hold which blocks, as of between two steps."""
+        """Return which requests hold which blocks, at a moment between two steps."""
 
     def flush_prefix_cache(self) -> Future[int]:
         """Forget all cached prefixes between two steps; return their number."""

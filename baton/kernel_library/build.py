@@ -36,8 +36,8 @@ FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fvisibility=default", "-w",
 )  # fmt: skip
-# By platform.machine(). On x86, GCC's default uses only half of the register width. On CPUs newer
-# than itself, GCC orders instructions for a wrong model, hence -mtune (log, 2026-11-27).
+# Flags by platform.machine(). On x86, GCC's default uses only half of the register width. On CPUs
+# newer than itself, GCC orders instructions for a wrong model, hence -mtune (log, 2026-11-27).
 _X86_FLAGS = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
 _ARM_FLAGS = ("-mcpu=native",)  # clang knows -march=native on Arm only since release 16
 _CPU_FLAGS = {
@@ -341,9 +341,9 @@ def compile_library(
         )
         for _ in at_once.map(compilers.run, commands):
             pass
-        # Without -fopenmp, which would link a second runtime beside team.c. With -z,defs, a missing
-        # function is an error here: a compiler might call one that torch's libgomp has, and team.c
-        # has not.
+        # Link without -fopenmp, which would link a second runtime beside team.c. With -z,defs, a
+        # missing function is an error here: a compiler might call a function that torch's libgomp
+        # has, but team.c lacks.
         finished = f"{held.path}/library.so"
         complete = ["-Wl,-z,defs"] if _HAS_THREADS else []
         inputs = [*sorted(objects), "-lpthread", "-lm"]

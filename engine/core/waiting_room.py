@@ -71,13 +71,13 @@ class WaitingRoom:
 
     Attributes:
         num_arrived: requests in line that hold blocks.
-        num_waiting: requests in line without blocks.
+        num_without_blocks: requests in line without blocks.
         num_remote: parked requests whose prompts' KV a remote node computes or writes.
     """
 
     def __init__(self) -> None:
         self.num_arrived = 0
-        self.num_waiting = 0
+        self.num_without_blocks = 0
         self.num_remote = 0
         self._arrived: deque[Request] = deque()
         self._waiting = WaitingQueue()
@@ -85,7 +85,7 @@ class WaitingRoom:
 
     def __len__(self) -> int:
         """Return the number of requests in line, without parked ones."""
-        return self.num_arrived + self.num_waiting
+        return self.num_arrived + self.num_without_blocks
 
     # ------------------------------------------------------------------ in and out
 
@@ -112,14 +112,14 @@ class WaitingRoom:
             self.num_arrived += 1
         else:
             self._waiting.add_new(request)
-            self.num_waiting += 1
+            self.num_without_blocks += 1
 
     def put_back(self, request: Request) -> None:
         """Put a preempted request, which has lost its blocks, back in line."""
         assert not request.block_ids
         request.status = RequestStatus.PREEMPTED
         self._waiting.put_back(request)
-        self.num_waiting += 1
+        self.num_without_blocks += 1
 
     def leave(self, request: Request) -> None:
         """Stop counting an ending request; call before its status and blocks change."""
@@ -129,7 +129,7 @@ class WaitingRoom:
         if request.block_ids:
             self.num_arrived -= 1
         else:
-            self.num_waiting -= 1
+            self.num_without_blocks -= 1
 
     def _count_remote(self, request: Request, status: RequestStatus | None) -> None:
         """Count a request that goes from its status to another one; None: it ends."""
@@ -166,7 +166,7 @@ class WaitingRoom:
 
     def pop(self) -> Request:
         """Remove the request that `peek` returned."""
-        self.num_waiting -= 1
+        self.num_without_blocks -= 1
         return self._waiting.pop()
 
     # ------------------------------------------------------------------ checks
@@ -186,5 +186,6 @@ class WaitingRoom:
             if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
                 assert request.awaits_grammar
         num_arrived = sum(bool(request.block_ids) for request in in_line)
-        assert (num_arrived, len(in_line) - num_arrived) == (self.num_arrived, self.num_waiting)
+        num_without = len(in_line) - num_arrived
+        assert (num_arrived, num_without) == (self.num_arrived, self.num_without_blocks)
         assert num_remote == self.num_remote

@@ -11,11 +11,11 @@
  */
 #include <stdint.h>
 
-/* Lenders of cores: `is_busy` has the address of a byte for each, which is not 0 while the lender computes. The bytes
- * stay valid until the next call. */
+/* Lenders of cores: `bytes` has the address of two bytes for each. The lender sets the first one while it computes; this
+ * process sets the second one while it computes on the lender's cores. The bytes stay valid until the next call. */
 typedef struct {
     int64_t num_own_threads, num_lenders;
-    const void *is_busy;
+    const void *bytes;
 } lenders_call;
 
 #if defined(_OPENMP) && defined(__linux__) && !defined(__clang__)
@@ -62,7 +62,7 @@ typedef struct {
     void *data;
     unsigned num_workers, num_regions, fork;
     unsigned num_own, num_lenders; /* threads on the process's own cores; lenders of the others' cores */
-    const volatile int8_t *lenders[MOST_LENDERS];
+    _Atomic int8_t *lenders[MOST_LENDERS];
     pthread_t *workers;
 } team;
 
@@ -205,11 +205,20 @@ static team *team_of(unsigned num_workers) {
     return own;
 }
 
-/* Return a region's number of threads: only those on own cores while a lender computes on its core. A thread there
- * would wait for its turn at each barrier, and so would all others. */
+static void mark_lenders(const team *t, int8_t is_used) {
+    for (unsigned i = 0; i < t->num_lenders; i++) atomic_store(&t->lenders[i][1], is_used);
+}
+
+/* Return a region's number of threads, and mark borrowed cores as used: only threads on own cores while a lender
+ * computes. A thread beside the lender's would wait for its turn at each barrier, and so would all others. */
 static unsigned num_usable(const team *t, unsigned num_threads) {
+    if (!t->num_lenders || num_threads <= t->num_own) return num_threads;
+    mark_lenders(t, 1); /* before the look: a lender sets its byte before it looks at this one */
     for (unsigned i = 0; i < t->num_lenders; i++)
-        if (*t->lenders[i] && num_threads > t->num_own) return t->num_own;
+        if (atomic_load(&t->lenders[i][0])) {
+            mark_lenders(t, 0);
+            return t->num_own;
+        }
     return num_threads;
 }
 
@@ -220,7 +229,7 @@ int baton_watch_lenders(const lenders_call *c) {
     if (!t) return 1;
     t->num_own = c->num_own_threads;
     t->num_lenders = c->num_lenders;
-    for (int64_t i = 0; i < c->num_lenders; i++) t->lenders[i] = ((const int8_t *const *)c->is_busy)[i];
+    for (int64_t i = 0; i < c->num_lenders; i++) t->lenders[i] = ((_Atomic int8_t *const *)c->bytes)[i];
     return 0;
 }
 
@@ -231,6 +240,7 @@ HIDDEN void GOMP_parallel(region *run, void *data, unsigned num_threads, unsigne
     if (t) num_threads = num_usable(t, num_threads);
     unsigned size = t && t->num_workers < num_threads - 1 ? t->num_workers + 1 : num_threads;
     if (!t || size < 2) {
+        if (t && size > t->num_own) mark_lenders(t, 0);
         atomic_long next[MOST_LOOPS] = {0};
         run_as(NULL, 0, 1, next, run, data);
         return;
@@ -242,6 +252,7 @@ HIDDEN void GOMP_parallel(region *run, void *data, unsigned num_threads, unsigne
     begin_region(t, size);
     run_as(t, 0, size, t->next, run, data);
     for (unsigned num; (num = atomic_load(&t->done.word)) < size - 1;) wait_while(&t->done, num);
+    if (size > t->num_own) mark_lenders(t, 0);
 }
 
 HIDDEN int omp_get_thread_num(void) { return here.id; }

@@ -27,7 +27,7 @@ def _fields(ctype: type, names: str) -> list[tuple[str, type]]:
 
 
 class LinearCall(Structure):
-    """``linear_call`` in linear.h."""
+    """The C struct ``linear_call`` in linear.h."""
 
     _fields_ = (
         *_fields(c_int64, "x_type w_type out_type num_threads gated"),
@@ -68,7 +68,7 @@ class LowRankCall(Structure):
 
 
 class GroupedLinearCall(Structure):
-    """``grouped_call`` in linear.c."""
+    """The C struct ``grouped_call`` in linear.c."""
 
     _fields_ = (
         ("first", LinearCall),
@@ -77,7 +77,7 @@ class GroupedLinearCall(Structure):
 
 
 class ExpertsCall(Structure):
-    """``experts_call`` in experts.c."""
+    """The C struct ``experts_call`` in experts.c."""
 
     _fields_ = (
         ("gate_up", LinearCall),
@@ -88,7 +88,7 @@ class ExpertsCall(Structure):
 
 
 class RouteCall(Structure):
-    """``route_call`` in route.c."""
+    """The C struct ``route_call`` in route.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_tokens num_experts top_k scoring normalize"),
@@ -99,7 +99,7 @@ class RouteCall(Structure):
 
 
 class PackCall(Structure):
-    """``pack_call`` in pack.c."""
+    """The C struct ``pack_call`` in pack.c."""
 
     _fields_ = (
         *_fields(c_int64, "in_type w_type num_threads first_row num_rows depth in_stride"),
@@ -109,7 +109,7 @@ class PackCall(Structure):
 
 
 class IntegersCall(Structure):
-    """``integers_call`` in pack.c."""
+    """The C struct ``integers_call`` in pack.c."""
 
     _fields_ = (
         *_fields(c_int64, "w_type num_threads first_row num_rows depth least"),
@@ -118,7 +118,7 @@ class IntegersCall(Structure):
 
 
 class UnpackCall(Structure):
-    """``unpack_call`` in pack.c."""
+    """The C struct ``unpack_call`` in pack.c."""
 
     _fields_ = (
         *_fields(c_int64, "type out_type num_threads num_rows num_columns depth"),
@@ -127,7 +127,7 @@ class UnpackCall(Structure):
 
 
 class NormCall(Structure):
-    """``norm_call`` in rows.c."""
+    """The C struct ``norm_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size"),
@@ -139,7 +139,7 @@ class NormCall(Structure):
 
 
 class GatedCall(Structure):
-    """``gated_call`` in rows.c."""
+    """The C struct ``gated_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size gate_stride up_stride"),
@@ -149,7 +149,7 @@ class GatedCall(Structure):
 
 
 class SoftenCall(Structure):
-    """``soften_call`` in rows.c."""
+    """The C struct ``soften_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size"),
@@ -159,7 +159,7 @@ class SoftenCall(Structure):
 
 
 class JoinCall(Structure):
-    """``join_call`` in rows.c."""
+    """The C struct ``join_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "num_rows first_bytes second_bytes"),
@@ -168,7 +168,7 @@ class JoinCall(Structure):
 
 
 class LargestCall(Structure):
-    """``largest_call`` in rows.c."""
+    """The C struct ``largest_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size"),
@@ -177,7 +177,7 @@ class LargestCall(Structure):
 
 
 class StoreCall(Structure):
-    """``store_call`` in rows.c."""
+    """The C struct ``store_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_tokens num_heads num_kv_heads head_dim"),
@@ -192,7 +192,7 @@ class StoreCall(Structure):
 
 
 class LatentStoreCall(Structure):
-    """``latent_call`` in rows.c."""
+    """The C struct ``latent_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_tokens num_heads rank rotary_dim interleaved"),
@@ -205,7 +205,7 @@ class LatentStoreCall(Structure):
 
 
 class AttentionCall(Structure):
-    """``attention_call`` in attention.h."""
+    """The C struct ``attention_call`` in attention.h."""
 
     _fields_ = (
         *_fields(c_int64, "type cache_type num_threads num_tokens num_requests max_blocks"),
@@ -218,7 +218,7 @@ class AttentionCall(Structure):
 
 
 class GatedNormCall(Structure):
-    """``gated_norm_call`` in rows.c."""
+    """The C struct ``gated_norm_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size group_size weight_size"),
@@ -235,7 +235,7 @@ _STATE_STEP = (
 
 
 class ConvCall(Structure):
-    """``conv_call`` in states.c."""
+    """The C struct ``conv_call`` in states.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_channels kernel_size has_silu"),
@@ -247,7 +247,7 @@ class ConvCall(Structure):
 
 
 class RecurrenceCall(Structure):
-    """``recurrence_call`` in states.c."""
+    """The C struct ``recurrence_call`` in states.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_heads num_key_heads key_dim value_dim"),
@@ -259,7 +259,7 @@ class RecurrenceCall(Structure):
 
 
 class RankGroup(Structure):
-    """``rank_group`` in ranks.c."""
+    """The C struct ``rank_group`` in ranks.c."""
 
     _fields_ = (
         *_fields(c_int64, "rank size slot_bytes spins timeout_s"),
@@ -269,7 +269,7 @@ class RankGroup(Structure):
 
 
 class CollectiveCall(Structure):
-    """``collective_call`` in ranks.c."""
+    """The C struct ``collective_call`` in ranks.c."""
 
     _fields_ = (
         *_fields(c_int64, "type kind count"),
@@ -278,7 +278,7 @@ class CollectiveCall(Structure):
 
 
 class PlacesCall(Structure):
-    """``places_call`` in cores.c."""
+    """The C struct ``places_call`` in cores.c."""
 
     _fields_ = (
         *_fields(c_int64, "num_threads num_own_threads num_bytes"),
@@ -291,12 +291,12 @@ class LendersCall(Structure):
 
     _fields_ = (
         *_fields(c_int64, "num_own_threads num_lenders"),
-        *_fields(c_void_p, "is_busy"),
+        *_fields(c_void_p, "bytes"),
     )
 
 
 class TapeEntry(Structure):
-    """``tape_entry`` in tape.c."""
+    """The C struct ``tape_entry`` in tape.c."""
 
     _fields_ = (*_fields(c_void_p, "function call"),)
 

@@ -4,8 +4,8 @@
  * linear_program INPUT OUTPUT             INPUT: integers as in `main`, then what they are the sizes of
  * linear_program low_rank INPUT OUTPUT    INPUT: integers as in `low_rank`, then bytes in the order of `low_rank`
  */
-#include "../../kernels/csrc/linear.c"
-#include "../../kernels/csrc/low_rank.c"
+#include "../../../kernels/csrc/linear.c"
+#include "../../../kernels/csrc/low_rank.c"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -39,10 +40,10 @@ class FakeOps:
         self.placed.append(cast("Placed", place))
         return self.may_place
 
-    def watch_lenders(self, num_own_threads: int, is_busy: Sequence[int]) -> None:
+    def watch_lenders(self, num_own_threads: int, lenders: Sequence[int]) -> None:
         """Check that every lender is idle when its cores are borrowed."""
-        assert not any(ctypes.c_int8.from_address(address).value for address in is_busy)
-        self.lenders = list(is_busy)
+        assert not any(ctypes.c_int8.from_address(address).value for address in lenders)
+        self.lenders = list(lenders)
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +123,22 @@ def test_a_borrower_sees_at_once_that_the_owner_computes(tmp_path: Path) -> None
     assert ctypes.c_int8.from_address(address).value
     own.borrow()
     assert ops.lenders == []
+
+
+def test_an_owner_waits_for_the_part_of_a_step_that_a_borrower_computes(tmp_path: Path) -> None:
+    ops = FakeOps()
+    own, other = node(tmp_path, "0", ops), node(tmp_path, "1")
+    own.borrow()
+    used = ctypes.c_int8.from_address(ops.lenders[0] + 1)
+    used.value = 1
+    began_at = time.monotonic()
+    other.borrow()  # has waited as long as it may
+    assert time.monotonic() - began_at >= 0.02
+    assert used.value
+    other.rest()
+    own.rest()
+    other.borrow()  # nobody has borrowed the cores: the borrower died
+    assert not used.value
 
 
 @pytest.mark.medium
@@ -222,14 +239,15 @@ def borrows() -> bool:
     # A second thread cannot be placed on a core that is not there, and fails if it computes.
     return not ops.place_threads(1, frozenset({first}), 1, frozenset({4000}))
 assert borrows()
-idle, lender = ctypes.c_int8(0), ctypes.c_int8(0)
+idle, lender = (ctypes.c_int8 * 2)(0, 0), (ctypes.c_int8 * 2)(0, 0)
 ops.watch_lenders(1, [ctypes.addressof(idle), ctypes.addressof(lender)])
 assert borrows()
-lender.value = 1
+lender[0] = 1
 assert not borrows()
-lender.value = 0
+lender[0] = 0
 assert borrows()
-lender.value = 1
+assert not idle[1] and not lender[1]  # no longer used
+lender[0] = 1
 ops.watch_lenders(1, [])
 assert borrows()
 """
