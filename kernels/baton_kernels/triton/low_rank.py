@@ -194,4 +194,5 @@ def _cases(tile_rows: int) -> list[AotCase]:
     ]
 
 
-AOT_CASES = (*_cases(FEW_ROWS), *_cases(MANY_ROWS))
+# With gains, many rows spill some registers under Triton 3.6; this variant is not recorded.
+AOT_CASES = (*_cases(FEW_ROWS), *_cases(MANY_ROWS)[:2])
