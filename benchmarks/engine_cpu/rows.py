@@ -213,6 +213,19 @@ PARALLEL = Source("parallel", (
    " weights in float32, one thread a rank; hand-offs of the demo model with both orders within a"
    " block, `--kv-layout heads` and `layers`. P1 and P2: a prefill node of one or two ranks; D1"
    " and D2: a decode node.")  # fmt: skip
+ADAPTERS = Source("adapters", (
+    Row("decode, batch 8, four adapters: tokens/s / the base model's",
+        value("tokens_per_second > baton > decode 8 > ratio"), ">= 0.85", "see the log."),
+    Row("prefill of four prompts of 512 tokens, four adapters: tokens/s / the base model's",
+        value("tokens_per_second > baton > prefill 2048 > ratio"), ">= 0.92", "see the log."),
+    Row("decode, batch 8, four adapters: tokens/s / llama.cpp's",
+        value("over_peers > llamacpp > decode 8"), "> 1", "see the log."),
+    Row("prefill of four prompts of 512 tokens, four adapters: tokens/s / llama.cpp's",
+        value("over_peers > llamacpp > prefill 2048"), "> 1", "see the log."),
+), "LoRA adapters of ranks 8, 16, 32 and 64 on all linear layers of Qwen3-0.6B's shape, random"
+   " weights in bfloat16, two threads. Base and adapters in turns in one process; llama.cpp with"
+   " the same weights and adapters.",
+   options="--peers llamacpp")  # fmt: skip
 SUBJECT = Subject(
     "On a CPU",
     (
@@ -224,6 +237,11 @@ SUBJECT = Subject(
         Measurement("engine_cpu.divergence", "kernels/csrc models", (DIVERGENCE,)),
         Measurement(
             "engine_cpu.families", "kernels/csrc kernels/baton_kernels/native models", (FAMILIES,)
+        ),
+        Measurement(
+            "engine_cpu.adapters",
+            "kernels/csrc kernels/baton_kernels/native models/adapters",
+            (ADAPTERS,),
         ),
         Measurement(
             "engine_cpu.parallel", "models/parallel engine/executors kernels/csrc", (PARALLEL,)

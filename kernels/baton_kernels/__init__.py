@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from baton_kernels.dispatch import ops_for
+from baton_kernels.low_rank import LowRank, LowRankPart, LowRankSlots, LowRankSpan
 from baton_kernels.ops import Ops
 from baton_kernels.packed import (
     E2M1_TWICE,
@@ -26,6 +27,7 @@ from baton_kernels.packed import (
 from baton_kernels.quantized import GroupedWeight, QuantizedWeight, RoundedWeight
 from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
 from baton_kernels.routing import Routing, Scoring
+from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
 
@@ -44,7 +46,6 @@ _ops: Ops = cast("Ops", _OpsByDevice())
 rms_norm = _ops.rms_norm
 add_rms_norm = _ops.add_rms_norm
 scaled_add = _ops.scaled_add
-add_rows = _ops.add_rows
 join = _ops.join
 largest = _ops.largest
 silu_mul = _ops.silu_mul
@@ -65,6 +66,8 @@ unpack_rows = _ops.unpack_rows
 packed_linear = _ops.packed_linear
 packed_gated_linear = _ops.packed_gated_linear
 packed_scores = _ops.packed_scores
+add_low_rank = _ops.add_low_rank
+add_low_rank_by_slot = _ops.add_low_rank_by_slot
 quantized_linear = _ops.quantized_linear
 invariant_linear = _ops.invariant_linear
 route = _ops.route
@@ -79,15 +82,21 @@ __all__ = [
     "GroupedIntegers",
     "GroupedWeight",
     "Groups",
+    "LowRank",
+    "LowRankPart",
+    "LowRankSlots",
+    "LowRankSpan",
     "PackedWeight",
     "QuantizedWeight",
     "RoundedWeight",
     "Routing",
+    "RowTiles",
     "Scoring",
     "StateMetadata",
     "WeightFormat",
+    "add_low_rank",
+    "add_low_rank_by_slot",
     "add_rms_norm",
-    "add_rows",
     "causal_conv",
     "experts",
     "gate_mul",

@@ -47,6 +47,7 @@ _TRITON = {
     "gated_delta_rule": "recurrent.recurrence",
     "experts": "experts",
     "quantized_linear": "quantized_linear",
+    "add_low_rank_by_slot": "low_rank",
     "invariant_linear": "invariant.linear",
 }
 
@@ -62,7 +63,7 @@ def _triton_ops() -> Ops:
         packed_scores=reference.packed_scores,
         route=reference.route,
         scaled_add=reference.scaled_add,
-        add_rows=reference.add_rows,
+        add_low_rank=reference.add_low_rank,
         join=reference.join,
         largest=reference.largest,
         soft_cap=reference.soft_cap,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from baton_kernels.low_rank import LowRankSlots, LowRankSpan
 from baton_kernels.packed import Float8Rows, GroupedIntegers, PackedWeight
 from baton_kernels.quantized import QuantizedWeight
 from baton_kernels.routing import Routing
+from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
 
@@ -23,8 +26,6 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def scaled_add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor: ...
-
-    def add_rows(self, x: Tensor, delta: Tensor) -> None: ...
 
     def join(self, x: Tensor, y: Tensor) -> Tensor: ...
 
@@ -138,6 +139,12 @@ class Ops(Protocol):
     def packed_gated_linear(
         self, x: Tensor, weight: PackedWeight, activation: str = "silu"
     ) -> Tensor: ...
+
+    def add_low_rank(self, out: Tensor, x: Tensor, spans: Sequence[LowRankSpan]) -> None: ...
+
+    def add_low_rank_by_slot(
+        self, out: Tensor, x: Tensor, slots: LowRankSlots, ids: Tensor, tiles: RowTiles
+    ) -> None: ...
 
     def packed_scores(self, x: Tensor, weight: PackedWeight) -> Tensor: ...
 

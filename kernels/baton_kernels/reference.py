@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton_kernels.low_rank import LowRankSlots, LowRankSpan
 from baton_kernels.packed import FLOAT8, Float8Rows, GroupedIntegers, PackedWeight, rounded_inputs
 from baton_kernels.quantized import QuantizedWeight, RoundedWeight, rounded_rows
 from baton_kernels.recurrent import causal_conv as causal_conv
@@ -21,6 +22,7 @@ from baton_kernels.recurrent import gated_delta_rule as gated_delta_rule
 from baton_kernels.recurrent import gated_rms_norm as gated_rms_norm
 from baton_kernels.recurrent import selective_scan as selective_scan
 from baton_kernels.routing import Routing, Scoring
+from baton_kernels.row_tiles import RowTiles
 
 # The number type of a quantized KV cache (Micikevicius et al., arXiv:2209.05433). Every wider type
 # contains all float8 numbers, so reading rounds nothing.
@@ -80,11 +82,6 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
         factor: factor of a layer's output (Granite's residual multiplier).
     """
     return residual + (x if factor == 1.0 else x * factor)
-
-
-def add_rows(x: Tensor, delta: Tensor) -> None:
-    """Add ``delta`` to ``x`` in place, ``[n, size]`` each; the sum is rounded once."""
-    x.add_(delta)
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
@@ -418,6 +415,56 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """
     inputs = rounded_inputs(x, weight) if weight.format.code_bits else x.float()
     return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
+
+
+def add_low_rank(out: Tensor, x: Tensor, spans: Sequence[LowRankSpan]) -> None:
+    """Add adapters' products to rows of a layer's output, in place; see ``LowRank``.
+
+    ``x @ A.T`` is rounded to the dtype of ``x``, and the result is rounded once.
+
+    Args:
+        out: ``[num_rows, out_features]``, the layer's own results.
+        x: ``[num_rows, in_features]``, the layer's input.
+        spans: rows that have an adapter; other rows stay as they are. No row is in two spans.
+    """
+    for span in spans:
+        rows, low_rank = slice(span.first, span.end), span.low_rank
+        middle = packed_linear(x[rows], low_rank.a)  # [n, rank]
+        for part in low_rank.parts:
+            own = out[rows, part.columns]  # [n, num_columns], a view
+            sums = packed_scores(middle[:, part.ranks], part.b)
+            if part.shifts is not None:
+                sums = sums + part.shifts
+            own.copy_(sums + (own if part.gains is None else own.float() * part.gains))
+
+
+def add_low_rank_by_slot(
+    out: Tensor, x: Tensor, slots: LowRankSlots, ids: Tensor, tiles: RowTiles
+) -> None:
+    """Add each row's adapter's product to a layer's output, in place; see ``LowRankSlots``.
+
+    ``x @ A.T`` is rounded to the dtype of ``x``, and the result is rounded once.
+
+    Args:
+        out: ``[num_rows, out_features]``, the layer's own results.
+        x: ``[num_rows, in_features]``, the layer's input.
+        slots: the adapters' matrices.
+        ids: ``[num_rows]`` int64, the slot of each row; ``num_slots``: the row has no adapter.
+        tiles: made of ``ids`` with ``num_slots + 1`` weights, once for all layers of a step.
+    """
+    for slot, ranks in enumerate(slots.ranks.tolist()):
+        rows = (ids == slot).nonzero()[:, 0]
+        for part, rank in enumerate(ranks):
+            if not rank:
+                continue
+            columns = slots.columns(part)
+            middle = functional.linear(x[rows].float(), slots.a[slot, part, :rank].float())
+            up = slots.b[slot, columns, :rank].float()
+            sums = functional.linear(middle.to(x.dtype).float(), up)  # [n, num_columns]
+            own = out[rows, columns].float()
+            if slots.gains is not None and slots.shifts is not None:
+                own = own * slots.gains[slot, columns] + slots.shifts[slot, columns]
+            out[rows, columns] = (own + sums).to(out.dtype)
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:

@@ -25,6 +25,12 @@ INLINE vec adjusted(const linear_call *c, int64_t column, vec sums) {
     return sums;
 }
 
+/* Return the sums of a call that adds, with the output's numbers at `to` added. */
+INLINE vec added(const linear_call *c, int type, int64_t column, const char *to, vec sums) {
+    vec old = load(type, to, 0);
+    return c->gains ? multiply_add(old, load(FLOAT32, c->gains, column), sums) : old + sums;
+}
+
 /* Return activation(sums) * up, with both rounded first. */
 INLINE vec gate_of(const linear_call *c, int type, vec sums, vec up) {
     vec gate = round_all(type, activate(c->gated, round_all(type, sums)));
@@ -54,13 +60,14 @@ INLINE void finish_whole(int type, unfinished *u, int64_t count) {
     int64_t step = c->out_stride * size_of(type);
     char *to = c->out + u->row * step + u->column * size_of(type);
     int is_line = (uintptr_t)to % 64 == 0 && step % 64 == 0;
-    int passes_by = is_line && c->num_rows * step >= PASSES_BY;
+    int passes_by = is_line && !c->adds && c->num_rows * step >= PASSES_BY;
     for (int64_t r = 0; r < count; r++, to += step) {
         vec sums[2];
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
             int64_t column = u->column + i * LANES, place = r * PANEL + i * LANES;
             sums[i] = adjusted(c, column, load(FLOAT32, u->tile, place));
+            if (c->adds) sums[i] = added(c, type, column, to + i * LANES * size_of(type), sums[i]);
             if (!u->up) continue;
             vec up = adjusted(c, c->num_columns + column, load(FLOAT32, u->up, place));
             sums[i] = gate_of(c, type, sums[i], up);
@@ -74,12 +81,17 @@ INLINE void finish_part(int type, unfinished *u, int64_t count) {
     const linear_call *c = u->call;
     int64_t width = c->num_columns - u->column;
     for (int64_t r = 0; r < count; r++) {
-        float *row = u->tile + r * PANEL;
+        float *row = u->tile + r * PANEL, old[PANEL];
+        char *to = c->out + ((u->row + r) * c->out_stride + u->column) * size_of(type);
         if (c->scales)
             for (int64_t i = 0; i < width; i++) row[i] *= c->scales[u->column + i];
         if (c->bias)
             for (int64_t i = 0; i < width; i++) row[i] += c->bias[u->column + i];
-        write_row(type, row, c->out + ((u->row + r) * c->out_stride + u->column) * size_of(type), width);
+        if (c->adds) {
+            read_row(type, to, old, width);
+            for (int64_t i = 0; i < width; i++) row[i] += c->gains ? old[i] * c->gains[u->column + i] : old[i];
+        }
+        write_row(type, row, to, width);
     }
 }
 

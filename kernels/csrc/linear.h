@@ -21,6 +21,9 @@ typedef struct {
     int64_t group, scales_type, minima_type, factors_type;
     int64_t fine; /* codes only: each input is rounded to two numbers of 8 bits, see codes.h */
     const void *group_scales, *group_minima, *scale_factors, *minimum_factors;
+    /* Whether sums are added to what out has: out = out * gains + sums + bias, rounded once. No gate then. */
+    int64_t adds;
+    const float *gains; /* [num_columns], or NULL: all are 1 */
 } linear_call;
 
 /* Compute the product; return 0, or 1 without memory for the packed input. With `gated`, num_columns must be a

@@ -38,7 +38,7 @@ class EmbeddingLowRank:
 
     def add_to(self, out: Tensor, input_ids: Tensor) -> None:
         """Adapt embeddings, ``[n, hidden_size]``, in place."""
-        ops.add_rows(out, ops.packed_linear(self.table[input_ids], self.b))
+        out += ops.packed_linear(self.table[input_ids], self.b)
 
 
 class AdaptedEmbedding(nn.Module):

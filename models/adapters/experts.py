@@ -21,7 +21,7 @@ import baton_kernels as ops
 from baton.adapters.digest import AdapterDigest
 from baton.adapters.modules import AdapterFiles
 from baton_kernels import PackedWeight
-from models.adapters.low_rank import LowRank, Piece, make_low_rank, plain_product
+from models.adapters.low_rank import Piece, make_low_rank, plain_product
 from models.adapters.step import StepSpans
 from models.adapters.targets import TargetPart
 from models.layers.linear import PackedLinear
@@ -41,7 +41,7 @@ class ExpertsLowRank:
         parts: products by layer and expert, of experts that the adapter adapts.
     """
 
-    parts: Mapping[tuple[str, int], LowRank]
+    parts: Mapping[tuple[str, int], ops.LowRank]
 
     @property
     def num_bytes(self) -> int:
@@ -49,10 +49,10 @@ class ExpertsLowRank:
         return sum(one.num_bytes for one in self.parts.values())
 
     def add_to(self, out: Tensor, x: Tensor, layer: str, expert: int) -> None:
-        """Adapt an expert's results in place; see ``LowRank``."""
+        """Adapt an expert's results in place; see ``ops.LowRank``."""
         part = self.parts.get((layer, expert))
         if part is not None:
-            part.add_to(out, x)
+            ops.add_low_rank(out, x, [ops.LowRankSpan(0, len(x), part)])
 
 
 class AdaptedExperts:

@@ -1,12 +1,6 @@
-"""LowRank: the product that an adapter adds to one layer's output, packed for CPU kernels.
+"""Make the matrices by which an adapter changes one layer, packed for CPU kernels.
 
-    out += (x @ A^T) @ B^T        A: [rank, in], B: [out, rank], with the scale in B
-
-Layers that are joined here have one A and one B, whose ranks lie side by side:
-
-    A = [ A of q ]    B = [ B of q |   0    |   0    ]
-        [ A of k ]        [   0    | B of k |   0    ]
-        [ A of v ]        [   0    |   0    | B of v ]
+A joined layer has a part for each of its projections that the adapter adapts; see ``ops.LowRank``.
 
 With DoRA (Liu et al., arXiv:2402.09353) each row of the adapted weight has a norm of its own. That
 scales the layer's own product, too; the rows' factors are computed once, from the base weight.
@@ -16,7 +10,6 @@ Refuses to know: files, which rows of a step belong to which request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -32,41 +25,6 @@ from models.layers.linear import GatedLinear, PackedLinear
 _ROWS = 1024  # rows of a base weight that are unpacked at a time
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LowRank:
-    """An adapter's part of one layer.
-
-    Attributes:
-        a: ``[rank, in_features]``.
-        b: ``[out_features, rank]``.
-        gains: ``[out_features]``, factors of the layer's own product; None: all are 1.
-        shifts: ``[out_features]``, the part of the bias that the factors take away.
-    """
-
-    a: PackedWeight
-    b: PackedWeight
-    gains: Tensor | None = None
-    shifts: Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size in memory."""
-        tensors = (*self.a.tensors, *self.b.tensors, self.gains, self.shifts)
-        return sum(one.numel() * one.itemsize for one in tensors if one is not None)
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Adapt a layer's results in place.
-
-        Args:
-            out: ``[n, out_features]``, contiguous, the layer's own results.
-            x: ``[n, in_features]``, the layer's input.
-        """
-        delta = ops.packed_linear(ops.packed_linear(x, self.a), self.b)
-        if self.gains is not None and self.shifts is not None:
-            out.mul_(self.gains).add_(self.shifts)
-        ops.add_rows(out, delta if delta.dtype == out.dtype else delta.to(out.dtype))
-
-
 # What one module of an adapter adds to a layer: its factors, and which rows they are.
 Piece = tuple[Factors, Sequence[TargetPart]]
 
@@ -77,7 +35,7 @@ def make_low_rank(
     pieces: Sequence[Piece],
     dtype: torch.dtype,
     width: int,
-) -> LowRank:
+) -> ops.LowRank:
     """Pack an adapter's part of one layer.
 
     Args:
@@ -90,28 +48,26 @@ def make_low_rank(
     Raises:
         AdapterError: a number is too large for ``dtype``, or a row of the adapted weight is 0.
     """
-    num_outputs, ranks = _num_outputs(layer), [len(one.a) for one, _ in pieces]
+    num_outputs = _num_outputs(layer)
     down = torch.cat([one.a for one, _ in pieces])  # [sum of ranks, in]
-    up = torch.zeros(num_outputs, sum(ranks))
-    gains: Tensor | None = None
-    first = 0
-    for (factors, parts), rank in zip(pieces, ranks, strict=True):
+    made: list[ops.LowRankPart] = []
+    first_rank = 0
+    for factors, parts in pieces:
         for part in parts:
-            rows = part.of(factors.b)
+            up = part.of(factors.b)
+            gains: Tensor | None = None
+            shifts: Tensor | None = None
             if factors.magnitude is not None:
-                gains = torch.ones(num_outputs) if gains is None else gains
-                norms = _row_norms(layer, part.rows, rows, factors.a)
-                gains[part.rows] = gains_of(files, factors, norms, part)
-                rows = rows * gains[part.rows].unsqueeze(1)
-            up[part.rows, first : first + rank] = rows
-        first += rank
-    refuse_large(files, pieces[0][0], dtype, down, up)
-    a, b = (pack_matrix(matrix, dtype, width) for matrix in (down, up))
-    if gains is None:
-        return LowRank(a, b)
-    bias = _bias(layer)
-    shifts = torch.zeros(num_outputs) if bias is None else bias * (1 - gains)
-    return LowRank(a, b, gains.to(dtype), shifts.to(dtype))
+                gains = gains_of(files, factors, _row_norms(layer, part.rows, up, factors.a), part)
+                up = up * gains.unsqueeze(1)
+                bias = _bias(layer)
+                shifts = None if bias is None else bias[part.rows] * (1 - gains)
+            refuse_large(files, factors, dtype, factors.a, up)
+            first_column = part.rows.indices(num_outputs)[0]
+            packed = pack_matrix(up, dtype, width)
+            made.append(ops.LowRankPart(first_rank, first_column, packed, gains, shifts))
+        first_rank += len(factors.a)
+    return ops.LowRank(pack_matrix(down, dtype, width), tuple(made))
 
 
 def gains_of(files: AdapterFiles, factors: Factors, norms: Tensor, part: TargetPart) -> Tensor:

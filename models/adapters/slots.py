@@ -2,8 +2,8 @@
 
 A step without adapters runs the model as it is. A step with adapters runs a twin: the same modules
 and weights, but with an `AdaptedLinear` around every layer that an adapter may adapt. The tokens of
-one adapter lie side by side in a step, so each adapter's products are two multiplications of a
-slice:
+one adapter lie side by side in a step. One call adds the products of all adapters to a layer's
+output:
 
     step    | base .......... | adapter 1 ... | adapter 2 .. |      out[rows] += low_rank(x[rows])
 
@@ -28,7 +28,6 @@ from models.adapters.experts import AdaptedExperts
 from models.adapters.factors import read_factors
 from models.adapters.latents import AdaptedLatents
 from models.adapters.low_rank import (
-    LowRank,
     Piece,
     activation_of,
     make_low_rank,
@@ -61,7 +60,7 @@ class AdaptedLinear(nn.Module):
     def __init__(self, layer: nn.Module, step: StepSpans) -> None:
         super().__init__()
         self.layer = layer
-        self.loaded: dict[AdapterDigest, LowRank] = {}
+        self.loaded: dict[AdapterDigest, ops.LowRank] = {}
         self._step = step
         self._activation = activation_of(layer)
 
@@ -72,13 +71,13 @@ class AdaptedLinear(nn.Module):
             result: Tensor = self.layer(x)
             return result
         out = plain_product(self.layer, x)  # [num_tokens, out_features]
-        for rows, low_rank in found:
-            low_rank.add_to(out[rows], x[rows])
+        spans = [ops.LowRankSpan(rows.start, rows.stop, low_rank) for rows, low_rank in found]
+        ops.add_low_rank(out, x, spans)
         return out if self._activation is None else ops.gated_mul(out, self._activation)
 
     def make(
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
-    ) -> LowRank:
+    ) -> ops.LowRank:
         """Pack an adapter's part; raises AdapterError, see ``make_low_rank``."""
         return make_low_rank(self.layer, files, pieces, dtype, width)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from baton_kernels import Routing, Scoring, reference
-from baton_kernels.triton.experts import FEW_ROWS, MANY_ROWS, Tiles, experts
+from baton_kernels.row_tiles import RowTiles
+from baton_kernels.triton.experts import FEW_ROWS, MANY_ROWS, experts
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.numerics.tolerances import assert_close
 
@@ -91,8 +92,8 @@ def test_every_row_is_in_one_tile_of_its_expert(tile_rows: int, device: torch.de
     torch.manual_seed(0)
     for num_tokens, num_experts, top_k in [(1, 8, 8), (50, 3, 2), (9, 40, 4)]:
         ids = torch.rand(num_tokens, num_experts, device=device).argsort(dim=1)[:, :top_k]
-        tiles, seen = Tiles.of(ids, num_experts, tile_rows), []
-        for expert, first in zip(tiles.experts.tolist(), tiles.first_places.tolist(), strict=True):
+        tiles, seen = RowTiles.of(ids, num_experts, tile_rows), []
+        for expert, first in zip(tiles.weights.tolist(), tiles.first_places.tolist(), strict=True):
             if expert < num_experts:
                 last = min(first + tile_rows, int(tiles.ends[expert]))
                 rows = tiles.order[first:last]

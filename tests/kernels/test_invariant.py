@@ -25,7 +25,8 @@ from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 from baton_kernels import FP8, Routing, reference
 from baton_kernels.attention.triton_invariant import InvariantTritonAttention
-from baton_kernels.triton.experts import Tiles, experts
+from baton_kernels.row_tiles import RowTiles
+from baton_kernels.triton.experts import experts
 from baton_kernels.triton.invariant import attention, linear
 from tests.covering import covering
 from tests.kernels.poison import poisoned_memory as poisoned_memory
@@ -202,12 +203,12 @@ def test_experts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     sizes = set[int]()
 
-    def count(ids: Tensor, num_experts: int, tile_rows: int) -> Tiles:
+    def count(ids: Tensor, num_experts: int, tile_rows: int) -> RowTiles:
         sizes.add(tile_rows)
         return made(ids, num_experts, tile_rows)
 
-    made = Tiles.of
-    monkeypatch.setattr(Tiles, "of", count)
+    made = RowTiles.of
+    monkeypatch.setattr(RowTiles, "of", count)
     hidden, inner, num_experts, num_tokens = 64, 48, 4, 70
     gate_up = (torch.randn(num_experts, 2 * inner, hidden) / 8).to(dtype)
     down = (torch.randn(num_experts, hidden, inner) / 8).to(dtype)

@@ -162,14 +162,15 @@ def test_results_are_equal_to_the_bit_alone_and_in_company(
 
 
 @pytest.mark.skipif(native_ops() is None, reason="needs the native kernels")
-def test_decodes_with_adapters_run_from_tapes(scene: Scene) -> None:
+@pytest.mark.parametrize("name", ["small", "dora"])
+def test_decodes_with_adapters_run_from_tapes(scene: Scene, name: str) -> None:
     llm = scene.llm()
     slots = worker_of(llm.engine.executor)._adapters
     assert slots is not None
-    scored(llm, [("", scene.rows()[0][1]), ("small", scene.rows()[1][1])])
+    scored(llm, [("", scene.rows()[0][1]), (name, scene.rows()[1][1])])
     assert slots._twin.tapes is not None
     assert any(taped is not None for taped in slots._twin.tapes._tapes.values())
-    llm.unload_adapter("small")
+    llm.unload_adapter(name)
     assert not slots._twin.tapes._tapes, "a tape keeps an adapter's memory"
 
 

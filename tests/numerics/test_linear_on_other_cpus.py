@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from baton.kernel_library.ahead import INSTRUCTION_SETS, cpu_features
-from baton_kernels import CodeLayout, PackedWeight, WeightFormat, reference
+from baton_kernels import CodeLayout, LowRankSpan, PackedWeight, WeightFormat, reference
 from baton_kernels.native.ops import _CODES, _E2M1, _FORMATS
+from tests.numerics.low_rank import draw_low_rank
 from tests.numerics.test_native_ops import draw_integers
+from tests.numerics.tolerances import assert_close
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "fakes" / "engine" / "linear_program.c"
@@ -63,10 +65,7 @@ def run(program: Sequence[str], folder: Path, x: Tensor, weight: PackedWeight) -
     groups = (None,) * 4 if weight.groups is None else weight.groups.tensors
     types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
     tensors = (x, weight.panels, weight.scales, weight.bias, *groups)
-    contents = [
-        b"" if one is None else one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for one in tensors
-    ]
+    contents = [content_of(one) for one in tensors]
     num_rows, depth = x.shape
     columns = weight.out_features
     w_type = _E2M1 if weight.is_e2m1 else _FORMATS[weight.format]
@@ -78,6 +77,40 @@ def run(program: Sequence[str], folder: Path, x: Tensor, weight: PackedWeight) -
     subprocess.run([*program, str(folder / "in"), str(folder / "out")], check=True)
     content = bytearray((folder / "out").read_bytes())
     return torch.frombuffer(content, dtype=torch.float32).view(num_rows, columns)
+
+
+def content_of(tensor: Tensor | None) -> bytes:
+    if tensor is None:
+        return b""
+    content: bytes = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return content
+
+
+def run_low_rank(
+    program: Sequence[str], folder: Path, out: Tensor, x: Tensor, spans: Sequence[LowRankSpan]
+) -> Tensor:
+    """Return ``out`` after `add_low_rank`."""
+    fields: list[int] = []
+    contents = [content_of(x), content_of(out)]
+    num_parts = 0
+    for span in spans:
+        a, parts = span.low_rank.a, span.low_rank.parts
+        contents.append(content_of(a.panels))
+        fields += (span.first, span.end - span.first, a.out_features, num_parts, len(parts))
+        fields.append(len(contents[-1]))
+        num_parts += len(parts)
+    for part in (part for span in spans for part in span.low_rank.parts):
+        contents += map(content_of, (part.b.panels, part.gains, part.shifts))
+        fields += (part.first_rank, part.b.in_features, part.first_column, part.b.out_features)
+        fields += map(len, contents[-3:])
+    w_type = _FORMATS[spans[0].low_rank.a.format]
+    sizes = (x.shape[1], out.shape[1], len(spans), num_parts, *map(len, contents[:2]))
+    header = struct.pack(f"<{9 + len(fields)}q", _CODES[x.dtype], w_type, 1, *sizes, *fields)
+    (folder / "in").write_bytes(header + b"".join(contents))
+    words = ("low_rank", str(folder / "in"), str(folder / "out"))
+    subprocess.run([*program, *words], check=True)
+    content = bytearray((folder / "out").read_bytes())
+    return torch.frombuffer(content, dtype=out.dtype).view(out.shape)
 
 
 F16, I8 = torch.float16, torch.int8
@@ -117,3 +150,25 @@ def test_products_are_those_of_the_definition(
             torch.testing.assert_close(together, expected, rtol=1e-5, atol=tolerance)
             for part in (slice(5, 6), slice(3, 29)):
                 assert torch.equal(run(program, tmp_path, inputs[part], weight), together[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_adapters_add_what_the_definition_adds(
+    program: list[str], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    width = int(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
+    torch.manual_seed(0)
+    x, out = torch.randn(45, 301).to(dtype), torch.randn(45, 150).to(dtype)
+    columns = (slice(0, 70), slice(70, 150))
+    drawn = [
+        draw_low_rank(301, columns, ranks, dtype, width, has_gains=has_gains)
+        for ranks, has_gains in (((1, 37), False), ((256, 8), True))
+    ]
+    spans = [LowRankSpan(2, 30, drawn[0]), LowRankSpan(30, 45, drawn[1])]
+    together, expected = run_low_rank(program, tmp_path, out, x, spans), out.clone()
+    reference.add_low_rank(expected, x, spans)
+    assert_close(together, expected)
+    for row in (2, 29, 44):
+        alone = [LowRankSpan(0, 1, drawn[row >= 30])]
+        found = run_low_rank(program, tmp_path, out[row : row + 1], x[row : row + 1], alone)
+        assert torch.equal(found[0], together[row])

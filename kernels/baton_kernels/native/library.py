@@ -35,6 +35,35 @@ class LinearCall(Structure):
         *_fields(c_void_p, "x w scales bias out"),
         *_fields(c_int64, "group scales_type minima_type factors_type fine"),
         *_fields(c_void_p, "group_scales group_minima scale_factors minimum_factors"),
+        *_fields(c_int64, "adds"),
+        *_fields(c_void_p, "gains"),
+    )
+
+
+class LowRankPartCall(Structure):
+    """``low_rank_part`` in low_rank.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "first_rank rank first_column num_columns"),
+        *_fields(c_void_p, "b gains shifts"),
+    )
+
+
+class LowRankSpanCall(Structure):
+    """``low_rank_span`` in low_rank.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "first_row num_rows rank first_part num_parts"),
+        *_fields(c_void_p, "a"),
+    )
+
+
+class LowRankCall(Structure):
+    """``low_rank_call`` in low_rank.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type w_type num_threads depth x_stride out_stride num_spans"),
+        *_fields(c_void_p, "x out spans parts"),
     )
 
 
@@ -276,6 +305,9 @@ class TapeEntry(Structure):
 _STRUCTS: dict[str, type[Structure]] = {
     "linear_call": LinearCall,
     "grouped_call": GroupedLinearCall,
+    "low_rank_part": LowRankPartCall,
+    "low_rank_span": LowRankSpanCall,
+    "low_rank_call": LowRankCall,
     "experts_call": ExpertsCall,
     "route_call": RouteCall,
     "pack_call": PackCall,
@@ -305,6 +337,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baton_run_tape": (c_int, [c_int64, POINTER(TapeEntry)]),
     "baton_linear": (c_int, [POINTER(LinearCall)]),
     "baton_grouped_linear": (c_int, [POINTER(GroupedLinearCall)]),
+    "baton_low_rank": (c_int, [POINTER(LowRankCall)]),
     "baton_experts": (c_int, [POINTER(ExpertsCall)]),
     "baton_route": (c_int, [POINTER(RouteCall)]),
     "baton_pack_rows": (c_int, [POINTER(PackCall)]),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baton_kernels import reference
 from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.low_rank import LowRankPart, LowRankSlots, LowRankSpan
 from baton_kernels.native.library import (
     AttentionCall,
     CollectiveCall,
@@ -30,6 +31,9 @@ from baton_kernels.native.library import (
     LatentStoreCall,
     LendersCall,
     LinearCall,
+    LowRankCall,
+    LowRankPartCall,
+    LowRankSpanCall,
     NormCall,
     PackCall,
     PlacesCall,
@@ -46,6 +50,7 @@ from baton_kernels.packed import Float8Rows, GroupedIntegers, Groups, PackedWeig
 from baton_kernels.quantized import QuantizedWeight
 from baton_kernels.reference import FP8
 from baton_kernels.routing import Routing, Scoring
+from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
 # Type numbers, as in vectors.h.
@@ -59,7 +64,6 @@ _ACTIVATIONS = {
     "relu": 6,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_ROW = 2**17  # numbers of a row of `add_rows`, which a job keeps on its stack
 _MAX_KERNEL_SIZE = 16  # longest convolution kernel; a job keeps it on its stack
 _MAX_KEY_DIM = 512  # largest key_dim of a recurrence; a job keeps it on its stack
 _FORMATS = {
@@ -125,20 +129,6 @@ class NativeOps:
         )
         self._run(self._library.baton_rms_norm, call, x, residual, total)
         return total
-
-    def add_rows(self, x: Tensor, delta: Tensor) -> None:
-        """Compute ``reference.add_rows``. Each row is read before it is written, so ``x`` may be
-        the sum.
-        """
-        size = x.shape[-1]
-        if not (_plain(x, delta) and x.shape == delta.shape and size <= _MAX_ROW):
-            reference.add_rows(x, delta)
-            return
-        call = NormCall(
-            *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size),
-            *(delta.data_ptr(), x.data_ptr(), None, None, x.data_ptr(), 0.0, 0, 1.0),
-        )
-        self._run(self._library.baton_rms_norm, call, x, delta)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Compute ``reference.silu_mul`` with native kernels."""
@@ -353,6 +343,47 @@ class NativeOps:
         if x.dtype not in _FLOATS:
             return self.packed_linear(x.float(), weight).to(x.dtype)
         return self._linear(x, weight, weight.out_features, gated=0)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, spans: Sequence[LowRankSpan]) -> None:
+        """Compute ``reference.add_low_rank`` with native kernels."""
+        weights = [span.low_rank.a for span in spans]
+        weights += [part.b for span in spans for part in span.low_rank.parts]
+        fits = x.dtype in _FLOATS and out.dtype == x.dtype and x.stride(1) == out.stride(1) == 1
+        fits = fits and all(weight.width == self.panel_width for weight in weights)
+        formats = {weight.format for weight in weights}
+        if not (fits and len(formats) == 1 and weights[0].format.keeps_numbers):
+            reference.add_low_rank(out, x, spans)
+            return
+        assert all(0 <= span.first <= span.end <= len(x) == len(out) for span in spans)
+        assert all(span.low_rank.a.in_features == x.shape[1] for span in spans)
+        all_parts: list[LowRankPartCall] = []
+        all_spans: list[LowRankSpanCall] = []
+        for span in spans:
+            parts, a = span.low_rank.parts, span.low_rank.a
+            assert all(part.columns.stop <= out.shape[1] for part in parts)
+            assert all(part.ranks.stop <= a.out_features for part in parts)
+            all_spans.append(
+                LowRankSpanCall(
+                    *(span.first, span.end - span.first, a.out_features),
+                    *(len(all_parts), len(parts), a.panels.data_ptr()),
+                )
+            )
+            all_parts += map(_low_rank_part, parts)
+        span_array = (LowRankSpanCall * len(all_spans))(*all_spans)
+        part_array = (LowRankPartCall * len(all_parts))(*all_parts)
+        call = LowRankCall(
+            *(_CODES[x.dtype], _FORMATS[weights[0].format], torch.get_num_threads()),
+            *(x.shape[1], x.stride(0), out.stride(0), len(spans), x.data_ptr(), out.data_ptr()),
+            *(ctypes.addressof(span_array), ctypes.addressof(part_array)),
+        )
+        tensors = (tensor for span in spans for tensor in span.low_rank.tensors)
+        self._run(self._library.baton_low_rank, call, out, x, span_array, part_array, *tensors)
+
+    def add_low_rank_by_slot(
+        self, out: Tensor, x: Tensor, slots: LowRankSlots, ids: Tensor, tiles: RowTiles
+    ) -> None:
+        """Compute ``reference.add_low_rank_by_slot``: this op exists for GPUs."""
+        reference.add_low_rank_by_slot(out, x, slots, ids, tiles)
 
     def quantized_linear(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
@@ -746,10 +777,12 @@ class NativeOps:
         """Implement ``tape.record``: the native calls of this thread in ``compute``."""
         return record(self._recorder, self._library, compute)
 
-    def _run(self, function: Any, call: ctypes.Structure, *tensors: Tensor | None) -> None:
+    def _run(
+        self, function: Any, call: ctypes.Structure, *owners: Tensor | ctypes.Array[Any] | None
+    ) -> None:
         check(function(call))
         if self._recorder.tape is not None:
-            self._recorder.tape.add(function, call, tensors)
+            self._recorder.tape.add(function, call, owners)
 
     def collect(self, group: RankGroup, tensor: Tensor, gathered: Tensor | None = None) -> bool:
         """Add the tensors of all ranks, in place; return whether the library could do so.
@@ -810,6 +843,13 @@ def load_native_ops() -> NativeOps | None:
     """Load the ops, or return None (with one line in the log) where the library is missing."""
     library = load_library()
     return None if library is None else NativeOps(library)
+
+
+def _low_rank_part(part: LowRankPart) -> LowRankPartCall:
+    return LowRankPartCall(
+        *(part.first_rank, part.b.in_features, part.first_column, part.b.out_features),
+        *(part.b.panels.data_ptr(), _address(part.gains), _address(part.shifts)),
+    )
 
 
 def _address(tensor: Tensor | None) -> int | None:

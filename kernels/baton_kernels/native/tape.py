@@ -53,15 +53,18 @@ class Tape:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._calls: list[tuple[Any, ctypes.Structure]] = []
-        self._kept: list[Tensor] = []
+        self._kept: list[Tensor | ctypes.Array[Any]] = []
         self._entries: ctypes.Array[TapeEntry] | None = None
 
     def add(
-        self, function: Any, call: ctypes.Structure, tensors: tuple[Tensor | None, ...]
+        self,
+        function: Any,
+        call: ctypes.Structure,
+        owners: tuple[Tensor | ctypes.Array[Any] | None, ...],
     ) -> None:
-        """Add one call; ``tensors`` are those whose addresses it contains."""
+        """Add one call; ``owners`` own the memory whose addresses the call contains."""
         self._calls.append((function, call))
-        self._kept.extend(tensor for tensor in tensors if tensor is not None)
+        self._kept.extend(owner for owner in owners if owner is not None)
 
     def run(self) -> None:
         """Make all calls again; raises MemoryError if the library runs out of memory."""

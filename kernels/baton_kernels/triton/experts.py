@@ -1,23 +1,19 @@
 """A mixture of experts: multiplies rows sorted by expert, in tiles of one expert each.
 
-    rows, by expert   | e0 e0 e0 | e2 | e5 e5 |          row = token * top_k + place
-    tiles             [ e0     ][e0  ][e2     ][e5     ][no expert] ...
-
-The number of tiles depends on the routing. The largest possible number is launched, and tiles
-without an expert return at once. So shapes depend on the number of tokens only, the host reads no
-result, and a CUDA graph can hold all launches. Refuses to know: models, how experts are chosen.
+See `RowTiles`: tiles without an expert return at once, and a CUDA graph can hold all launches.
+Refuses to know: models, how experts are chosen.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.row_tiles import RowTiles
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.silu_mul import gate_of, gated_half
@@ -51,7 +47,7 @@ def experts(
     # With tiles of another size, a matrix unit may add in another order.
     is_many = invariant or num_rows >= MANY_ROWS // 2 * num_experts
     tile_rows = MANY_ROWS if is_many else FEW_ROWS
-    tiles = Tiles.of(ids, num_experts, tile_rows)
+    tiles = RowTiles.of(ids, num_experts, tile_rows)
     x, gate_up, down = x.contiguous(), gate_up.contiguous(), down.contiguous()
     gate_up_bias, down_bias = biases or (None, None)
     middle = x.new_empty(num_rows, inner)
@@ -62,10 +58,7 @@ def experts(
             gate_up,
             gate_up_bias,
             middle,
-            tiles.experts,
-            tiles.first_places,
-            tiles.ends,
-            tiles.order,
+            *tiles.tensors,
         ),
         (num_experts, hidden, inner, top_k),
     )
@@ -77,10 +70,7 @@ def experts(
             down,
             down_bias,
             results,
-            tiles.experts,
-            tiles.first_places,
-            tiles.ends,
-            tiles.order,
+            *tiles.tensors,
         ),
         (num_experts, inner, hidden),
     )
@@ -91,53 +81,6 @@ def experts(
         (hidden, top_k),
     )
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The rows of each tile.
-
-    Attributes:
-        experts: ``[count]`` int64; ``num_experts`` for a tile without an expert.
-        first_places: ``[count]`` int64, place of each tile's first row in ``order``.
-        ends: ``[num_experts]`` int64, place behind each expert's last row in ``order``.
-        order: ``[num_rows]`` int64, rows sorted by expert.
-    """
-
-    experts: Tensor
-    first_places: Tensor
-    ends: Tensor
-    order: Tensor
-
-    @property
-    def count(self) -> int:
-        """Number of tiles; some have no rows."""
-        return len(self.experts)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, in the order of the kernels' arguments."""
-        return self.experts, self.first_places, self.ends, self.order
-
-    @classmethod
-    def of(cls, ids: Tensor, num_experts: int, tile_rows: int) -> Tiles:
-        """Sort the rows of ``ids``, ``[num_tokens, top_k]``, without a copy to the host."""
-        flat = ids.flatten().long()  # [num_rows]
-        num_rows = len(flat)
-        order = flat.sort(stable=True).indices
-        sizes = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
-        sizes.scatter_add_(0, flat, torch.ones_like(flat))
-        ends = sizes.cumsum(0)
-        tiles = (sizes + (tile_rows - 1)) // tile_rows
-        tile_ends = tiles.cumsum(0)
-        # Each expert fills all of its tiles but the last one, which bounds the number of tiles.
-        most = min(num_rows, num_rows // tile_rows + min(num_experts, num_rows))
-        ids_of_tiles = torch.arange(most, device=ids.device)
-        experts = torch.searchsorted(tile_ends, ids_of_tiles, right=True)
-        known = experts.clamp(max=num_experts - 1)
-        before = ids_of_tiles - (tile_ends - tiles)[known]  # earlier tiles of the same expert
-        first_places = (ends - sizes)[known] + before * tile_rows
-        return cls(experts, first_places, ends, order)
 
 
 @functools.cache

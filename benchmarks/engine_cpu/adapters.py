@@ -1,0 +1,214 @@
+"""Compare decodes and prompts of several LoRA adapters with those of the base model, on a CPU.
+
+Qwen3-0.6B's shape, random weights in bfloat16, and an adapter of each rank on all linear layers.
+Base and adapters take turns in one process, so that both have the same machine; the median of the
+rounds' ratios counts. With `--peers llamacpp`, llama.cpp reads the same weights and adapters as
+GGUF files. Its server computes requests of different adapters one adapter after another, and so
+does this comparison (adapters_llamacpp.py).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.engine_cpu import engine_cpu
+from benchmarks.runner.own_process import answer_of, call_words, own_environment
+from benchmarks.runner.run import Document, Run
+
+RANKS = (8, 16, 32, 64)
+DECODE, PREFILL = "decode 8", "prefill 2048"
+# Requests and tokens of a prompt.
+SIZES = {DECODE: (8, 32), PREFILL: (4, 512)}
+# Layer in a checkpoint: its name in GGUF, and what its inputs and outputs are.
+LAYERS = {
+    "self_attn.q_proj": ("attn_q", "hidden", "queries"),
+    "self_attn.k_proj": ("attn_k", "hidden", "keys"),
+    "self_attn.v_proj": ("attn_v", "hidden", "keys"),
+    "self_attn.o_proj": ("attn_output", "queries", "hidden"),
+    "mlp.gate_proj": ("ffn_gate", "hidden", "inner"),
+    "mlp.up_proj": ("ffn_up", "hidden", "inner"),
+    "mlp.down_proj": ("ffn_down", "inner", "hidden"),
+}
+Generate = Callable[[Sequence[list[int]], int, bool], object]  # prompts, new tokens, with adapters
+
+
+def make_adapter(folder: Path, shape: Mapping[str, Any], rank: int) -> None:
+    """Write a random adapter once, in PEFT's layout and as GGUF."""
+    if (folder / "adapter_model.gguf").exists():
+        return
+    import gguf
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(rank)
+    width = shape["head_dim"]
+    sizes = {
+        "hidden": shape["hidden_size"],
+        "inner": shape["intermediate_size"],
+        "queries": width * shape["num_attention_heads"],
+        "keys": width * shape["num_key_value_heads"],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(folder / "adapter_model.gguf.part", "qwen3")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    tensors: dict[str, torch.Tensor] = {}
+    for index in range(shape["num_hidden_layers"]):
+        for layer, (name, inputs, outputs) in LAYERS.items():
+            for matrix, size in (
+                ("A", (rank, sizes[inputs])),
+                ("B", (sizes[outputs], rank)),
+            ):
+                numbers = (torch.randn(size) * 0.02).bfloat16()
+                path = f"base_model.model.model.layers.{index}.{layer}.lora_{matrix}.weight"
+                tensors[path] = numbers
+                called = f"blk.{index}.{name}.weight.lora_{matrix.lower()}"
+                writer.add_tensor(called, numbers.float().numpy())
+    names = [layer.partition(".")[2] for layer in LAYERS]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": names}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / "adapter_model.safetensors")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (folder / "adapter_model.gguf.part").rename(folder / "adapter_model.gguf")
+
+
+def rate_of(generate: Generate, case: str, num_tokens: int, *, adapted: bool) -> float:
+    """Return tokens per second of a case's prompts, or of its decodes."""
+    num_requests, length = SIZES[case]
+    draw = random.Random(case)
+    prompts = [draw.choices(range(1000), k=length) for _ in range(num_requests)]
+
+    def seconds(new_tokens: int) -> float:
+        start = time.perf_counter()
+        generate(prompts, new_tokens, adapted)
+        return time.perf_counter() - start
+
+    if case == PREFILL:
+        return num_requests * length / seconds(1)
+    first, all_tokens = seconds(1), seconds(1 + num_tokens)
+    return num_requests * num_tokens / (all_tokens - first)
+
+
+def rates_of(generate: Generate, rounds: int, num_tokens: int) -> dict[str, list[list[float]]]:
+    """Return the rates of base and adapters of each round, by case; the first turns alternate."""
+    found: dict[str, list[list[float]]] = {}
+    for case in SIZES:
+        for adapted in (False, True):  # writes caches, and records tapes
+            rate_of(generate, case, 4, adapted=adapted)
+        found[case] = []
+        for number in range(rounds):
+            order = (False, True) if number % 2 else (True, False)
+            rates = {one: rate_of(generate, case, num_tokens, adapted=one) for one in order}
+            found[case].append([rates[False], rates[True]])
+    return found
+
+
+def print_rates(folder: str, adapters: str, threads: str, rounds: str, tokens: str) -> None:
+    """Print Baton's rates as JSON, see `rates_of`."""
+    from baton.api.sampling_params import SamplingParams
+    from engine import LLM
+
+    folders = sorted(Path(adapters).iterdir())
+    llm = LLM(
+        folder,
+        dtype="bfloat16",
+        num_threads=int(threads),
+        adapters={one.name: one for one in folders},
+        prefix_cache=False,
+        max_num_batched_tokens=2048,
+        kv_cache_bytes=2**30,
+    )
+
+    def generate(prompts: Sequence[list[int]], num_tokens: int, adapted: bool) -> object:
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_tokens)
+        names = [folders[index % len(folders)].name for index in range(len(prompts))]
+        return llm.generate(prompts, params, adapter=names if adapted else "")
+
+    print(json.dumps(rates_of(generate, int(rounds), int(tokens))))
+
+
+def summary_of(rates: Mapping[str, list[list[float]]]) -> dict[str, dict[str, float]]:
+    """Return the best rates, and the median ratio of adapters to base, by case."""
+    return {
+        case: {
+            "base": round(max(base for base, _ in rounds), 1),
+            "adapters": round(max(adapted for _, adapted in rounds), 1),
+            "ratio": round(statistics.median(adapted / base for base, adapted in rounds), 3),
+        }
+        for case, rounds in rates.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How adapters are timed.
+
+    Attributes:
+        shape: the checkpoint, 125M or 0.6B.
+        ranks: rank of each adapter.
+        rounds: turns of base and adapters.
+        tokens: decode steps per turn.
+        peers: llamacpp is built if need be.
+    """
+
+    shape: Literal["125M", "0.6B"] = "0.6B"
+    ranks: Sequence[int] = RANKS
+    threads: int = 2
+    rounds: int = 5
+    tokens: int = 48
+    peers: Sequence[Literal["llamacpp"]] = ()
+
+
+def run(run: Run, options: Options) -> Document:
+    """Time base and adapters in turns, then llama.cpp with the same files."""
+    work = engine_cpu.WORKS[options.shape]
+    folder = engine_cpu.make_checkpoint(work)
+    adapters = engine_cpu.BUILD / f"{work.folder}-adapters-{'-'.join(map(str, options.ranks))}"
+    for rank in options.ranks:
+        make_adapter(adapters / f"rank{rank:03}", work.shape, rank)
+    numbers = (options.threads, options.rounds, options.tokens)
+    environment = own_environment(OMP_NUM_THREADS=str(options.threads))
+    call = call_words("benchmarks.engine_cpu.adapters:print_rates", folder, adapters, *numbers)
+    found = {"baton": summary_of(answer_of(call, engine_cpu.RUN_LIMIT_S, env=environment))}
+    missing: dict[str, str] = {}
+    for peer in options.peers:
+        script = Path(__file__).parent / f"adapters_{peer}.py"
+        try:
+            python = engine_cpu.python_of(peer)
+            words = (script, folder, adapters, *numbers)
+            rates = engine_cpu.answer_in(python, *words, threads=options.threads)
+            found[peer] = summary_of(rates)
+        except (subprocess.SubprocessError, OSError, ValueError) as error:
+            missing[peer] = engine_cpu.reason_of(error)
+            print(peer, missing[peer], file=sys.stderr)
+    for engine, cases in found.items():
+        run.show(f"{engine}, tokens per second", cases)
+    return {
+        "shape": work.shape,
+        "dtype": work.dtype,
+        "num_threads": options.threads,
+        "ranks": list(options.ranks),
+        "tokens_per_second": found,
+        "over_peers": {
+            peer: {
+                case: round(found["baton"][case]["adapters"] / cases[case]["adapters"], 2)
+                for case in cases
+            }
+            for peer, cases in found.items()
+            if peer != "baton"
+        },
+        "missing": missing,
+    }

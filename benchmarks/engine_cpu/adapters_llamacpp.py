@@ -1,0 +1,112 @@
+"""Time llama.cpp with adapters in a process of its own, and print JSON as adapters.py reads it.
+
+Run with the Python of llama.cpp's environment. A context has one set of adapters at a time, so a
+step of requests with different adapters takes one call per adapter, as in llama.cpp's server.
+Refuses to know: Baton.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp as api
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from benchmarks.engine_cpu.adapters import rates_of
+from benchmarks.engine_cpu.gguf_checkpoints import as_gguf
+
+Prompts = Sequence[list[int]]
+
+
+class Model:
+    """A model with adapters, and a context for eight requests.
+
+    Args:
+        folder: the checkpoint, of which a GGUF file is made beside it.
+        adapters: folders with an ``adapter_model.gguf`` each.
+    """
+
+    def __init__(self, folder: Path, adapters: Path, threads: int) -> None:
+        self._vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+        api.llama_backend_init()
+        path = as_gguf(folder, "bf16")
+        loading = api.llama_model_default_params()
+        model = api.llama_model_load_from_file(str(path).encode(), loading)
+        files = [one / "adapter_model.gguf" for one in sorted(adapters.iterdir())]
+        self._adapters = [api.llama_adapter_lora_init(model, str(one).encode()) for one in files]
+        assert all(self._adapters), "an adapter cannot be read"
+        options = api.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_seq_max = 8 * 640, 2048, 8
+        options.n_threads = options.n_threads_batch = threads
+        self._context: Any = api.llama_init_from_model(model, options)
+
+    def generate(self, prompts: Prompts, num_tokens: int, adapted: bool) -> object:
+        """Continue prompts of one length, each by its adapter or all by the base model."""
+        api.llama_memory_clear(api.llama_get_memory(self._context), True)
+        tokens = self._step(prompts, 0, adapted)
+        for made in range(1, num_tokens):
+            tokens = self._step(tokens, len(prompts[0]) + made - 1, adapted)
+        return tokens
+
+    def _step(self, tokens: Prompts, position: int, adapted: bool) -> list[list[int]]:
+        """Compute each request's tokens from a position on; return each one's next token."""
+        found: dict[int, list[int]] = {}
+        for adapter, requests in self._groups(len(tokens), adapted):
+            found |= self._decode(adapter, {one: tokens[one] for one in requests}, position)
+        return [found[one] for one in range(len(tokens))]
+
+    def _groups(self, num_requests: int, adapted: bool) -> Iterator[tuple[Any, range]]:
+        """Yield each adapter with its requests; None: the base model."""
+        if not adapted:
+            yield None, range(num_requests)
+            return
+        for index, adapter in enumerate(self._adapters):
+            yield adapter, range(index, num_requests, len(self._adapters))
+
+    def _decode(
+        self, adapter: Any, tokens: dict[int, list[int]], position: int
+    ) -> dict[int, list[int]]:
+        chosen = [] if adapter is None else [adapter]
+        pointers = (api.llama_adapter_lora_p_ctypes * len(chosen))(*chosen)
+        scales = (ctypes.c_float * len(chosen))(*[1.0] * len(chosen))
+        failed = api.llama_set_adapters_lora(self._context, pointers, len(chosen), scales)
+        assert not failed, failed
+        batch = api.llama_batch_init(sum(map(len, tokens.values())), 0, 1)
+        index, last = 0, {}
+        for request, own in tokens.items():
+            for offset, token in enumerate(own):
+                batch.token[index] = token
+                batch.pos[index] = position + offset
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = request
+                batch.logits[index] = offset == len(own) - 1
+                index += 1
+            last[request] = index - 1
+        batch.n_tokens = index
+        failed = api.llama_decode(self._context, batch)
+        assert not failed, failed
+        rows = {
+            request: np.ctypeslib.as_array(
+                api.llama_get_logits_ith(self._context, place), (self._vocabulary,)
+            )
+            for request, place in last.items()
+        }
+        api.llama_batch_free(batch)
+        return {request: [int(row.argmax())] for request, row in rows.items()}
+
+
+def main() -> None:
+    """Load, time base and adapters, print one line of JSON."""
+    folder, adapters, threads, rounds, tokens = sys.argv[1:]
+    model = Model(Path(folder), Path(adapters), int(threads))
+    print(json.dumps(rates_of(model.generate, int(rounds), int(tokens))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""LowRank: the matrices by which an adapter changes one layer's output, for CPUs and for GPUs.
+
+    out = out * gains + (x @ A.T) @ B.T + shifts
+
+Several modules of an adapter may change one layer, such as query, key and value of a joined
+projection. Their rows of A lie one behind another, and each has a B of its own::
+
+    A = [ A of q ]    B of q --> columns of q
+        [ A of k ]    B of k --> columns of k
+        [ A of v ]    B of v --> columns of v
+
+Refuses to know: files, which request a row belongs to, what computes the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from baton_kernels.packed import PackedWeight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRankPart:
+    """The columns of a layer's output that one module of an adapter changes.
+
+    Attributes:
+        first_rank: the first of the rows of A that belong to this module.
+        first_column: the first of the columns.
+        b: ``[num_columns, rank]``, with the adapter's scale.
+        gains: ``[num_columns]`` float32, factors of the layer's own product; None: all are 1.
+        shifts: ``[num_columns]`` float32, added to the columns; None: all are 0.
+    """
+
+    first_rank: int
+    first_column: int
+    b: PackedWeight
+    gains: Tensor | None = None
+    shifts: Tensor | None = None
+
+    @property
+    def ranks(self) -> slice:
+        """Return this module's rows of A."""
+        return slice(self.first_rank, self.first_rank + self.b.in_features)
+
+    @property
+    def columns(self) -> slice:
+        """Return the columns that the module changes."""
+        return slice(self.first_column, self.first_column + self.b.out_features)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """An adapter's matrices for one layer.
+
+    Attributes:
+        a: ``[rank, in_features]``, the rows of all parts.
+        parts: the modules; none changes a column that another one changes.
+    """
+
+    a: PackedWeight
+    parts: tuple[LowRankPart, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all tensors."""
+        found = [*self.a.tensors]
+        for part in self.parts:
+            found += (*part.b.tensors, part.gains, part.shifts)
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size in memory."""
+        return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRankSpan:
+    """Neighbouring rows of a step that have one adapter: ``[first, end)``."""
+
+    first: int
+    end: int
+    low_rank: LowRank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRankSlots:
+    """Adapters' matrices for one layer on a GPU, at addresses that do not change.
+
+    A slot has one adapter or none. A CUDA graph that holds the launches stays right when a slot
+    gets another adapter.
+
+    Attributes:
+        a: ``[num_slots, num_parts, max_rank, in_features]``.
+        b: ``[num_slots, out_features, max_rank]``, with the adapters' scale.
+        ranks: ``[num_slots, num_parts]`` int32; 0: the adapter does not change the part's columns.
+        first_columns: ``[num_parts + 1]`` int32, the first column of each part; then the end.
+        most_columns: columns of the widest part.
+        gains: ``[num_slots, out_features]`` float32, factors of the layer's own product; None: all
+            are 1.
+        shifts: like ``gains``, but added; None if there are no gains.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    first_columns: Tensor
+    most_columns: int
+    gains: Tensor | None = None
+    shifts: Tensor | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Return the number of slots."""
+        return len(self.a)
+
+    @classmethod
+    def empty(
+        cls,
+        like: Tensor,
+        num_slots: int,
+        max_rank: int,
+        in_features: int,
+        columns: Sequence[int],
+        *,
+        has_gains: bool,
+    ) -> LowRankSlots:
+        """Allocate slots without adapters.
+
+        Args:
+            like: a tensor of the matrices' device and dtype.
+            max_rank: largest rank of a module.
+            in_features: inputs of the layer.
+            columns: number of columns of each part, which lie one behind another.
+            has_gains: whether adapters may have gains and shifts.
+        """
+        ends = list(accumulate(columns))
+        num_columns = ends[-1]
+        return cls(
+            like.new_zeros(num_slots, len(columns), max_rank, in_features),
+            like.new_zeros(num_slots, num_columns, max_rank),
+            like.new_zeros(num_slots, len(columns), dtype=torch.int32),
+            torch.tensor([0, *ends], dtype=torch.int32, device=like.device),
+            max(columns),
+            like.new_ones(num_slots, num_columns, dtype=torch.float32) if has_gains else None,
+            like.new_zeros(num_slots, num_columns, dtype=torch.float32) if has_gains else None,
+        )
+
+    def write(
+        self,
+        slot: int,
+        part: int,
+        down: Tensor,
+        up: Tensor,
+        gains: Tensor | None = None,
+        shifts: Tensor | None = None,
+    ) -> None:
+        """Write one module of an adapter.
+
+        Args:
+            down: ``[rank, in_features]``.
+            up: ``[num_columns, rank]``, with the scale.
+            gains: ``[num_columns]``.
+            shifts: ``[num_columns]``.
+        """
+        rank, columns = len(down), self.columns(part)
+        assert rank <= self.a.shape[2]
+        self.a[slot, part, :rank] = down
+        self.b[slot, columns, :rank] = up
+        if self.gains is not None and self.shifts is not None:
+            self.gains[slot, columns] = 1 if gains is None else gains
+            self.shifts[slot, columns] = 0 if shifts is None else shifts
+        self.ranks[slot, part] = rank
+
+    def clear(self, slot: int) -> None:
+        """Take a slot's adapter away."""
+        self.ranks[slot] = 0
+
+    def columns(self, part: int) -> slice:
+        """Return the columns that a part changes."""
+        first, end = self.first_columns[part : part + 2].tolist()
+        return slice(first, end)

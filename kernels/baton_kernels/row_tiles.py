@@ -1,0 +1,72 @@
+"""RowTiles: rows sorted by what multiplies them, in tiles of one weight each, without the host.
+
+    rows, by weight   | w0 w0 w0 | w2 | w5 w5 |
+    tiles             [ w0     ][w0  ][w2     ][w5     ][no weight] ...
+
+The number of tiles depends on the rows. The largest possible number is made, and tiles without a
+weight come last. So shapes depend on the number of rows only, and a CUDA graph can hold all
+launches.
+Refuses to know: kernels, what the weights are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """The rows of each tile.
+
+    Attributes:
+        weights: ``[count]`` int64; ``num_weights`` for a tile without a weight.
+        first_places: ``[count]`` int64, place of each tile's first row in ``order``.
+        ends: ``[num_weights]`` int64, place behind each weight's last row in ``order``.
+        order: ``[num_rows]`` int64, rows sorted by weight.
+        tile_rows: most rows of a tile.
+    """
+
+    weights: Tensor
+    first_places: Tensor
+    ends: Tensor
+    order: Tensor
+    tile_rows: int
+
+    @property
+    def count(self) -> int:
+        """Number of tiles; some have no rows."""
+        return len(self.weights)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, in the order of the kernels' arguments."""
+        return self.weights, self.first_places, self.ends, self.order
+
+    @classmethod
+    def of(cls, ids: Tensor, num_weights: int, tile_rows: int) -> RowTiles:
+        """Sort rows by weight.
+
+        Args:
+            ids: the weight of each row, from 0; of any shape and integer type.
+            num_weights: number of weights.
+            tile_rows: most rows of a tile.
+        """
+        flat = ids.flatten().long()  # [num_rows]
+        num_rows = len(flat)
+        order = flat.sort(stable=True).indices
+        sizes = torch.zeros(num_weights, dtype=torch.int64, device=ids.device)
+        sizes.scatter_add_(0, flat, torch.ones_like(flat))
+        ends = sizes.cumsum(0)
+        tiles = (sizes + (tile_rows - 1)) // tile_rows
+        tile_ends = tiles.cumsum(0)
+        # Each weight fills all of its tiles but the last one, which bounds the number of tiles.
+        most = min(num_rows, num_rows // tile_rows + min(num_weights, num_rows))
+        ids_of_tiles = torch.arange(most, device=ids.device)
+        weights = torch.searchsorted(tile_ends, ids_of_tiles, right=True)
+        known = weights.clamp(max=num_weights - 1)
+        before = ids_of_tiles - (tile_ends - tiles)[known]  # earlier tiles of the same weight
+        first_places = (ends - sizes)[known] + before * tile_rows
+        return cls(weights, first_places, ends, order, tile_rows)
