@@ -345,7 +345,7 @@ def compile_library(
         # missing function is an error here: a compiler might call a function that torch's libgomp
         # has, but team.c lacks.
         finished = f"{held.path}/library.so"
-        complete = ["-Wl,-z,defs"] if _HAS_THREADS else []
+        complete = ["-fno-openmp", "-Wl,-z,defs"] if _HAS_THREADS else []
         inputs = [*sorted(objects), "-lpthread", "-lm"]
         compilers.run([*compiler, "-shared", *complete, "-o", finished, *inputs])
         return Path(finished).read_bytes()

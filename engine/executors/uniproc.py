@@ -83,7 +83,10 @@ class UniprocExecutor:
         return {}
 
     def rest(self) -> None:
-        self.worker.rest()
+        if self.thread is None:
+            self.worker.rest()
+        else:  # the thread that computes has borrowed the cores
+            self.thread.submit(self.worker.rest).result()
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
         return self.worker.do_idle_work(num_used_blocks)

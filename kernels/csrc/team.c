@@ -39,9 +39,9 @@ typedef struct {
 #define SPINS_PER_LOOK 32 /* at the clock */
 #define AWAKE_NS 2000000
 #define YIELD_NS 100000 /* Linux counts each yield as a used slice of time, so many would keep a thread from its turn */
-#define MOST_LOOPS 16 /* dynamic loops of a region */
+#define MOST_LOOPS 16 /* dynamic loops of a region; none may stand outside a region */
 #define MOST_LENDERS 64
-#define SIZE_BITS 16  /* bits for the team's size in the word that starts a region */
+#define SIZE_BITS 10  /* bits for the team's size in the word that starts a region */
 
 typedef void region(void *data);
 
@@ -56,12 +56,14 @@ typedef struct {
     event begun;  /* number of the region, and its number of threads in the lower SIZE_BITS */
     event done;   /* workers that have finished the region */
     event passed; /* barriers that all threads have reached */
+    event grown;  /* regions with more threads than the one before */
     _Alignas(LINE) atomic_uint num_waiting; /* threads at the current barrier */
     atomic_long next[MOST_LOOPS];           /* iterations taken of each dynamic loop */
     region *run;
     void *data;
-    unsigned num_workers, num_regions, fork;
-    unsigned num_own, num_lenders; /* threads on the process's own cores; lenders of the others' cores */
+    unsigned num_workers, num_regions, size, fork; /* size: of the last region */
+    atomic_uint num_own;  /* threads on the process's own cores; 0: no cores were ever borrowed */
+    unsigned num_lenders; /* lenders of the other threads' cores */
     _Atomic int8_t *lenders[MOST_LENDERS];
     pthread_t *workers;
 } team;
@@ -107,6 +109,13 @@ static bool spin(event *e, unsigned value, int times) {
     return false;
 }
 
+/* Sleep until the event's word has another value. */
+static void sleep_while(event *e, unsigned value) {
+    atomic_fetch_add(&e->num_sleepers, 1);
+    while (atomic_load(&e->word) == value) syscall(SYS_futex, &e->word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+    atomic_fetch_sub(&e->num_sleepers, 1);
+}
+
 /* Wait until the event's word has another value. */
 static void wait_while(event *e, unsigned value) {
     if (spin(e, value, SPINS)) return;
@@ -119,9 +128,7 @@ static void wait_while(event *e, unsigned value) {
         if (spin(e, value, SPINS_PER_LOOK)) return;
         now = now_ns();
     } while (now < sleep_at);
-    atomic_fetch_add(&e->num_sleepers, 1);
-    while (atomic_load(&e->word) == value) syscall(SYS_futex, &e->word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
-    atomic_fetch_sub(&e->num_sleepers, 1);
+    sleep_while(e, value);
 }
 
 /* Wake the threads that sleep; call after the word was changed. */
@@ -132,6 +139,11 @@ static void wake(event *e) {
 static void begin_region(team *t, unsigned size) {
     atomic_store(&t->begun.word, ++t->num_regions << SIZE_BITS | size);
     wake(&t->begun);
+    if (size > t->size || !size) {
+        atomic_fetch_add(&t->grown.word, 1); /* after `begun`: see work() */
+        wake(&t->grown);
+    }
+    t->size = size;
 }
 
 static void run_as(team *t, unsigned id, unsigned size, atomic_long *next, region *run, void *data) {
@@ -150,10 +162,16 @@ static void *work(void *argument) {
     prctl(PR_SET_NAME, "baton-team");
     for (;;) {
         wait_while(&t->begun, w.seen);
-        w.seen = atomic_load_explicit(&t->begun.word, memory_order_acquire);
+        unsigned grown = atomic_load(&t->grown.word); /* before `begun`, so that no growth is missed */
+        w.seen = atomic_load(&t->begun.word);
         unsigned size = w.seen & ((1u << SIZE_BITS) - 1);
         if (!size) return NULL; /* the leader ends */
-        if (w.id >= size) continue;
+        if (w.id >= size) {
+            /* A thread on a borrowed core sleeps at once, as the core's owner needs it. */
+            unsigned num_own = atomic_load(&t->num_own);
+            if (num_own && w.id >= num_own) sleep_while(&t->grown, grown);
+            continue;
+        }
         run_as(t, w.id, size, t->next, t->run, t->data);
         atomic_fetch_add(&t->done.word, 1);
         wake(&t->done);
@@ -236,11 +254,12 @@ int baton_watch_lenders(const lenders_call *c) {
 /* ---------------------------------------------------------------- what GCC calls */
 
 HIDDEN void GOMP_parallel(region *run, void *data, unsigned num_threads, unsigned flags) {
+    if (num_threads >= 1u << SIZE_BITS) num_threads = (1u << SIZE_BITS) - 1; /* also of a negative number */
     team *t = num_threads > 1 && !here.size ? team_of(num_threads - 1) : NULL;
     if (t) num_threads = num_usable(t, num_threads);
     unsigned size = t && t->num_workers < num_threads - 1 ? t->num_workers + 1 : num_threads;
     if (!t || size < 2) {
-        if (t && size > t->num_own) mark_lenders(t, 0);
+        if (t && num_threads > t->num_own) mark_lenders(t, 0);
         atomic_long next[MOST_LOOPS] = {0};
         run_as(NULL, 0, 1, next, run, data);
         return;
@@ -252,7 +271,7 @@ HIDDEN void GOMP_parallel(region *run, void *data, unsigned num_threads, unsigne
     begin_region(t, size);
     run_as(t, 0, size, t->next, run, data);
     for (unsigned num; (num = atomic_load(&t->done.word)) < size - 1;) wait_while(&t->done, num);
-    if (size > t->num_own) mark_lenders(t, 0);
+    if (num_threads > t->num_own) mark_lenders(t, 0);
 }
 
 HIDDEN int omp_get_thread_num(void) { return here.id; }

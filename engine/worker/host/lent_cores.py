@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import logging
 import mmap
 import os
@@ -35,7 +36,11 @@ logger = logging.getLogger(__name__)
 
 _BUSY, _LENT = ".busy", ".lent"
 _IS_BUSY, _IS_USED = 0, 1  # bytes of the file
+# Threads of the kernels keep addresses of these bytes, so no mapping may end before the process.
+_MAPPED: list[ctypes.Array[ctypes.c_int8]] = []
+_MOST_SHARES = 64  # MOST_LENDERS in team.c
 _LONGEST_WAIT_S = 0.02
+_LONGEST_LOCK_S = 0.001
 _POLL_S = 0.0002
 AfterLayer = Callable[[int], None]
 
@@ -70,7 +75,10 @@ class LentCores:
     def borrow(self) -> None:
         """Mark this node's cores as busy, and compute on the cores of idle nodes as well."""
         if not self._is_busy:
-            self._is_busy = _lock(self._busy)  # fails only while another node checks the lock
+            give_up_at = time.monotonic() + _LONGEST_LOCK_S
+            while not (is_locked := _lock(self._busy)) and time.monotonic() < give_up_at:
+                pass  # another node checks the lock, for microseconds
+            self._is_busy = is_locked
             self._bytes[_IS_BUSY] = 1
             self._wait_for_borrower()
             self._find_others()
@@ -78,7 +86,8 @@ class LentCores:
             return
         kept = [share for share in self._borrowed if not share.is_busy()]
         new = (share for share in self._others.values() if share not in self._borrowed)
-        self._use(kept + [share for share in new if share.borrow()])
+        num_more = _MOST_SHARES - len(kept)
+        self._use(kept + list(itertools.islice((one for one in new if one.borrow()), num_more)))
 
     def rest(self) -> None:
         """Lend this node's cores, as there is nothing to compute; give back borrowed cores."""
@@ -226,8 +235,10 @@ def _open(path: Path) -> int:
 
 def _map_bytes(descriptor: int) -> ctypes.Array[ctypes.c_int8]:
     """Return the two bytes of a file, shared with all processes that map the file."""
-    os.ftruncate(descriptor, 2)
-    return (ctypes.c_int8 * 2).from_buffer(mmap.mmap(descriptor, 2))
+    os.posix_fallocate(descriptor, 0, 2)  # a hole would need a page when it is written
+    mapped = (ctypes.c_int8 * 2).from_buffer(mmap.mmap(descriptor, 2))
+    _MAPPED.append(mapped)
+    return mapped
 
 
 def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
