@@ -9,22 +9,8 @@
 #include <sys/mman.h>
 #endif
 
+#include "old_glibc.h"
 #include "vectors.h"
-
-/* glibc 2.34 gave these functions a new version when they moved into libc. The old version is in
- * every glibc, so a library built here also loads where glibc is older. */
-#if defined(__GLIBC__) && defined(__PIC__) && !defined(__PIE__)
-#if defined(__x86_64__) && !defined(__ILP32__)
-#define OLD_VERSION "GLIBC_2.2.5"
-#elif defined(__aarch64__)
-#define OLD_VERSION "GLIBC_2.17"
-#endif
-#endif
-#ifdef OLD_VERSION
-__asm__(".symver pthread_once, pthread_once@" OLD_VERSION);
-__asm__(".symver pthread_key_create, pthread_key_create@" OLD_VERSION);
-__asm__(".symver pthread_setspecific, pthread_setspecific@" OLD_VERSION);
-#endif
 
 #define NUM_SLOTS 4
 #define HUGE_PAGE (2 << 20)

@@ -1,0 +1,260 @@
+/* Teams of threads: the functions that GCC calls for `#pragma omp`, in place of libgomp's.
+ *
+ * Each thread that opens a parallel region has a team of its own, whose workers wait for the next region. libgomp's
+ * threads sleep when they have spun for a while. Where waking a thread takes longer than this while, as in virtual
+ * machines, a thread that has slept comes late to the next barrier, where the others fall asleep in turn: from then on
+ * each barrier costs a wake-up, and a decode step takes six times as long. Here a waiting thread spins for microseconds,
+ * then lets other threads have its core for AWAKE_NS, which is longer than a wake-up, and sleeps only then.
+ *
+ * GCC on Linux only; elsewhere `#pragma omp` is the compiler's own runtime, or has no effect.
+ * Refuses to know: what is computed.
+ */
+#if defined(_OPENMP) && defined(__linux__) && !defined(__clang__)
+#define _GNU_SOURCE
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "old_glibc.h"
+
+#define HIDDEN __attribute__((visibility("hidden"))) /* torch's libgomp keeps its functions of these names */
+#define LINE 64                                      /* bytes of a cache line */
+#define SPINS 1000
+#define SPINS_PER_YIELD 32
+#ifndef AWAKE_NS
+#define AWAKE_NS 2000000
+#endif
+#define MOST_LOOPS 16 /* dynamic loops of a region */
+#define SIZE_BITS 16  /* bits for the team's size in the word that starts a region */
+
+typedef void region(void *data);
+
+/* A word that threads wait for, and how many of them sleep. */
+typedef struct {
+    _Alignas(LINE) atomic_uint word;
+    atomic_uint num_sleepers;
+} event;
+
+/* The leader fills `run`, `data` and `next`, then changes `begun`; members read them only after that. */
+typedef struct {
+    event begun;  /* number of the region, and its number of threads in the lower SIZE_BITS */
+    event done;   /* workers that have finished the region */
+    event passed; /* barriers that all threads have reached */
+    _Alignas(LINE) atomic_uint num_waiting; /* threads at the current barrier */
+    atomic_long next[MOST_LOOPS];           /* iterations taken of each dynamic loop */
+    region *run;
+    void *data;
+    unsigned num_workers, num_regions, fork;
+    pthread_t *workers;
+} team;
+
+typedef struct {
+    team *of;
+    unsigned id, seen;
+} worker;
+
+/* The region that this thread is in. */
+typedef struct {
+    team *of; /* NULL: a region of one thread, or none */
+    unsigned id, size, num_loops;
+    atomic_long *next;
+    long first, end, step, chunk;
+} place;
+
+static __thread place here;
+static __thread team *own;
+static atomic_uint num_forks; /* a forked process has none of the workers */
+static pthread_key_t at_end;
+static pthread_once_t has_key = PTHREAD_ONCE_INIT;
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");
+#endif
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+static bool spin(event *e, unsigned value, int times) {
+    for (int i = 0; i < times; i++) {
+        if (atomic_load_explicit(&e->word, memory_order_acquire) != value) return true;
+        relax();
+    }
+    return false;
+}
+
+/* Wait until the event's word has another value. */
+static void wait_while(event *e, unsigned value) {
+    if (spin(e, value, SPINS)) return;
+    int64_t sleep_at = now_ns() + AWAKE_NS;
+    do {
+        sched_yield();
+        if (spin(e, value, SPINS_PER_YIELD)) return;
+    } while (now_ns() < sleep_at);
+    atomic_fetch_add(&e->num_sleepers, 1);
+    while (atomic_load(&e->word) == value) syscall(SYS_futex, &e->word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+    atomic_fetch_sub(&e->num_sleepers, 1);
+}
+
+/* Wake the threads that sleep; call after the word was changed. */
+static void wake(event *e) {
+    if (atomic_load(&e->num_sleepers)) syscall(SYS_futex, &e->word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+}
+
+static void begin_region(team *t, unsigned size) {
+    atomic_store(&t->begun.word, ++t->num_regions << SIZE_BITS | size);
+    wake(&t->begun);
+}
+
+static void run_as(team *t, unsigned id, unsigned size, atomic_long *next, region *run, void *data) {
+    place outer = here;
+    here = (place){.of = t, .id = id, .size = size, .next = next};
+    run(data);
+    here = outer;
+}
+
+/* ---------------------------------------------------------------- workers */
+
+static void *work(void *argument) {
+    worker w = *(worker *)argument;
+    free(argument);
+    team *t = w.of;
+    prctl(PR_SET_NAME, "baton-team");
+    for (;;) {
+        wait_while(&t->begun, w.seen);
+        w.seen = atomic_load_explicit(&t->begun.word, memory_order_acquire);
+        unsigned size = w.seen & ((1u << SIZE_BITS) - 1);
+        if (!size) return NULL; /* the leader ends */
+        if (w.id >= size) continue;
+        run_as(t, w.id, size, t->next, t->run, t->data);
+        atomic_fetch_add(&t->done.word, 1);
+        wake(&t->done);
+    }
+}
+
+static void end_team(void *leaders) {
+    team *t = leaders;
+    if (t->fork == atomic_load(&num_forks)) {
+        begin_region(t, 0);
+        for (unsigned i = 0; i < t->num_workers; i++) pthread_join(t->workers[i], NULL);
+        free(t->workers);
+        free(t);
+    }
+    own = NULL;
+}
+
+static void count_fork(void) { atomic_fetch_add(&num_forks, 1); }
+
+static void make_key(void) {
+    pthread_key_create(&at_end, end_team);
+    pthread_atfork(NULL, NULL, count_fork);
+}
+
+/* Return this thread's team with as many workers as can be had, or NULL. */
+static team *team_of(unsigned num_workers) {
+    pthread_once(&has_key, make_key);
+    if (!own || own->fork != atomic_load(&num_forks)) {
+        void *memory;
+        if (posix_memalign(&memory, LINE, sizeof(team))) return NULL;
+        own = memory;
+        *own = (team){.fork = atomic_load(&num_forks)};
+        pthread_setspecific(at_end, own);
+    }
+    if (own->num_workers < num_workers) {
+        pthread_t *workers = realloc(own->workers, num_workers * sizeof *workers);
+        if (workers) own->workers = workers;
+        while (workers && own->num_workers < num_workers) {
+            worker *w = malloc(sizeof *w);
+            if (!w) break;
+            *w = (worker){own, own->num_workers + 1, own->begun.word};
+            if (pthread_create(&workers[own->num_workers], NULL, work, w)) {
+                free(w);
+                break;
+            }
+            own->num_workers++;
+        }
+    }
+    return own;
+}
+
+/* ---------------------------------------------------------------- what GCC calls */
+
+HIDDEN void GOMP_parallel(region *run, void *data, unsigned num_threads, unsigned flags) {
+    team *t = num_threads > 1 && !here.size ? team_of(num_threads - 1) : NULL;
+    unsigned size = t && t->num_workers < num_threads - 1 ? t->num_workers + 1 : num_threads;
+    if (!t || size < 2) {
+        atomic_long next[MOST_LOOPS] = {0};
+        run_as(NULL, 0, 1, next, run, data);
+        return;
+    }
+    t->run = run;
+    t->data = data;
+    for (int i = 0; i < MOST_LOOPS; i++) atomic_store_explicit(&t->next[i], 0, memory_order_relaxed);
+    atomic_store_explicit(&t->done.word, 0, memory_order_relaxed);
+    begin_region(t, size);
+    run_as(t, 0, size, t->next, run, data);
+    for (unsigned num; (num = atomic_load(&t->done.word)) < size - 1;) wait_while(&t->done, num);
+}
+
+HIDDEN int omp_get_thread_num(void) { return here.id; }
+
+HIDDEN int omp_get_num_threads(void) { return here.size ? here.size : 1; }
+
+HIDDEN void GOMP_barrier(void) {
+    team *t = here.of;
+    if (!t) return;
+    unsigned passed = atomic_load(&t->passed.word);
+    if (atomic_fetch_add(&t->num_waiting, 1) + 1 == here.size) {
+        atomic_store(&t->num_waiting, 0);
+        atomic_store(&t->passed.word, passed + 1);
+        wake(&t->passed);
+    } else {
+        wait_while(&t->passed, passed);
+    }
+}
+
+/* Take the next chunk of the loop: store its bounds and return true, or return false if none is left. */
+HIDDEN bool GOMP_loop_nonmonotonic_dynamic_next(long *first, long *end) {
+    if (here.num_loops >= MOST_LOOPS) __builtin_trap(); /* a region of our own has too many loops */
+    long taken = atomic_fetch_add_explicit(&here.next[here.num_loops], here.chunk, memory_order_relaxed);
+    long from = here.first + taken * here.step, to = from + here.chunk * here.step;
+    if (here.step > 0 ? from >= here.end : from <= here.end) return false;
+    *first = from;
+    *end = (here.step > 0 ? to > here.end : to < here.end) ? here.end : to;
+    return true;
+}
+
+HIDDEN bool GOMP_loop_nonmonotonic_dynamic_start(long from, long to, long step, long chunk, long *first, long *end) {
+    here.first = from;
+    here.end = to;
+    here.step = step;
+    here.chunk = chunk;
+    return GOMP_loop_nonmonotonic_dynamic_next(first, end);
+}
+
+HIDDEN void GOMP_loop_end_nowait(void) { here.num_loops++; }
+
+HIDDEN void GOMP_loop_end(void) {
+    here.num_loops++;
+    GOMP_barrier();
+}
+
+/* Other versions of GCC call these. */
+HIDDEN bool GOMP_loop_dynamic_start(long, long, long, long, long *, long *)
+    __attribute__((alias("GOMP_loop_nonmonotonic_dynamic_start")));
+HIDDEN bool GOMP_loop_dynamic_next(long *, long *) __attribute__((alias("GOMP_loop_nonmonotonic_dynamic_next")));
+#endif
