@@ -216,11 +216,13 @@ def _answer(
 
 
 def _read_line() -> str | None:
-    """Return a line of the user's input, or None at its end."""
+    """Return a line of the user's input, or None at its end; only a person sees a prompt."""
+    is_person = sys.stdin.isatty()
     try:
-        return input("> ").strip()
+        return input("> " if is_person else "").strip()
     except EOFError:
-        typer.echo()
+        if is_person:
+            typer.echo()
         return None
 
 
