@@ -157,6 +157,8 @@ def chat(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
         num_failed = 0
+        if sys.stdin.isatty():
+            typer.secho("Ctrl-D ends the chat, Ctrl-C stops an answer", dim=True, err=True)
         with Client(access.router, api_key=access.api_key, tls=access.tls) as client:
             while (text := _read_line()) is not None:
                 if text:
