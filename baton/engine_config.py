@@ -11,7 +11,7 @@ from baton.options import check_limits, option, parse_bytes
 
 PREEMPTION = ("recompute", "hand-back")
 SPECULATIVE_METHODS = ("none", "ngram", "draft_model", "medusa", "eagle", "mtp")
-# drafters with weights, which draft within the model's step
+# Drafters with weights, which draft within the model's step.
 DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
 _READERS = ("draft_model", "eagle", "mtp")  # drafters that keep KV of the tokens they read
 DRAFT_ACCEPTANCE = ("equality", "rejection")
@@ -20,7 +20,7 @@ DEFAULT_SPECULATIVE_TOKENS = 5
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4", "fp8")
-NUMA = "numa"  # instead of a list of cores
+NUMA = "numa"  # value of an option, in place of a list of cores
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
@@ -50,7 +50,7 @@ _BATCH_LIMITS = {
 class EngineConfig:
     """Hold an engine's options, checked when created; raises ConfigError naming the field.
 
-    None means that machine and model decide; so does 0 for batch limits that may be 0.
+    None means that machine and model decide. For batch limits that may be 0, 0 means this, too.
     """
 
     dtype: str = option(
@@ -130,14 +130,13 @@ class EngineConfig:
     )
     native_kernels: bool = option(
         True,
-        help="On a CPU, use kernels in C (built at first use) if they can be built. Applies to "
-        "the whole process.",
+        help="On a CPU, use kernels in C (built at first use) if they can be built.",
     )
     batch_invariant: bool = option(
         False,
-        help="On a GPU, too, compute a request's tokens and logprobs bit-identically, whatever "
-        "else is in the batch, and whatever the chunks, preemptions or node of its kind; slower. "
-        "A CPU with native kernels always does. The same on all nodes.",
+        help="Compute a request's tokens and logprobs bit for bit alike in every batch, with any "
+        "chunks and preemptions, and on every node of the same kind. This makes a GPU slower; "
+        "a CPU with native kernels always does it. The same on all nodes.",
     )
     block_size: int = option(
         0,
@@ -168,10 +167,10 @@ class EngineConfig:
         above=0,
         most=1,
         unset=0.0,
-        help="Share of the device's memory for weights, activations and KV blocks together with "
-        "what others use; on a CPU, share of the machine's or the control group's memory, "
-        "whichever is less. 0: 0.9, and on a CPU at most 1 GiB of KV blocks, so that several "
-        "nodes fit a machine.",
+        help="Share of the device's memory that weights, activations and KV blocks may use "
+        "together with other programs. On a CPU, share of the machine's or the control "
+        "group's memory, whichever is less. 0: 0.9, and on a CPU at most 1 GiB of KV blocks, "
+        "so that several nodes fit a machine.",
     )
     max_model_len: int | None = option(
         None,
@@ -284,10 +283,13 @@ class EngineConfig:
     ngram_min: int = option(
         2,
         least=1,
-        help="ngram: fewest last tokens that must occur earlier, so that what followed is drafted.",
+        help="Method ngram: fewest last tokens that must occur earlier, so that the tokens after "
+        "them are drafted.",
     )
     ngram_max: int = option(
-        4, least=1, help="ngram: length of a match at which the search for longer ones ends."
+        4,
+        least=1,
+        help="Method ngram: a match of this many tokens ends the search for longer matches.",
     )
 
     def __post_init__(self) -> None:

@@ -13,8 +13,8 @@ NUM_LAYER_GROUPS = 4
 
 MAX_REVISION_CHARS = 128
 REVISION_HELP = (
-    "Which revision of the fleet's nodes this is one of: only nodes of one are paired, and "
-    "requests go to revisions that have nodes of both roles (docs/rollout.md)."
+    "Revision of the fleet's nodes that this node belongs to. Only nodes of one revision are "
+    "paired, and requests go to revisions that have nodes of both roles (docs/rollout.md)."
 )
 
 

@@ -44,7 +44,7 @@ class Declaration:
         choices: allowed values; empty: any.
         unset: text that users write for None.
         parse: converts a user's text, given the option's name for ConfigError.
-        variable: an additional environment variable for it.
+        variable: a further environment variable of the option.
         is_secret: whether the value is never shown.
         further: name of the field that takes the values after the first; empty: the option may be
             given once.
@@ -102,7 +102,7 @@ class Option:
     """An option of a program.
 
     Attributes:
-        name: as users write it: ``max_model_len`` is ``--max-model-len``.
+        name: the option's name as users write it: ``max_model_len`` is ``--max-model-len``.
         type: type of the users' value.
         default: default as users would write it; `dataclasses.MISSING`: required.
         path: names of the fields that lead to its value.

@@ -56,7 +56,7 @@ class Engine:
         """Join the parts; `make_engine` makes them.
 
         Args:
-            executor: has loaded the model and allocated the cache.
+            executor: executor that has loaded the model and allocated the cache.
             scheduler: schedules over the blocks of that cache.
             grammars: compiles requests' grammars.
             speculation: the scheduler's `DraftPolicy`; None: no drafts.
@@ -158,7 +158,7 @@ class Engine:
         """Explain the latest step's number of drafts, for people; empty if the number is fixed.
 
         Args:
-            request: also explain if this request was not drafted for.
+            request: request to explain, too, if it was not drafted for.
         """
         choice = None if self._speculation is None else self._speculation.choice
         if request is not None and not is_drafted_for(request):
@@ -285,7 +285,7 @@ class Engine:
         return self._end(scheduled, self.executor.submit(plan, hooks))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
-        """Launch a step, before the step in flight has ended if possible, and end that one."""
+        """Launch a step, if possible while another one is in flight; then end the one in flight."""
         result, before = StepResult(), self._in_flight
         if before is not None:
             scheduled = scheduled.without_finished()

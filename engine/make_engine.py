@@ -34,7 +34,7 @@ def make_engine(
         identity: identity of the model folder (`folder_identity`), which makes hashes of cached
             KV equal on all nodes; without it, hashes are valid in this process only.
         executor: computes the steps; None: make the one that the options name.
-        grammars: see `GrammarCompiler`.
+        grammars: grammar parts made before any thread started; None: none.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or unsupported.

@@ -31,7 +31,8 @@ _WAYS = (
 
 
 def rehearse(engine: Engine, *, decodes: bool = True) -> None:
-    """Compute prompts and decode steps: of one greedy request, then of one per way of sampling.
+    """Compute a prompt and a decode step of one greedy request, then of one request per way of
+    sampling.
 
     Overwrites the last block of the KV memory and the first rows; the engine must have no request.
     Call this on the thread that computes all steps.

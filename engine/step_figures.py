@@ -26,7 +26,7 @@ class StepFigures:
     """Count the steps of one engine.
 
     Args:
-        scheduler: has the counters of requests.
+        scheduler: the scheduler, whose counters of requests are read.
         executor: computes the steps; says what a token costs its model.
 
     Attributes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 # Step times vary, and at most one gap in a hundred may exceed the limit.
 _AIM = 0.8  # fraction of the allowed time to aim for
 _FADING = 0.2  # weight of the newest step in averages
-_LARGEST_CHANGE = 2.0  # a step's time counts as at most this factor off the average
+_LARGEST_CHANGE = 2.0  # factor by which a time may differ from the average; cut beyond
 _LARGEST_GROWTH = 2.0  # most prompt tokens, divided by the last measured step's
 _LEAST_S = 1e-6
 

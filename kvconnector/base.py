@@ -19,7 +19,7 @@ from kvconnector.blocks import LayerRange
 TransferKey = tuple[str, int]  # (request_id, epoch)
 NO_TRANSFER: TransferKey = ("", 0)
 HANDOFF_VERSION = 1
-MAX_DRAFTS = 32  # in a record
+MAX_DRAFTS = 32  # most drafts in a hand-off record
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -50,7 +50,7 @@ class BlockPush:
         first_block: index of ``block_ids[0]`` among the prompt's blocks that travel.
         num_tokens: prompt tokens that are complete once these blocks have arrived; 0 unless whole
             blocks travel, because some layers alone complete no token.
-        record: set only in the last push of a request.
+        record: the hand-off record; set only in the last push of a request.
         layers: the layers that travel; None: all of them.
         is_computed: returns whether the GPU has finished these blocks; called on the I/O thread.
             None: they are finished.
@@ -95,8 +95,8 @@ class TransferEventKind(Enum):
     PEER_DRAINED = "peer drained"  # receiver: nothing more can arrive from a dead peer
     STARTED = "started"  # receiver: the prefill node began to compute and wants a grant
     WATERMARK = "watermark"  # receiver: tokens up to `num_tokens` are complete
-    COMMITTED = "committed"  # both: all blocks are complete; terminal
-    FAILED = "failed"  # both: the transfer failed, and nothing is in flight; terminal
+    COMMITTED = "committed"  # sender and receiver: all blocks are complete; terminal
+    FAILED = "failed"  # sender and receiver: it failed, and nothing is in flight; terminal
 
 
 class TransferOutcome(Enum):

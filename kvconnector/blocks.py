@@ -62,7 +62,7 @@ class Pair(NamedTuple):
 
 
 class Slices:
-    """All slices between two nodes.
+    """The ranges of bytes that each rank of one node writes into each rank of another.
 
     Args:
         writers: manifest of the node that sends.
@@ -147,7 +147,7 @@ class Slices:
         return self._sum(layers)[0]
 
     def num_ranges(self, layers: LayerRange | None) -> int:
-        """Return the most ranges of one block over all slices, among all kinds."""
+        """Return the largest number of ranges of one block over all slices, among all kinds."""
         return self._sum(layers)[1]
 
     def _sum(self, layers: LayerRange | None) -> tuple[int, int]:

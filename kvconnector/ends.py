@@ -174,7 +174,7 @@ class Receiver(_End):
         on_death: called (on the loop's thread) when the connector cannot continue.
         clock: returns monotonic seconds.
         digests: makes the digests of this node's blocks; None: arrived blocks are not checked.
-        channels, make_peers: see `Sender`.
+        channels, make_peers: factories of channels and peers, see `Sender`.
 
     Attributes:
         machine: the protocol; used by the loop's thread alone.

@@ -60,7 +60,8 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine_id: unique to the process start.
         connector: the KV connector's name in the registry.
-        host: equal for processes that can reach each other's memory through the kernel.
+        host: text that is equal for processes that can reach each other's memory through the
+            kernel.
         pid: the process id; 0: peers cannot watch the process.
         started_at: when the process began (`peer_process.start_time`); 0: unknown.
         manifest: the layout of the node's blocks.

@@ -80,7 +80,7 @@ class Trial:
     """One run of one deployment; without a search, runs of one repeat have the same requests.
 
     Attributes:
-        holds_none: whether no tried rate held the SLO; this is then the run at the lowest rate.
+        holds_none: whether no tried rate kept the SLO; the run is then that at the lowest rate.
     """
 
     deployment: Deployment

@@ -31,7 +31,7 @@ class OpenLoop:
     """An open loop: requests at a fixed rate, however the server does.
 
     Attributes:
-        arrivals: one of ARRIVALS.
+        arrivals: kind of arrivals, one of ARRIVALS.
         burstiness: standard deviation of gamma arrivals' gaps over their mean. 1 is Poisson,
             above are bursts.
     """
@@ -117,7 +117,7 @@ class LoadPlan:
         warmup_s: requests that are scheduled before this time are not measured.
         duration_s: no request is scheduled after this time; None: no limit.
         num_requests: most requests of a run; None: no limit.
-        vocab_size: prompts are drawn from token ids below this number.
+        vocab_size: number of token ids from which prompts are drawn.
         timeout_s: limit for one request, from its sending.
         drain_timeout_s: time after the last sending at which open requests are given up.
         max_lag_s: the generator's own lag (p99) above which a run's figures are not valid.

@@ -64,7 +64,7 @@ async def find_highest(
     precision: float,
     least: float,
 ) -> tuple[float, float]:
-    """Find the highest value that holds, if all below it do, and the lowest failing one above it.
+    """Find the highest value that holds with all lower values, and the lowest failing value above.
 
     Returns 0 for the first one if no tried value held, and infinity for the second if none failed.
 
@@ -135,7 +135,7 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
         found = highest[-1]
         factor = _MAX_FACTOR if found is None else min(1 + 2 * search.precision, _MAX_FACTOR)
         start = min(step.value for step in steps) if found is None else found.value
-        if found is not None:  # and leaves its grid
+        if found is not None:  # other rates than before
             start *= (1 + search.precision) ** chance.uniform(-0.5, 0.5)
     brackets = [_bracket(steps, repeat) for repeat in range(len(highest))]
     goodputs = [

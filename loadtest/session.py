@@ -15,10 +15,10 @@ from loadtest.targets.base import Target
 
 
 class Session:
-    """The target stays open; its owner closes it.
+    """Run loads against a target, which stays open: its owner closes it.
 
     Args:
-        stop: set from outside, ends the current run.
+        stop: event that ends the current run when it is set from outside.
     """
 
     def __init__(self, target: Target, stop: asyncio.Event) -> None:

@@ -21,7 +21,7 @@ Play = Callable[[LoadPlan], Awaitable[RunResult]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One run in a series.
+    """A run of a series, with the value that the series varies.
 
     Attributes:
         value: requests per second, or number of users.

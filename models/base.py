@@ -20,7 +20,8 @@ from models.config import ModelConfig
 Rotations = tuple[tuple[Tensor, Tensor], ...]
 
 
-# A layer's views of the cache, each [num_blocks, ...]: one if it attends, else its state's arrays.
+# A layer's views of the cache, each [num_blocks, ...]: one view for attention, or a view for each
+# array of its state.
 LayerCache = Tensor | tuple[Tensor, ...]
 AttentionStep = tuple[AttentionMetadata, AttentionBackend]
 GroupStep = AttentionStep | tuple[StateMetadata, None]
@@ -41,11 +42,11 @@ class AdapterSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Everything but the token ids that one forward pass depends on; an argument, never ambient."""
+    """Everything that one forward pass depends on, except token ids; always passed explicitly."""
 
     positions: Tensor  # [num_tokens] int64, position of each token in its sequence
-    # One per KV cache group; the first one attends. Groups of states have no backend. The other
-    # groups' backends have planned this step.
+    # A step per KV cache group; the first group attends. Backends have planned this step. Groups of
+    # states have no backend.
     groups: tuple[GroupStep, ...]
     layer_groups: tuple[int, ...]  # each layer's group
     layer_caches: tuple[LayerCache, ...]  # one per layer
@@ -60,7 +61,7 @@ class ForwardContext:
         return metadata.max_seq_len
 
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
-        """Return the step of a layer that attends: metadata, the backend that planned it, cache.
+        """Return metadata of the step, the backend that planned it, and the layer's KV cache.
 
         The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; with latents,
         ``[num_blocks, block_size, width]``.

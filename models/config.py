@@ -31,7 +31,7 @@ class ModelConfig:
 
     Attributes:
         max_model_len: longest sequence (prompt and output) with correct results.
-        dtype: the checkpoint's: "float32", "bfloat16" or "float16".
+        dtype: dtype in which the checkpoint stores weights: "float32", "bfloat16" or "float16".
         quantization: format of the stored weights; None: not quantized.
         num_mtp_layers: number of multi-token prediction layers, which follow the model's own.
         is_text_part: whether the checkpoint also has parts for images, which are not used.

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import baton_kernels as ops
 from baton.kv.layers import LayerKV, as_replicated
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import DecodeTapes
 from models.layers.attention import Attention
+from models.layers.computing import Computing
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.latent_attention import LatentAttention
 from models.layers.linear import keep_elements, keep_outputs
@@ -170,7 +170,7 @@ class Elsewhere(nn.Module):
     """Placeholder for a part of the model that another stage computes."""
 
 
-class Decoder(nn.Module):
+class Decoder(Computing):
     """Embedding, layers and last norm: everything that checkpoints keep under ``model.``."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
                 cast("DecoderLayer", layer).shard(ranks.group)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """See ``CausalLM.forward``."""
+        """Implement ``CausalLM.forward``."""
         if self._ranks.is_first_stage:
             delta = self.embed(input_ids)  # [num_tokens, hidden_size]
         else:
@@ -265,14 +265,14 @@ class Decoder(nn.Module):
                 states.append(
                     delta
                     if residual is None
-                    else ops.scaled_add(delta, residual, self._residual_scale)
+                    else self.ops.scaled_add(delta, residual, self._residual_scale)
                 )
             delta, residual = self.layers[index](delta, residual, rotations, context)
             if context.after_layer is not None:
                 context.after_layer(index)
         assert residual is not None, "a stage has at least one layer"
         if not self._ranks.is_last_stage:
-            return (ops.scaled_add(delta, residual, self._residual_scale),)
+            return (self.ops.scaled_add(delta, residual, self._residual_scale),)
         return self.norm.add(delta, residual, self._residual_scale)[0], *states
 
 
@@ -286,11 +286,11 @@ class AdaptedForward(Protocol):
     """Computes steps in which some tokens are adapted."""
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """See ``CausalLM.forward``."""
+        """Implement ``CausalLM.forward``."""
         ...
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(Computing):
     """A ``CausalLM``: the decoder and the output head. Weights are uninitialized until loaded.
 
     Args:
@@ -344,7 +344,7 @@ class DecoderForCausalLM(nn.Module):
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """See ``CausalLM.kv_scales``."""
+        """Implement ``CausalLM.kv_scales``."""
         mixers = [getattr(layer, "self_attn", None) for layer in self.model.layers]
         return tuple(
             (mixer.k_scale, mixer.v_scale) if isinstance(mixer, Attention) else (1.0, 1.0)
@@ -364,7 +364,7 @@ class DecoderForCausalLM(nn.Module):
         return name.startswith((*self._ignored, "mtp."))
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """See ``CausalLM.forward``."""
+        """Implement ``CausalLM.forward``."""
         if context.adapters:
             assert self.adapted is not None, "no adapter is loaded"
             return self.adapted.forward(input_ids, context)
@@ -372,7 +372,7 @@ class DecoderForCausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See ``CausalLM.compute_logits``."""
+        """Implement ``CausalLM.compute_logits``."""
         if self.lm_head is None:
             embedding = self.model.embed_tokens
             assert isinstance(embedding, nn.Embedding), "packed ones come with a head"
@@ -384,7 +384,9 @@ class DecoderForCausalLM(nn.Module):
         if self._logits_divisor != 1.0:
             logits = logits / self._logits_divisor
         return (
-            logits if self._logits_soft_cap is None else ops.soft_cap(logits, self._logits_soft_cap)
+            logits
+            if self._logits_soft_cap is None
+            else self.ops.soft_cap(logits, self._logits_soft_cap)
         )
 
     def _gather(self, logits: Tensor) -> Tensor:

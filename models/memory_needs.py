@@ -85,7 +85,8 @@ def memory_needs(
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
         block_size: tokens of a KV block.
         folder: the model's folder; None: a quantized checkpoint's size is estimated.
-        native_kernels: whether there are any; without them ``auto`` keeps all weights in ``dtype``.
+        native_kernels: whether native kernels exist; without them ``auto`` keeps all weights in
+            ``dtype``.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
     kv_token_bytes = sum(layer.mixer.kv.token_values for layer in config.layers) * value_bytes
@@ -147,7 +148,7 @@ def _weight_bytes(
         config: the model's configuration.
         format_: format of linear layers; a dtype if they stay torch's own.
         dtype: dtype of weights that are not packed.
-        experts: format of experts; None: that of other layers.
+        experts: format of experts; None: the format of other layers.
     """
     head: Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]

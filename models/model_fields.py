@@ -188,7 +188,7 @@ class ModelFields:
         """Return whether each layer carries a state, by ``layer_types``.
 
         Args:
-            interval: if no types are given, one layer of this many attends; 0: none does.
+            interval: without ``layer_types``, every ``interval``-th layer attends; 0: none does.
 
         Raises:
             ModelLoadError: no layer attends.

@@ -114,7 +114,7 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
             if child.names() and child.get("format") not in _SPARSE_FORMATS:
                 raise quantization.wrong(name, "not supported")
     blocks, groups = set[tuple[int, int]](), _groups(quantization)
-    # Groups' layers are not read: inputs are rounded only if all groups say so.
+    # The lists of layers are not read, so inputs are rounded only if all groups say so.
     rounds_inputs = bool(groups) and all(group.has("input_activations") for group in groups)
     for group in groups:
         weights = group.child("weights")

@@ -34,7 +34,7 @@ class Part:
     __slots__ = ()
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that a weight format may round and all tokens go through."""
+        """List the matrices that all tokens go through, and that a weight format may round."""
         raise NotImplementedError
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
@@ -60,11 +60,12 @@ class AttentionSpec(Part):
         qk_norm_of_all_heads: whether the norm is over all heads of a token together.
         norm_weight: kind of that norm's weight.
         scale: factor of dot products; None: ``head_dim ** -0.5``.
-        soft_cap: see ``AttentionBackend.run``.
+        soft_cap: cap of the scores, see ``AttentionBackend.run``; None: no cap.
         sinks: whether each head has a learned sink.
         output_gate: whether each result is scaled by a sigmoid of a projection of the input.
         stored_joined: whether checkpoints have query, key and value joined.
-        pair_dims: dims of a head that checkpoints store as adjacent pairs (GPT-J style RoPE);
+        pair_dims: dims of a head that checkpoints store as adjacent pairs (GPT-J style RoPE); None:
+            dims are stored in halves. Not with ``stored_joined``.
             None: in halves. Not with ``stored_joined``.
     """
 
@@ -96,7 +97,7 @@ class AttentionSpec(Part):
         return 4 * self.num_heads * self.head_dim
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         joined = query + 2 * key + (query if self.output_gate else 0)
         return [(joined, hidden_size), (hidden_size, query)]
@@ -115,7 +116,7 @@ class LatentSpec(Part):
         v_head_dim: size of a value head.
         rope_interleave: whether RoPE rotates adjacent pairs instead of halves.
         scale: factor of the dot products.
-        bias: whether the low-rank and output projections have one.
+        bias: whether the low-rank and output projections have biases.
     """
 
     num_heads: int
@@ -140,18 +141,20 @@ class LatentSpec(Part):
 
     @property
     def attended_flops(self) -> int:
-        """See `AttentionSpec`; queries and outputs are projected instead of latents."""
+        """Implement `AttentionSpec.attended_flops`: queries and outputs are projected, not
+        latents.
+        """
         return 2 * self.num_heads * (self.width + self.kv_lora_rank)
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         query = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         rank, output = self.q_lora_rank, self.num_heads * self.v_head_dim
         queries = [(query, hidden_size)] if rank is None else [(rank, hidden_size), (query, rank)]
         return [*queries, (self.width, hidden_size), (hidden_size, output)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`: the matrix that makes keys and values of latents."""
+        """Implement `Part.exact_matrices`: the matrix that makes keys and values of latents."""
         size = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         return [(size, self.kv_lora_rank)]
 
@@ -196,7 +199,7 @@ class Mamba2Spec(Part):
         return StateKV((conv, heads))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         size = self.inner_size + self.num_channels + self.num_heads
         return [(size, hidden_size), (hidden_size, self.inner_size)]
 
@@ -234,7 +237,7 @@ class DeltaNetSpec(Part):
         return StateKV((conv, heads))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         values = self.num_value_heads * self.value_dim
         size = self.num_channels + values + 2 * self.num_value_heads
         return [(size, hidden_size), (hidden_size, values)]
@@ -245,9 +248,9 @@ class ShortConvSpec(Part):
     """A gated short convolution (Amini et al., arXiv:2511.23404).
 
     Attributes:
-        num_channels: size of its input and output, the stream's.
+        num_channels: size of input, output and residual stream.
         kernel_size: inputs that a token sees, its own included.
-        bias: whether convolution and projections have one.
+        bias: whether convolution and projections have biases.
     """
 
     num_channels: int
@@ -260,7 +263,7 @@ class ShortConvSpec(Part):
         return StateKV((StateArray((self.num_channels, self.kernel_size - 1)),))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         return [(3 * hidden_size, hidden_size), (hidden_size, hidden_size)]
 
 
@@ -270,9 +273,9 @@ class MlpSpec(Part):
 
     Attributes:
         inner_size: size of the middle.
-        bias: whether the projections have one.
+        bias: whether the projections have biases.
         activation: ``silu``, ``gelu_tanh`` or ``gelu`` for gates; ``relu2`` without gates.
-        stored_joined: checkpoints have gate and up projections joined.
+        stored_joined: whether checkpoints have gate and up projections joined.
     """
 
     inner_size: int
@@ -281,7 +284,7 @@ class MlpSpec(Part):
     stored_joined: bool = False
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.matrices`."""
         return mlp_matrices(hidden_size, self.inner_size, self.activation)
 
 
@@ -295,7 +298,7 @@ class ExpertsSpec(Part):
         top_k: experts per token.
         scoring: function of a router's logits, see ``baton_kernels.routing.Scoring``.
         normalize: whether the weights of a token's experts are divided by their sum.
-        scale: factor of those weights.
+        scale: factor of the experts' weights.
         num_groups: groups of experts; with more than one, groups are chosen first.
         top_groups: groups that a token's experts are chosen from.
         group_best: number of best experts whose scores add up to a group's score.
@@ -305,7 +308,7 @@ class ExpertsSpec(Part):
         has_shared_gate: whether a logit per token scales the shared experts' result.
         activation: the experts' activation, see ``baton_kernels.experts``.
         has_biases: whether router and experts have biases.
-        latent_size: size of the experts' input and output; None: the stream's.
+        latent_size: size of the experts' input and output; None: the residual stream's size.
         stored_by_turns: whether checkpoints interleave gates and ups in fused experts.
         stored_as_linears: whether checkpoints store fused and shared experts as two linear layers
             each.
@@ -331,17 +334,17 @@ class ExpertsSpec(Part):
     stored_as_linears: bool = False
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`: projections to and from latents, and the shared experts."""
+        """Implement `Part.matrices`: projections to and from latents, and the shared experts."""
         latent = self.latent_size
         around = [] if latent is None else [(latent, hidden_size), (hidden_size, latent)]
         return [*around, *mlp_matrices(hidden_size, self.shared_size, self.activation)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`: the router, and the shared experts' gate."""
+        """Implement `Part.exact_matrices`: the router, and the shared experts' gate."""
         return [(self.num_experts + self.has_shared_gate, hidden_size)]
 
     def expert_matrices(self, hidden_size: int) -> list[Matrix]:
-        """See `Part`."""
+        """Implement `Part.expert_matrices`."""
         width = hidden_size if self.latent_size is None else self.latent_size
         return mlp_matrices(width, self.inner_size, self.activation) * self.num_experts
 
@@ -360,7 +363,7 @@ FeedForwardSpec = MlpSpec | ExpertsSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer.
+    """A decoder layer: a token mixer, and a feed-forward part behind it.
 
     Attributes:
         mixer: the part in which tokens attend to each other or read a state.

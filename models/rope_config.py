@@ -50,7 +50,7 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Count the dims of a head that have a frequency."""
-        whole = self.rope_type == "proportional"  # the partial factor is among its frequencies
+        whole = self.rope_type == "proportional"  # its frequencies cover all dims
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
 
 
@@ -73,7 +73,7 @@ def parse_ropes(
         fields: fields of config.json.
         head_dim: size of one attention head.
         max_position_embeddings: value of config.json.
-        max_model_len: see ``ModelConfig.from_folder``.
+        max_model_len: longest sequence to serve, in tokens; None: see ``ModelConfig.from_folder``.
         by_layer_type: whether layers with a window have a rotary embedding of their own.
         partial: whether only a part of a head may be rotated.
         turning: rotated share of a head, if the file does not give one.

@@ -50,7 +50,7 @@ class NodeCollector(Collector):
     Args:
         role: the node's role, a label of each sample.
         node: the node's name, a label of each sample.
-        source: the numbers.
+        source: source of the numbers.
         ledger_timeout_s: most seconds that a scrape waits for the ledger.
         vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
     """

@@ -71,7 +71,7 @@ class NodeProgram(Protocol):
     def requests(self) -> Iterable[RequestView]: ...
 
     def ledger(self) -> Future[Ledger]:
-        """Return which requests hold which blocks, as of between two steps."""
+        """Return which requests hold which blocks, at a moment between two steps."""
 
     def flush_prefix_cache(self) -> Future[int]:
         """Forget all cached prefixes between two steps; return their number."""
@@ -260,8 +260,8 @@ async def _make_or_stop(
 ) -> NodeProgram:
     """Load the node in a thread, which has ended on return.
 
-    A living thread that called a kernel keeps a team of OpenMP threads. With more such threads than
-    cores, the OpenMP runtime sleeps in every barrier, and decodes take up to three times as long.
+    A living thread that called a kernel keeps a team of threads, and torch's OpenMP counts its
+    threads too: with more of them than cores, torch's threads sleep in every barrier.
 
     A stop signal or a death meanwhile ends the process, because loading cannot be interrupted.
     """

@@ -16,7 +16,7 @@ from engine.engine import Engine
 
 
 def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
-    """Return the ledger as of now; O(num_blocks).
+    """Return the current ledger; takes O(num_blocks).
 
     Call this on the engine's thread, between two steps.
 

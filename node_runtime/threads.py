@@ -85,7 +85,7 @@ class NodeThreads:
         on_death: called when the engine cannot continue.
         pushes: whether layers of a prompt are sent while later ones are computed.
         on_close: called when both threads have ended.
-        vllm_model: see `NodeCollector`.
+        vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
         hang_at: injected fault: hang after this many busy rounds; 0: never.
         poison: injected fault: kill the process when it computes for a request whose id
             contains this text; empty: never.

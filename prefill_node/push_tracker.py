@@ -39,8 +39,8 @@ class _Handoff:
 
     Attributes:
         indices: places of the travelling blocks in ``Request.block_ids``.
-        epoch: the attempt.
-        engine_id: the decode node.
+        epoch: number of the attempt.
+        engine_id: engine id of the decode node.
         block_ids: current ids of the travelling blocks, as far as the request has them.
         held_block_ids: also contains blocks from before a preemption, which may still travel.
         tail: pushes the blocks from ``tail_first`` on, some layers at a time.

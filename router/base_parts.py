@@ -41,8 +41,8 @@ class Common:
     """Hold what the base models of one router have in common.
 
     Attributes:
-        gate: which nodes may join; node names are unique over all base models.
-        rates: what callers used of their limits per minute, over all base models.
+        gate: decides which nodes may join; node names are unique over all base models.
+        rates: amounts that callers used of their limits per minute, over all base models.
     """
 
     config: RouterConfig
@@ -132,7 +132,7 @@ def make_pool(
     """Make the pool of one base model's nodes.
 
     Args:
-        router_id: None: the pool is the router's first.
+        router_id: id of the router; None: draw an id, for the router's first pool.
     """
     config = common.config
     return NodePool(

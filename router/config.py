@@ -30,8 +30,8 @@ class RouterConfig:
 
     model: str = option(
         further="more_models",
-        help="Model folder, GGUF file, or hub id; weights are not read. Each one more is another "
-        "base model, with nodes of its own.",
+        help="Model folder, GGUF file, or hub id; weights are not read. Repeat it for more base "
+        "models, each with nodes of its own.",
     )
     more_models: tuple[str, ...] = ()
     listen: str = option(DEFAULT_ADDRESS, help="host:port to serve on.")
@@ -53,9 +53,9 @@ class RouterConfig:
         3,
         least=1,
         help="Most attempts for a request, on other nodes if there are any. Attempts that end "
-        "because a node is lost or short of memory do not count (at most 10 and 20 of them); "
-        "while nodes cannot reach each other there are more attempts, with pauses, for 15 s (1: "
-        "none).",
+        "because a node is lost (at most 10) or short of memory (at most 20) do not count. "
+        "While nodes cannot reach each other, attempts go on for 15 s, with pauses, unless "
+        "this is 1.",
     )
     pair_timeout_s: float = option(
         5.0,
@@ -78,24 +78,25 @@ class RouterConfig:
     engine_timeout_s: float = option(
         10.0,
         least=0.5,
-        help="Time in one step of its engine or KV connector, seconds, and three times longer "
-        "than ever before, after which a node that still beats gets no more requests; its "
-        "requests go to others of its kind.",
+        help="A node that still beats gets no more requests once its engine or KV connector has "
+        "been in one step for this long, seconds, and three times longer than in any step "
+        "before. Its requests go to other nodes of its role.",
     )
     admission: AdmissionOptions = group(AdmissionOptions)
     scaling: ScalingOptions = group(ScalingOptions)
     node_token: str = option(
         "",
         is_secret=True,
-        help="Token that lets nodes join, as a key with the role join does, but without a file. "
-        "With this, --admin-token or --api-keys-file, callers that bring none of them are refused.",
+        help="Token that lets nodes join, like a key with the role join, but without a file. If "
+        "this, --admin-token or --api-keys-file is given, callers without a token or key are "
+        "refused.",
     )
     admin_token: str = option(
         "",
         is_secret=True,
-        help="Token of operators: as a key with the roles infer, look and operate, but without a "
-        "file. Without any key anybody may look, and change something if only this machine can "
-        "reach the router.",
+        help="Token of operators, like a key with the roles infer, look and operate, but without a "
+        "file. Without any key anybody may look, and may also make changes if only this "
+        "machine can reach the router.",
     )
     node_listen: str = option(
         "", help="host:port for nodes and `baton admin`, if it differs from the public one."
@@ -154,8 +155,9 @@ class RouterConfig:
     drain_delay_s: float | None = option(
         None,
         least=0,
-        help="When told to stop: time to serve on while not ready, seconds, so that load "
-        "balancers notice. By default 5 if other machines can call, else 0.",
+        help="Time for which a router that is told to stop goes on serving while it reports not "
+        "ready, seconds, so that load balancers notice. By default 5 if other machines can "
+        "call, else 0.",
     )
     drain_timeout_s: float = option(
         20.0,
@@ -166,8 +168,8 @@ class RouterConfig:
     memory_limit_mib: int = option(
         0,
         least=0,
-        help="Memory near which requests are refused. 0: the limit of the control group, or the "
-        "machine.",
+        help="Requests are refused when the process's memory comes near this, MiB. 0: the limit of "
+        "the control group, or the machine.",
     )
     cache_salt_secret_file: str = option(
         "",
@@ -177,9 +179,9 @@ class RouterConfig:
     )
     log_prompts: bool = option(
         False,
-        help="Log each prompt and each output, the first 2,000 characters of them. They are your "
-        "users' texts: whoever reads the log reads them. Without it no log line has any of "
-        "either.",
+        help="Log the first 2,000 characters of each prompt and each output. They are your users' "
+        "texts: whoever reads the log reads them. Otherwise no log line contains any of these "
+        "texts.",
     )
     access_log: bool = option(True, help="Log a line for each request when it ends.")
     metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
@@ -210,7 +212,9 @@ class RouterConfig:
 
 
 def drain_delay_s(config: RouterConfig) -> float:
-    """Return how long the router serves on, not ready, when told to stop."""
+    """Return how many seconds a router that is told to stop still serves while it reports not
+    ready.
+    """
     from baton.access.exposure import is_public  # here, so that `--help` is fast
 
     if config.drain_delay_s is not None:
@@ -235,7 +239,7 @@ def check_exposure(config: RouterConfig) -> None:
     from baton.access.exposure import Exposure  # here, so that `--help` is fast
 
     tls = config.tls
-    # One key is enough: callers without one may then do nothing (`baton/access/access.py`).
+    # One key is enough: callers without a key may then do nothing (`baton/access/access.py`).
     has_keys = bool(config.api_keys_file or config.node_token or config.admin_token)
 
     def check(option: str, listen: str, authentication: str, is_authenticated: bool) -> None:

@@ -28,15 +28,15 @@ class ConnectionOptions:
     max_connections: int = option(
         0,
         least=0,
-        help="Most client connections, over each API. When there are this many, connections that "
-        "wait for a request are closed for new ones. 0: as the limit of descriptors allows, at "
+        help="Most client connections of each API. At this number, connections that wait for a "
+        "request are closed for new ones. 0: as many as the limit of descriptors allows, at "
         "most 10,000.",
     )
     max_connections_per_address: int = option(
         0,
         least=0,
-        help="Most of these connections from one address, over HTTP. All clients behind one "
-        "proxy share its address. 0: half of --max-connections.",
+        help="Most HTTP connections from one address. All clients behind one proxy share its "
+        "address. 0: half of --max-connections.",
     )
     header_timeout_s: float = option(
         10.0,
@@ -62,8 +62,8 @@ class ConnectionBudget:
     """Limits of the router's listeners.
 
     Attributes:
-        http, public: for the two public APIs.
-        nodes: for the address of nodes and operators, if separate.
+        http, public: limits of the HTTP API and of the public gRPC API.
+        nodes: limits of the gRPC address of nodes and operators, if separate.
     """
 
     http: ConnectionLimits

@@ -71,7 +71,7 @@ class SimCluster:
         join_timeout_s: how long to try to reach the router.
         node_token: authorizes the nodes to join.
         tls: certificates of the nodes.
-        make_links: see `SimNode`.
+        make_links: makes the links to routers, see `SimNode`.
         outputs: the model's outputs; None: hashes of the prompt.
 
     Raises:

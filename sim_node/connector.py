@@ -97,7 +97,7 @@ class _NoScratch:
 
 
 class SimTransport:
-    """See `kvconnector.transports.base.KVTransport` for the contract.
+    """Simulate the transfers of blocks that do not exist; a `KVTransport`.
 
     Args:
         engine_id: the node's engine id.
@@ -234,7 +234,7 @@ class NearPeers(Peers):
 
     Args:
         network: the network that they belong to.
-        known: see `Peers`.
+        known: positional arguments of `Peers`.
     """
 
     def __init__(self, *known: Any, network: KVNetwork, **calls: Any) -> None:

@@ -46,7 +46,9 @@ _KV_DTYPE = "uint8"  # one byte per element, so that any number of bytes per tok
 
 @dataclass(frozen=True, slots=True)
 class SimKVSpec:
-    """See `engine.worker.kv_cache.KVCacheSpec`: one group of all layers, with full attention."""
+    """Describe the simulated KV cache: one group of all layers, with full attention; a
+    `KVCacheSpec`.
+    """
 
     groups: tuple[KVCacheGroup, ...]
     block_size: int
@@ -65,7 +67,7 @@ class _Layer:
 
 
 class SimKVMemory:
-    """See `engine.worker.kv_cache.KVMemory`; holds no memory.
+    """Stand for the memory of the KV cache, and hold none; a `KVMemory`.
 
     Args:
         num_blocks: number of blocks that it pretends to hold.
@@ -107,17 +109,17 @@ class _Done:
 
 
 class SimExecutor:
-    """See `engine.executors.base.Executor` for the contract.
+    """Simulate the steps of a model, their times and their tokens; an `Executor`.
 
     Args:
-        model: the model that it claims to compute.
+        model: the model that the executor claims to compute.
         options: sizes and timing.
         role: the node's role; a decode step has a fixed cost.
         clock: the node's clock.
         on_layer: called when a layer has been computed.
 
     Attributes:
-        timing: may be replaced to make the node slow.
+        timing: times of steps; replace it to make the node slow.
         outputs: source of output tokens.
         now: begin of the next step; set before the node is stepped.
         busy_until: end of the latest step.
@@ -155,7 +157,7 @@ class SimExecutor:
         self._role = role
         self._clock = clock
         self._on_layer = on_layer
-        # By row: request id, output, prompt length.
+        # Request id, output and prompt length, by row.
         self._rows: dict[int, tuple[str, TokenAt, int]] = {}
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
@@ -206,7 +208,9 @@ class SimExecutor:
         )
 
     def decode_times(self) -> tuple[tuple[int, int, float], ...]:
-        """Return (requests, context tokens, seconds), as `measure_decode_times` would find."""
+        """Return (requests, context tokens, seconds) of decode steps, like
+        `measure_decode_times`.
+        """
         if self._role is not NodeRole.DECODE:
             return ()
         long = min(4096, self.max_model_len - 2)

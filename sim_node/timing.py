@@ -29,7 +29,7 @@ class TimingModel:
         decode_s_per_kv_token: additional time per context token in the batch, for reading its KV.
         kv_bytes_per_token: KV size over all layers.
         link_bytes_per_s: rate at which one prefill node can send.
-        link_latency_s: from the last byte sent until the commit is handled.
+        link_latency_s: seconds from the last byte sent until the commit is handled.
     """
 
     prefill_tokens_per_s: float

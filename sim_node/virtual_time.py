@@ -23,7 +23,7 @@ class _Jumps(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """See `asyncio.SelectorEventLoop`; raises RuntimeError if nothing can ever happen again."""
+    """An event loop on virtual time; raises RuntimeError if nothing can ever happen again."""
 
     def __init__(self) -> None:
         self._jumps = _Jumps()

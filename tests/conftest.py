@@ -46,7 +46,7 @@ settings.load_profile("baton")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For `make unit`, which keeps its promise so."""
+    """Add options: to fail small tests that start processes, and to print what tests recorded."""
     parser.addoption(
         "--no-processes", action="store_true", help="tests may start no process and open no socket"
     )
@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """With ``--tell-properties``: how much the long targets drew is what they are run for."""
+    """With ``--tell-properties``, print what tests recorded, and the sums of numbers."""
     if not terminalreporter.config.getoption("--tell-properties"):
         return
     sums = Counter[str]()
@@ -71,7 +71,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of some folders are medium at least, and thorough ones are large."""
+    """Mark tests of some folders as medium at least, and thorough tests as large."""
     for item in items:
         if item.get_closest_marker("thorough") is not None:
             item.add_marker(pytest.mark.large)
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """From here on note what small tests must not do, if so asked."""
+    """Note from now on what small tests must not do, if the option is given."""
     if config.getoption("--no-processes"):
         noted = _OF_PROCESSES  # the hook outlives this module's names
 
@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def is_small_if_it_says_so() -> Iterator[None]:
-    """With ``--no-processes`` a test that starts a process or opens a socket fails."""
+    """With ``--no-processes``, fail a small test that starts a process or opens a socket."""
     _seen.clear()
     yield
     if _seen:
@@ -104,7 +104,7 @@ def is_small_if_it_says_so() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """A program that a test runs in this process sets levels: the next test has the usual ones."""
+    """Restore log levels, which a program that a test runs in this process may set."""
     loggers = [logging.getLogger(name) for name in (None, *log_options.OURS)]
     levels = [logger.level for logger in loggers]
     yield
@@ -114,7 +114,7 @@ def logging_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def schedulers() -> Iterator[WeakSet[Scheduler]]:
-    """All that live in this process, whoever made them."""
+    """Return all schedulers that live in this process."""
     found: WeakSet[Scheduler] = WeakSet()
     init = Scheduler.__init__
 
@@ -129,7 +129,7 @@ def schedulers() -> Iterator[WeakSet[Scheduler]]:
 
 @pytest.fixture(autouse=True)
 def no_block_is_lost(schedulers: WeakSet[Scheduler]) -> Iterator[None]:
-    """After every test, in every engine: end what is still open, and all blocks are free."""
+    """After every test, end what is open in every engine; then all blocks must be free."""
     yield
     for scheduler in list(schedulers):
         for request_id in list(scheduler.requests):

@@ -170,7 +170,7 @@ def _is_defined(place: Path, parts: Sequence[str]) -> bool:
 
 
 def version_findings(root: Path) -> Iterator[str]:
-    """Compare the changelog's newest version with the one that the code says."""
+    """Compare the changelog's newest version with the version in the code."""
     code = _VERSION.search((root / "baton" / "version.py").read_text(encoding="utf-8"))
     changelog = root / "CHANGELOG.md"
     newest = (

@@ -112,7 +112,7 @@ def compile_all(only: str) -> Found:
 
 
 def modules() -> list[str]:
-    """List every module of the package, and of those within."""
+    """List all modules of the package and of its subpackages."""
     package = import_module(PACKAGE)
     return sorted(module.name for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."))
 
@@ -182,7 +182,7 @@ def compile_case(case: AotCase, capability: int) -> Any:
 
 def sum_order(ttgir: str, ptx: str) -> int:
     """Number what decides in which order a kernel adds: the instructions that multiply matrices,
-    and which threads have what of a tile that is summed. Kernels with one number add alike.
+    and the parts of a summed tile that each thread holds. Kernels with one number add alike.
     """
     layouts = dict(_LAYOUT.findall(ttgir))
     tiles = set(_SUMMED.findall(ttgir))

@@ -23,7 +23,7 @@ FOUND = Path("build/fuzz")
 
 
 def main(name: str, seconds: int) -> int:
-    """Fuzz in a process of its own (libFuzzer ends the one it runs in); returns its exit code."""
+    """Fuzz in a new process, because libFuzzer ends its process; return the exit code."""
     found, kept = FOUND / name, CORPUS / name
     for folder in (found, kept):
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def main(name: str, seconds: int) -> int:
     command = [sys.executable, "-m", "tools.fuzz", "--libfuzzer", name, *limits]
     fuzzing = [f"-max_total_time={seconds}", "-print_final_stats=1", f"-artifact_prefix={kept}/"]
     rc = subprocess.run([*command, *fuzzing, str(found), str(kept)], check=False).returncode
-    # (A finding that fails again while it is merged does not count twice.)
+    # A finding that fails again while it is merged does not count twice.
     merging = ["-merge=1", f"-artifact_prefix={found}/"]
     subprocess.run([*command, *merging, str(kept), str(found)], check=False)
     print(f"{name}: exit code {rc}, {len(list(kept.iterdir()))} files in its corpus", flush=True)

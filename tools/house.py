@@ -26,7 +26,7 @@ MAP = "docs/architecture.md"
 DAY_PATH = "docs/day_path.md"
 DECISIONS = "docs/adr/README.md"
 DAY_PATH_LINES = 6_000  # what one person reads in a day
-# By how much a page's number of lines may be off before the page is stale.
+# Relative error in a page's number of lines at which the page counts as stale.
 TOLERANCE = 0.1
 # Marks around a generated part of a page.
 BEGIN, END = "<!-- written by tools/house.py -->", "<!-- end -->"
@@ -85,6 +85,14 @@ BESIDE = (
         "A forward pass, down to the attention of one layer, and the sampling of a token.",
         ("DecoderForCausalLM", "Attention:models", "AttentionMetadata", "CpuAttention",
          "sample:engine"),
+    ),
+    Chapter(
+        "Passed on the way",
+        "A plain request also passes these files: its model's name, its text, the gate, the choice "
+        "of nodes, the queues of its tokens and of a node, and the tensors of a step.",
+        ("NameTable", "PromptReader", "Call:router", "Admission", "Ticket:router", "Placer",
+         "NodePool", "OutputBuffer", "Answers:router", "Inbox:node_runtime",
+         "KVCacheCoordinator", "PreparedStep", "Forward:engine", "StepSampler"),
     ),
     Chapter(
         "Carriers",

@@ -21,14 +21,8 @@ resources:
 
 def main() -> None:
     """Write both files."""
-    command = [
-        str(HELM),
-        "template",
-        "baton",
-        str(ROOT / "deploy/helm/baton"),
-        "--namespace",
-        "baton",
-    ]
+    chart = str(ROOT / "deploy/helm/baton")
+    command = [str(HELM), "template", "baton", chart, "--namespace", "baton"]
     text = subprocess.check_output(command, text=True)
     BASE.mkdir(parents=True, exist_ok=True)
     (BASE / "baton.yaml").write_text(_HEAD + text)

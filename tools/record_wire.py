@@ -130,7 +130,7 @@ def _members(descriptor: Descriptor) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    """Write both files."""
+    """Write descriptors and examples of this version's messages."""
     from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
 
     folder.mkdir(parents=True)

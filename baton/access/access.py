@@ -32,7 +32,7 @@ from baton.api.errors import (
 
 logger = logging.getLogger(__name__)
 
-# (Names of keys begin with a letter or digit, so no key in a file can have one of these names.)
+# Names of keys begin with a letter or digit, so no key in a file can have one of these names.
 ADMIN_TOKEN = Principal(
     name="--admin-token",
     tenant="--admin-token",
@@ -153,7 +153,7 @@ class Access:
             return anybody
         has_keys = bool(self._tokens or self._keys_file)
         if credentials.certificate is not None and not (credentials.authorization and has_keys):
-            # (Some clients must send a key, and send a dummy such as "none".).
+            # Some clients must send a key, and send a dummy such as "none".
             return credentials.certificate
         scheme, _, given = credentials.authorization.partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
@@ -220,8 +220,8 @@ class Access:
             raise PermissionDeniedError(
                 f"authorization: {principal.name} must have the role {wanted} for this"
             )
-        # (Only for inference calls: operators' calls use no model. Whether the caller may use the
-        # name in its request is known when the request has been read.)
+        # Only inference calls are checked, because operators' calls use no model. Whether the
+        # caller may use the name in its request is known when the request has been read.
         uses_model = roles == INFER
         if uses_model and principal.models and principal.models.isdisjoint(self._names()):
             raise PermissionDeniedError(
@@ -240,7 +240,7 @@ class Access:
         problem: str = "",
     ) -> None:
         """Log an action or an attempt; the same read access is logged once a minute."""
-        is_client = principal.may(Role.INFER)  # (A router that calls its node has no such role.)
+        is_client = principal.may(Role.INFER)  # routers lack this role
         told = {name: clip(value) for name, value in (arguments or {}).items()}
         if kind is AuditKind.LOOKED:
             same = f"{principal.name} {address} {call} {told} {problem}"

@@ -11,7 +11,7 @@ MAX_NAMES = 4096
 
 
 class Allowance:
-    """Rate limit per name; thread-safe.
+    """Limit the rate of uses per name; thread-safe.
 
     At most ``max_names`` names are remembered. The least recently used is forgotten first, and
     starts with a full bucket when it comes back.
@@ -19,7 +19,7 @@ class Allowance:
     Args:
         burst: uses allowed at once.
         per_second: uses allowed per second in the long run.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Allowance:
         self._per_second = per_second
         self._max_names = max_names
         self._clock = clock
-        # (uses left, when they were counted).
+        # By name: the uses that were left, and when they were counted.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -144,7 +144,7 @@ def _check(where: str, entry: _Entry) -> ApiKey:
                 f"begin with a letter or digit, got {value[:80]!a}"
             )
     if not re.fullmatch(r"[0-9a-fA-F]{64}", entry.sha256):
-        # (the text is not shown: it may be the key itself).
+        # The text is not shown, because it may be the key itself.
         raise ConfigError(f"{where}: sha256: must be 64 hex digits")
     principal = Principal(
         name=entry.name,

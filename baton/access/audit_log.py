@@ -33,7 +33,7 @@ _FILE_MODE = 0o600
 
 
 class AuditKind(StrEnum):
-    """Kind of an audited event."""
+    """Kinds of events in the audit log."""
 
     JOINED = "joined"
     LEFT = "left"
@@ -54,7 +54,7 @@ class AuditEvent:
         call: name of the call or action.
         arguments: the call's arguments.
         problem: why the call failed; empty: it succeeded.
-        at: when, by `time.time`.
+        at: time of the event, by `time.time`.
     """
 
     kind: AuditKind
@@ -193,8 +193,8 @@ def clip(value: object) -> str:
 def _open(path: str) -> int:
     if path == STANDARD_OUTPUT:
         return sys.__stdout__.fileno() if sys.__stdout__ else -1
-    # (O_NONBLOCK: opening a pipe that has no reader raises an error instead of waiting.)
+    # O_NONBLOCK: opening a pipe that has no reader raises an error instead of waiting.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, _FILE_MODE)
-    os.set_blocking(descriptor, True)  # (only opening must not block)
+    os.set_blocking(descriptor, True)  # only opening must not block
     return descriptor

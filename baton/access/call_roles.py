@@ -62,8 +62,7 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
     },
     # Load balancers and Kubernetes' gRPC probes send no credentials. The answer only tells that a
     # server listens here, which anybody who can connect knows anyway.
-    # # (`Watch` needs credentials: it keeps a stream open, and unknown callers could open a
-    # million.)
+    # `Watch` needs credentials: it keeps a stream open, and unknown callers could open a million.
     "grpc.health.v1.Health": {"Check": OPEN, "List": OPEN, "Watch": ANY},
     # The service descriptions are public, but unknown callers need not see them.
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": ANY},

@@ -41,7 +41,7 @@ class NodeName:
     """Node names that a certificate is for: one node, simulated nodes, or a workload's nodes.
 
     Attributes:
-        is_many: whether it covers all names that begin with this name and a hyphen.
+        is_many: whether the certificate covers all names that begin with this name and a hyphen.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class CertificateIdentity:
     """The identity that a certificate gives its holder.
 
     Attributes:
-        principal: has no roles if no URI names any.
+        principal: the caller; it has no roles if no URI of the certificate names any.
         nodes: nodes that may join with it.
         subject: name for messages.
         not_after: when the certificate expires.

@@ -69,7 +69,7 @@ def address_of(peer: str) -> str:
 
 
 def _credentials(shown: Sequence[str], source: Any, address: str) -> Credentials:
-    """Collect a call's credentials.
+    """Collect a call's credentials from the values of its authorization.
 
     Args:
         shown: the call's authorization values. If there are several, none counts, because a proxy

@@ -24,7 +24,8 @@ from baton.api.errors import ConfigError
 
 TRUST_DOMAIN = "baton"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-_BACKDATED = timedelta(minutes=5)  # for clocks that are behind
+# begin of validity before now, for machines whose clocks are behind
+_BACKDATED = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

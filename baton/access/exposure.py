@@ -101,7 +101,7 @@ class Exposure:
         authentication: options that turn on authentication, for messages.
         is_authenticated: whether callers must authenticate.
         is_encrypted: whether it accepts only TLS.
-        insecure: whether the user waived both for public addresses.
+        insecure: whether the user waived TLS and authentication for public addresses.
     """
 
     authentication: str

@@ -57,7 +57,7 @@ class Principal:
         tenant: owner of requests and cached prompts, which all its principals share. Empty where
             anybody may call.
         roles: roles, which say what calls the caller may make.
-        models: served names of the models it may use; empty: all.
+        models: served names that the principal may use; empty: all.
         limits: limits of its use.
         cache_group: tenants of one group share cached prompts; empty: the tenant shares with none.
     """
@@ -100,4 +100,4 @@ ANYBODY = Principal(roles=frozenset({Role.INFER, Role.LOOK, Role.JOIN}))
 """Caller of a program without credentials, through an address that other machines can reach."""
 
 ANYBODY_HERE = Principal(roles=frozenset(Role))
-"""The same, through an address that only this machine can reach."""
+"""Caller of a program without credentials, through an address that only this machine can reach."""

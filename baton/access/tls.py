@@ -149,7 +149,7 @@ def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.S
         nonlocal last
         material = files.current()
         if material is last:
-            return None  # unchanged
+            return None  # nothing has changed
         last = material
         return configuration(material)
 

@@ -40,8 +40,8 @@ class TlsOptions:
     require_client_certs: bool = option(
         False,
         name="tls_require_client_certs",
-        help="Serve only clients with a certificate of --tls-ca. On --node-listen, nodes and "
-        "`baton admin` always need one.",
+        help="Serve only clients with a certificate that a CA of --tls-ca has signed. On "
+        "--node-listen, nodes and `baton admin` always need one.",
     )
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ def why_refused(address: str, options: TlsOptions, server_name: str = "") -> str
     """Return why TLS with a server fails; empty: it works, or no server answers. Blocks.
 
     Args:
-        address: ``host:port``.
+        address: address of the server, ``host:port``.
         options: the client's TLS options.
         server_name: name required in the certificate; empty: the address's host.
     """

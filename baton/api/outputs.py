@@ -153,13 +153,14 @@ class Receipt:
         num_output_tokens: tokens that the client received; a node may have computed more.
         prefill_node: prefill node of the last attempt. All fields below are of the last attempt,
             too.
-        decode_node: empty if the request ended with the prefill node's token.
-        prefill: None if the decode node had almost all of the prompt in its cache and computed the
-            rest itself.
-        decode: None if the request ended with the prefill node's token, or at a stop string. The
-            router finds stop strings and aborts the decode node, which then sends no receipt.
-        num_attempts: more than 1 if nodes were lost, could not reach each other, or ran out of
-            memory.
+        decode_node: decode node; empty if the request ended with the prefill node's token.
+        prefill: the prefill node's receipt; None if the decode node had almost all of the prompt in
+            its cache and computed the rest itself.
+        decode: the decode node's receipt; None if the request ended with the prefill node's token,
+            or at a stop string. The router finds stop strings and aborts the decode node, which
+            then sends no receipt.
+        num_attempts: number of attempts; more than 1 if nodes were lost, could not reach each
+            other, or ran out of memory.
         router_queue_s: request received -> sent to the nodes of the attempt that gave token 1.
         accept_s: request received -> checked and tokenized; the first part of ``router_queue_s``.
         delivery_s: token 1 read from a node's link -> handed to the client's stream.
@@ -243,7 +244,7 @@ class RequestMetrics:
     """The cost of a request in an engine without a router; durations in seconds.
 
     Attributes:
-        queue_s: from its arrival until it was first scheduled.
+        queue_s: seconds from its arrival until it was first scheduled.
         ttft_s: time until its first token.
         total_s: time until its last token.
         num_cached_tokens: prompt tokens found in the prefix cache.
@@ -277,7 +278,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         text: text of ``token_ids``; empty without a tokenizer, and in the router until they are
             detokenized.
-        receipt: only in the last piece.
+        receipt: the request's receipt; set only in the last piece.
         choice_index: number of the output among a prompt's ``n`` outputs.
         prompt_index: number of the prompt in a batch.
         stop_string: the stop string that ended the text; only in the last piece.
@@ -302,7 +303,7 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
     Has logprobs of all tokens or of none, because a node may have left some out.
 
     Args:
-        deltas: at least one piece.
+        deltas: the pieces in order, at least one.
     """
     first, last = deltas[0], deltas[-1]
     if first is last:

@@ -103,7 +103,7 @@ def check_priority(priority: int, most_urgent: int | None = None) -> None:
 
 
 def draw_seed() -> int:
-    """Draw a seed for a request without one."""
+    """Draw a seed for a request without a seed."""
     return secrets.randbits(63)
 
 

@@ -36,7 +36,7 @@ class SamplingParams:
         n: outputs per prompt, 1 to 128. They share the prompt's KV; output i (from 0) equals the
             output of a request with seed + i. Through a router: `Client.generate_batch`.
         max_tokens: most output tokens, at least 1.
-        temperature: 0 is greedy; larger is more random.
+        temperature: randomness; 0 takes the most probable token.
         top_k: keep the k most probable tokens; 0 is off.
         top_p: keep the smallest set of tokens whose probabilities add up to this, in [0, 1]; 0
             keeps only the most probable token.
@@ -44,20 +44,21 @@ class SamplingParams:
         seed: equal seeds give equal tokens in any batch and on any node; None draws a seed.
         repetition_penalty: above 0; positive logits of tokens in prompt or output are divided by
             it, negative ones multiplied (Keskar et al., arXiv 1909.05858). 1 is off.
-        presence_penalty: in [-2, 2]; subtracted once from the logit of each token in the output.
-        frequency_penalty: in [-2, 2]; subtracted once per occurrence of the token in the output.
+        presence_penalty: subtracted once from the logit of each token in the output; in [-2, 2].
+        frequency_penalty: subtracted from a token's logit for each of its occurrences in the
+            output; in [-2, 2].
         logit_bias: token id -> bias in [-100, 100], added to the logit; at most 300. A mapping or
             pairs; stored as pairs sorted by token id.
-        allowed_token_ids: only these tokens are drawn; None allows all.
+        allowed_token_ids: the only tokens that may be drawn; None allows all.
         banned_token_ids: tokens that are never drawn.
         min_tokens: least output tokens, at most ``max_tokens``. Before, tokens that end the output
             are drawn only if no others are allowed, and stop strings are ignored.
         stop_token_ids: tokens that end the output; the token itself is part of it.
         stop: strings that end the output; the text ends before the first one found.
-        ignore_eos: continue after the model's end-of-sequence token.
-        logprobs: return the logprob of each output token, and of this many most probable ones, 0 to
-            20; None returns none. Computed from the model's own distribution, before all of the
-            above.
+        ignore_eos: whether to continue after the model's end-of-sequence token.
+        logprobs: number of most probable tokens whose logprobs to return beside that of each output
+            token, 0 to 20; None returns none. Computed from the model's own distribution, before
+            all of the above.
         structured_output: what the output must look like. An end-of-sequence token is drawn only
             where the output may end, and ends it despite ``ignore_eos``. Where nothing else can
             follow, the output ends by itself, even before ``min_tokens``. If the bans leave no

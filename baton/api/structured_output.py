@@ -74,7 +74,7 @@ def _invalid(kind: str, problem: str) -> InvalidRequestError:
 
 
 def _schema_text(value: object) -> str:
-    """Return compact JSON in the given order of keys, which outputs follow, too."""
+    """Return compact JSON with keys in the given order, because outputs follow this order."""
     if isinstance(value, str):
         _check_text("json_schema", value)  # checks the size before parsing
     try:

@@ -39,7 +39,7 @@ class HubName:
     """Name a model of the hub as a user typed it.
 
     Attributes:
-        repository: OWNER/NAME.
+        repository: the repository on the hub, as OWNER/NAME.
         quantization: kind of GGUF file; None: the user named none.
         file: path of a GGUF file in the repository; None: the user named none.
     """
@@ -50,9 +50,10 @@ class HubName:
 
     @classmethod
     def parse(cls, model: str) -> HubName | None:
-        """Read OWNER/NAME or OWNER/NAME:QUANTIZATION, maybe after hf://; or hf://OWNER/NAME/FILE.gguf.
+        """Parse a name of the hub; return None for other text.
 
-        Returns None for anything else.
+        A name is OWNER/NAME or OWNER/NAME:QUANTIZATION, with or without ``hf://`` before it, or
+        hf://OWNER/NAME/FILE.gguf.
         """
         name = model.removeprefix(_SCHEME)
         if found := _NAME.fullmatch(name):
@@ -67,7 +68,7 @@ def fetch(model: str, name: HubName, patterns: Sequence[str]) -> Path:
     Args:
         model: the user's text, for error messages.
         name: the parsed text.
-        patterns: files needed of a folder.
+        patterns: patterns of the files that a folder needs.
 
     Raises:
         ModelLoadError: the hub lacks the model, or cannot be reached and nothing is cached.
@@ -97,7 +98,8 @@ def _files_of(model: str, name: HubName) -> Sequence[str] | None:
 
     try:
         return huggingface_hub.HfApi().list_repo_files(name.repository)
-    # From requests or httpx, by the hub library's version: no common base.
+    # Errors come from requests or httpx, depending on the hub library's version, and have no common
+    # base.
     except Exception as error:
         here = _cached_files(name.repository)
         if here or not name.quantization:

@@ -36,7 +36,7 @@ _TOKENIZER_FILES = [
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 ]
-# Fields that may differ between two folders with the same model.
+# Fields that may differ between two folders of the same model.
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 

@@ -28,7 +28,7 @@ app = CommandLine(
 
 @app.callback()
 def _root() -> None:
-    """Keep the app a group of commands."""
+    """Make Typer keep a group of commands even if it has a single command."""
 
 
 @app.command()

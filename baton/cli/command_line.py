@@ -63,7 +63,7 @@ class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-
         return text.replace(_HYPHEN, "-")
 
 
-# Click's class, or that of Typer's own copy of Click, by Typer's release.
+# The class of Click, or of Typer's own copy of Click, as Typer's release has it.
 _UsageError: Any = BadParameter.__base__
 
 
@@ -124,7 +124,7 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except CommandError as error:  # from a file, and names the place in it
+        except CommandError as error:  # an error of a file; it names the place
             self._end(error, error.exit_code)
         except _UsageError as error:
             raise OneLineUsageError(_usage_line(error, ctx), ctx) from error

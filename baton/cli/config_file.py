@@ -48,7 +48,7 @@ class Given:
     """A value from a file.
 
     Attributes:
-        value: already converted to the option's type.
+        value: value of the option, converted to its type.
         place: file, table and key, for messages.
         is_own: whether it is in the program's own table.
     """

@@ -16,7 +16,7 @@ from baton.registry import Registry
 
 _HELP = "Show what a model needs, before loading it."
 _MIB = 2**20
-# By name, because `baton` does not import models.
+# Named as text, because `baton` does not import models.
 _NEEDS: Registry[Any] = Registry("figure", {"memory": "models.memory_needs:memory_needs_of_folder"})
 
 app = CommandLine(no_args_is_help=True, add_completion=False, help=_HELP)
@@ -24,7 +24,7 @@ app = CommandLine(no_args_is_help=True, add_completion=False, help=_HELP)
 
 @app.callback()
 def _group() -> None:
-    """Keep the app a group of commands."""
+    """Make Typer keep a group of commands even if it has a single command."""
 
 
 @app.command()

@@ -20,7 +20,7 @@ class _Certificates:
     """The TLS files of a client, and the content that its channel uses.
 
     Args:
-        tls: TLS options; None: those of the environment.
+        tls: TLS options; None: read from the environment.
 
     Raises:
         ConfigError: a TLS file cannot be used.
@@ -48,8 +48,7 @@ class SyncChannel:
 
     Args:
         address: ``host:port`` of the router.
-        tls: TLS options; None: those of the environment.
-        tls: TLS options; None: those of the environment.
+        tls: TLS options; None: read from the environment.
 
     Raises:
         ConfigError: a TLS file cannot be used.

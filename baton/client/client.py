@@ -101,7 +101,7 @@ class Client:
         """Yield the completion in pieces as they arrive; leaving the loop cancels the request.
 
         Args:
-            resumable: if the connection breaks, reconnect within some seconds and continue.
+            resumable: whether to reconnect and continue if the connection breaks for some seconds.
             session_id: requests with the same id share a beginning, such as a conversation's.
             priority: a smaller number is served first when requests wait.
             model: served name; empty: the first that the caller may use.
@@ -280,7 +280,7 @@ class AsyncClient:
         """Yield the completion in pieces as they arrive; closing the iterator cancels the request.
 
         Args:
-            resumable: if the connection breaks, reconnect within some seconds and continue.
+            resumable: whether to reconnect and continue if the connection breaks for some seconds.
             session_id: requests with the same id share a beginning, such as a conversation's.
             priority: a smaller number is served first when requests wait.
             model: served name; empty: the first that the caller may use.

@@ -54,7 +54,8 @@ def credentials(api_key: str | None) -> rpc.Metadata:
     """Return the metadata with the caller's API key.
 
     Args:
-        api_key: None: the environment variable ``BATON_API_KEY``; empty: no key.
+        api_key: the key; None: take it from the environment variable ``BATON_API_KEY``; empty: no
+            key.
 
     Raises:
         ConfigError: the key has characters that cannot be sent.

@@ -78,8 +78,8 @@ class LocalDeploymentConfig:
         node_args: additional arguments of every `baton prefill` and `baton decode`.
         prefill_args, decode_args: additional arguments of nodes of one role.
         log_folder: folder for logs; None: a temporary one.
-        admin_token: the router's; empty: none, or random if the router has other keys. The nodes'
-            token is chosen likewise.
+        admin_token: the router's admin token; empty: none, or a random one if the router has other
+            keys. The nodes' token is chosen likewise.
         drain_timeout_s: time for open requests to end at a stop.
         tls_folder: certificates as `baton certs dev` makes them, required of all callers; None: no
             TLS.
@@ -169,7 +169,7 @@ class Process(Protocol):
 
 @dataclass(slots=True)
 class Child:
-    """One started process.
+    """A process that the deployment has started.
 
     Attributes:
         log_start: bytes in the log before this process began.
@@ -211,12 +211,13 @@ class LocalDeployment:
         self._template: ProgramTemplate | None = None
 
     def __enter__(self) -> LocalDeployment:
-        # Otherwise the nodes might join a foreign router before ours reports the conflict.
+        # Check this first: otherwise the nodes might join a foreign router before ours reports the
+        # conflict.
         check_is_free("listen", self.config.listen)
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
         for model in self.config.models:
-            find_here_or_on_hub(model)  # a mistake shows before anything is built
+            find_here_or_on_hub(model)  # raises before anything is built
         self._prepare_kernels()
         folder = self.config.log_folder
         if folder is None:
@@ -332,7 +333,8 @@ class LocalDeployment:
         """Kill a process if it runs, and start it again.
 
         Args:
-            more_arguments: for this start only, such as ``"--listen", address``.
+            more_arguments: additional arguments of this start only, such as ``"--listen",
+                address``.
         """
         old = self.child(name)
         old.process.kill()
@@ -514,9 +516,10 @@ class LocalDeployment:
     def _fork(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int
     ) -> Process | None:
-        """Fork a node from the template of all nodes; None if there is none that can fork.
+        """Fork a node from the template of all nodes; None if no template can fork.
 
-        Once all nodes are ready, there is none: nodes that are restarted import all by themselves.
+        Once all nodes are ready, the template is gone: restarted nodes import all modules
+        themselves.
         """
         if self._template is None:
             return None

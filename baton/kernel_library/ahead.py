@@ -96,8 +96,7 @@ def build_libraries(
 ) -> list[Path]:
     """Build the library for each instruction set of a machine type; return the files.
 
-    The libraries use torch's OpenMP runtime. Libraries that the same compiler built from the same
-    sources with the same flags are kept.
+    Libraries that the same compiler built from the same sources with the same flags are kept.
 
     Args:
         machine: machine type to build for; None: this machine's. For another one, Debian's cross
@@ -113,7 +112,7 @@ def build_libraries(
         raise BuildError(f"no instruction sets are known for {machine}")
     sources = build.find_sources()
     is_native = machine == platform.machine()
-    compiler = build.find_compiler("libgomp") if is_native else _find_cross_compiler(machine)
+    compiler = build.find_compiler() if is_native else _find_cross_compiler(machine)
     recipe = {
         "sources": build.digest_of_sources(sources),
         "compiler": run_tool([*compiler, "--version"]).partition("\n")[0],
@@ -122,7 +121,7 @@ def build_libraries(
     kept = _find_kept(folder, recipe)
     files, index = [], []
     for one in wanted:
-        file, flags = folder / f"{one.name}.so", [*build.FLAGS, "-fopenmp", *one.flags]
+        file, flags = folder / f"{one.name}.so", [*build.FLAGS, build.THREADS, *one.flags]
         if (content := kept.get((one.name, *flags))) is None:
             content = build.compile_library(sources, compiler, flags, _BUILD_LIMIT_S)
             file.write_bytes(content)
@@ -158,11 +157,8 @@ def _find_kept(folder: Path, recipe: Mapping[str, str]) -> dict[tuple[str, ...],
     return kept
 
 
-def open_library_built_ahead(openmp_runtime: str | None) -> OpenedLibrary | None:
+def open_library_built_ahead() -> OpenedLibrary | None:
     """Open the best library for this CPU that was built ahead; None: build one here.
-
-    Args:
-        openmp_runtime: file of the OpenMP runtime that the library can use.
 
     Raises:
         BuildError: no library of the folder in ``BATON_NATIVE_LIBRARIES`` can be used; or the
@@ -171,13 +167,11 @@ def open_library_built_ahead(openmp_runtime: str | None) -> OpenedLibrary | None
     """
     switch = read_switch([one.name for one in INSTRUCTION_SETS])
     if named := os.environ.get(FOLDER_VARIABLE):
-        if openmp_runtime is None:
-            raise BuildError(f"{named}: libraries built ahead need torch's OpenMP runtime")
         return _open_best(Path(named), _read_index(Path(named)), switch)
     if switch.must_build or (not switch.instruction_set and build.chooses_cpu()):
         return None
     folder = find_packaged_libraries()
-    if folder is None or openmp_runtime is None:
+    if folder is None:
         if switch.instruction_set:
             raise BuildError(f"{SWITCH_VARIABLE}={switch.instruction_set}: no library built ahead")
         return None

@@ -19,6 +19,7 @@ import platform
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,14 +36,16 @@ FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fvisibility=default", "-w",
 )  # fmt: skip
-# By platform.machine(). On x86, GCC's default uses only half of the register width. On CPUs newer
-# than itself, GCC orders instructions for a wrong model, hence -mtune (log, 2026-11-27).
+# Flags by platform.machine(). On x86, GCC's default uses only half of the register width. On CPUs
+# newer than itself, GCC orders instructions for a wrong model, hence -mtune (log, 2026-11-27).
 _X86_FLAGS = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
 _ARM_FLAGS = ("-mcpu=native",)  # clang knows -march=native on Arm only since release 16
 _CPU_FLAGS = {
     "x86_64": _X86_FLAGS, "AMD64": _X86_FLAGS, "aarch64": _ARM_FLAGS, "arm64": _ARM_FLAGS
 }  # fmt: skip
 _CHOOSES_CPU = ("-march", "-mcpu")  # if CC has one of these, the user has chosen the CPU
+THREADS = "-fopenmp"
+_HAS_THREADS = sys.platform == "linux"  # team.c has the functions that GCC calls for `#pragma omp`
 _TIME_LIMIT_S = 300.0  # for busy machines; two cores need about 40 s
 _LOCK_POLL_S = 0.1
 
@@ -78,9 +81,7 @@ class _Recipe:
         return f"{_key(self.sources, self.compiler, self.flags)}.so"
 
 
-def open_library(
-    openmp_runtime: str | None, on_build: Callable[[], None] = lambda: None
-) -> OpenedLibrary:
+def open_library(on_build: Callable[[], None] = lambda: None) -> OpenedLibrary:
     """Open the library for this machine; build it if there is none.
 
     The file belongs to this user (or root), and nobody else can write it or its folder. A file that
@@ -90,13 +91,12 @@ def open_library(
     CPU's: ``CC="gcc -march=x86-64-v3"``.
 
     Args:
-        openmp_runtime: file of the OpenMP runtime that the library can use; None: there is none.
         on_build: called before the compiler starts, as building takes a minute.
 
     Raises:
         BuildError: there are no sources, no compiler or no safe folder, or the compiler failed.
     """
-    recipe = _recipe(openmp_runtime)
+    recipe = _recipe()
 
     @functools.cache
     def compile_once() -> bytes:
@@ -115,12 +115,12 @@ def open_library(
     raise BuildError("; ".join(problems))
 
 
-def find_library(openmp_runtime: str | None) -> Path | None:
+def find_library() -> Path | None:
     """Return the library that :func:`open_library` would open; None: it would have to build.
 
     Raises BuildError if it could not build.
     """
-    name = _recipe(openmp_runtime).name
+    name = _recipe().name
     for place in (_cache_folder, _temporary_folder):
         with contextlib.suppress(OSError, CacheFolderError, _NotWritableError):
             folder = place()
@@ -139,10 +139,10 @@ class _NotWritableError(Exception):
     """A folder cannot be used for the library; the message says which folder and why."""
 
 
-def _recipe(openmp_runtime: str | None) -> _Recipe:
+def _recipe() -> _Recipe:
     """Choose the sources, compiler and flags; raises BuildError."""
-    sources, compiler = find_sources(), find_compiler(openmp_runtime)
-    flags = [*FLAGS, "-fopenmp-simd" if openmp_runtime is None else "-fopenmp"]
+    sources, compiler = find_sources(), find_compiler()
+    flags = [*FLAGS, THREADS if _HAS_THREADS else "-fopenmp-simd"]
     if not any(word.startswith(_CHOOSES_CPU) for word in compiler):
         flags += _CPU_FLAGS.get(platform.machine(), ())
     return _Recipe(sources, compiler, flags)
@@ -267,21 +267,16 @@ def find_sources() -> list[Path]:
     raise BuildError(f"no C sources beside {package}")
 
 
-def find_compiler(openmp_runtime: str | None) -> list[str]:
-    """Return the words of a compiler whose code runs on the OpenMP runtime; raises BuildError."""
+def find_compiler() -> list[str]:
+    """Return the words of a compiler that can build the library; raises BuildError."""
     wanted, unfit = os.environ.get("CC"), ""
     for name in [wanted] if wanted else ["cc", "gcc", "clang"]:
         words = name.split()
         path = shutil.which(words[0]) if words else None
         if path is None:
             continue
-        # GCC's code also runs on LLVM's and Intel's runtimes; clang's code only on those two.
-        if (
-            openmp_runtime
-            and "libgomp" in openmp_runtime
-            and "clang" in _version([path, *words[1:]])
-        ):
-            unfit = f"{path}: clang's OpenMP does not run on torch's {Path(openmp_runtime).name}"
+        if _HAS_THREADS and "clang" in _version([path, *words[1:]]):
+            unfit = f"{path}: clang calls other functions for threads than GCC; install gcc"
             continue
         return [path, *words[1:]]
     raise BuildError(unfit or f"no C compiler ({f'CC={wanted}' if wanted else 'cc, gcc, clang'})")
@@ -346,7 +341,11 @@ def compile_library(
         )
         for _ in at_once.map(compilers.run, commands):
             pass
-        # Without -fopenmp, because the process has already loaded torch's runtime.
+        # Link without -fopenmp, which would link a second runtime beside team.c. With -z,defs, a
+        # missing function is an error here: a compiler might call a function that torch's libgomp
+        # has, but team.c lacks.
         finished = f"{held.path}/library.so"
-        compilers.run([*compiler, "-shared", "-o", finished, *sorted(objects), "-lm"])
+        complete = ["-Wl,-z,defs"] if _HAS_THREADS else []
+        inputs = [*sorted(objects), "-lpthread", "-lm"]
+        compilers.run([*compiler, "-shared", *complete, "-o", finished, *inputs])
         return Path(finished).read_bytes()

@@ -16,7 +16,6 @@ BUILDING = "building native kernels for this CPU, once; takes about a minute"
 # Advice if there is no compiler, and what its lack costs until then.
 SLOWER = "tokens come 4 to 5 times slower"
 ADVICE = "install a C compiler (apt install gcc, or dnf install gcc), and start again"
-_TORCHS_OPENMP = "libgomp"  # the runtime in torch's packages for Linux
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,9 @@ def find_kernels() -> KernelState:
     if are_kernels_off():
         return KernelState(is_off=True)
     try:
-        ahead = open_library_built_ahead(_TORCHS_OPENMP)
+        ahead = open_library_built_ahead()
         if ahead is None:
-            return KernelState(find_library(_TORCHS_OPENMP))
+            return KernelState(find_library())
         os.close(ahead.descriptor)
     except BuildError as error:
         return KernelState(problem=str(error))
@@ -66,7 +65,7 @@ def build_kernels(on_build: Callable[[], None]) -> KernelState:
     if not state.can_be_built:
         return state
     try:
-        opened = open_library(_TORCHS_OPENMP, on_build)
+        opened = open_library(on_build)
     except BuildError as error:
         return KernelState(problem=str(error))
     os.close(opened.descriptor)

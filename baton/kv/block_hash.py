@@ -65,7 +65,7 @@ def cache_namespace(entries: Mapping[str, str]) -> bytes:
 
 
 def extra_keys_of(cache_salt: bytes, adapter: str = "") -> tuple[bytes, ...]:
-    """Return what a request's KV depends on besides its tokens.
+    """Return the values, besides tokens, that a request's KV depends on.
 
     Args:
         cache_salt: salt of the group that shares the cache; empty: everybody shares.

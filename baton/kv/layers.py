@@ -70,26 +70,26 @@ class LatentKV:
 
     @property
     def kind(self) -> KVKind:
-        """See `PagedKV`."""
+        """Implement `PagedKV.kind`."""
         return KVKind.LATENT
 
     @property
     def handoff(self) -> HandOffRule:
-        """See `PagedKV`."""
+        """Implement `PagedKV.handoff`."""
         return HandOffRule.AS_IT_FILLS
 
     @property
     def token_values(self) -> int:
-        """See `PagedKV`."""
+        """Implement `PagedKV.token_values`."""
         return self.width
 
     @property
     def retained_tokens(self) -> int | None:
-        """See `PagedKV`."""
+        """Implement `PagedKV.retained_tokens`."""
         return None
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
-        """See `PagedKV`; every rank has the whole vector."""
+        """Implement `PagedKV.arrays`; every rank has the whole vector."""
         return (KVArray(shape=(block_size, self.width), dtype=dtype),)
 
 
@@ -100,7 +100,7 @@ class StateArray:
     Attributes:
         shape: its axes, such as `(channels, kernel - 1)` or `(heads, head_dim, state_size)`; ranks
             split the first one.
-        dtype: dtype name; empty: that of activations.
+        dtype: name of the dtype; empty: the dtype of activations.
     """
 
     shape: tuple[int, ...]
@@ -124,26 +124,30 @@ class StateKV:
 
     @property
     def kind(self) -> KVKind:
-        """See `PagedKV`."""
+        """Implement `PagedKV.kind`."""
         return KVKind.STATE
 
     @property
     def handoff(self) -> HandOffRule:
-        """See `PagedKV`."""
+        """Implement `PagedKV.handoff`."""
         return HandOffRule.AT_BOUNDARY
 
     @property
     def token_values(self) -> int:
-        """See `PagedKV`: none, as the size does not depend on the number of tokens."""
+        """Implement `PagedKV.token_values`: none, as the size does not depend on the number of
+        tokens.
+        """
         return 0
 
     @property
     def retained_tokens(self) -> int | None:
-        """See `PagedKV`: the next token, and the one whose state it starts from."""
+        """Implement `PagedKV.retained_tokens`: the next token, and the token whose state it starts
+        from.
+        """
         return 2
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
-        """See `PagedKV`; the size does not depend on the number of tokens."""
+        """Implement `PagedKV.arrays`; the size does not depend on the number of tokens."""
         axis = None if self.is_replicated else 0
         return tuple(
             KVArray(shape=one.shape, dtype=one.dtype or compute_dtype, shard_axis=axis)

@@ -46,7 +46,7 @@ class KVKind(enum.StrEnum):
     """Content of a group's units, which decides how long they are kept."""
 
     PAGED = "paged"  # keys and values of a block's tokens; all blocks are kept
-    WINDOW = "window"  # likewise, but blocks that left the window are freed
+    WINDOW = "window"  # keys and values; blocks that left the window are freed
     LATENT = "latent"  # one vector per token; all blocks are kept
     STATE = "state"  # the state after a block's last token; the newest is kept
 
@@ -413,7 +413,7 @@ def _place(
 def _parts(
     array: KVArray, reader: int, num_writers: int, num_readers: int
 ) -> list[tuple[int, int, int]]:
-    """Return (writer, first, end): ranges of the shard axis that a reader gets of each writer."""
+    """Return (writer, first, end): the ranges of the shard axis that a reader gets of writers."""
     if array.shard_axis is None:
         return [(reader % num_writers, 0, array.shape[0])]
     size = array.shape[array.shard_axis]

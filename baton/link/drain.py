@@ -20,7 +20,7 @@ class Drain:
 
     Attributes:
         state: state for the next beat.
-        drained: set while the state is ``DRAINED``.
+        drained: event that is set while the state is ``DRAINED``.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Drain:
         """Return the beat with the serving state; ends the drain if nothing is open."""
         if self.state is not ServingState.SERVING:
             is_quiet = all_routers_know and not _num_open(beat)
-            # (A router that joins a drained node must see the drain too, which takes a moment.)
+            # A router that joins a drained node must see the drain too, which takes a moment.
             self.state = ServingState.DRAINED if is_quiet else ServingState.DRAINING
             (self.drained.set if is_quiet else self.drained.clear)()
         return dataclasses.replace(beat, serving_state=self.state)

@@ -49,7 +49,7 @@ class RouterLink:
     """One node's link to one router.
 
     Args:
-        router: ``host:port``.
+        router: address of the router, ``host:port``.
         registration: this node's registration.
         submit: receives commands; returns at once.
         on_joined: called with True after joining, with False when the link is lost.
@@ -92,7 +92,7 @@ class RouterLink:
 
     @property
     def router_id(self) -> str:
-        """See `NodeEnd` for this and the next two properties."""
+        """Implement `NodeEnd.router_id`."""
         return self._end.router_id
 
     @property

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def set_log_level(request: admin_pb2.SetLogLevelRequest) -> admin_pb2.SetLogLevelResponse:
     """Set the log level of this process; raises InvalidRequestError."""
-    # Logged first, while INFO is still on.
+    # Log first, while INFO is still on.
     logger.info("log-level %r %s", request.level, request.module)
     try:
         previous = change_log_level(request.level, request.module)

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 
 from baton.telemetry.ledger import BlockHolding, Ledger, to_ranges
 from baton.v1 import admin_pb2
+from baton.wire.fields import to_message
 
 
 def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.ListBlocksResponse]:
-    """Yield the ledger as messages of about this size, which merged are the whole."""
-    part = admin_pb2.ListBlocksResponse(
-        num_blocks=ledger.num_blocks,
-        num_free_blocks=ledger.num_free_blocks,
-        num_references=ledger.num_references,
+    """Split the ledger into messages of about this size; merged, they are the whole ledger."""
+    part = to_message(
+        admin_pb2.ListBlocksResponse,
+        ledger,
         orphans=_ranges_to_proto(ledger.orphans),
         overdrawn=_ranges_to_proto(ledger.overdrawn),
     )
@@ -29,13 +29,10 @@ def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.List
 
 
 def _holding_to_proto(holding: BlockHolding) -> admin_pb2.BlockHolding:
-    return admin_pb2.BlockHolding(
+    return to_message(
+        admin_pb2.BlockHolding,
+        holding,
         owner=holding.owner.value,
-        request_id=holding.request_id,
-        epoch=holding.epoch,
-        state=holding.state,
-        peer=holding.peer,
-        age_s=holding.age_s,
         num_blocks=len(holding.block_ids),
         ranges=_ranges_to_proto(holding.block_ids),
     )

@@ -244,12 +244,12 @@ class PeerUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillCommand:
-    """Compute a prompt's KV, sample token 1, and hand over; without a decode node, end here.
+class RequestCommand:
+    """A request, as the router tells both nodes of it.
 
     Attributes:
-        output_token_ids: output of earlier attempts. Their KV is computed too, and the next token
-            is sampled instead of token 1.
+        output_token_ids: output of earlier attempts; its KV is computed and sent with the prompt's,
+            and the next token is sampled instead of token 1.
         cache_salt: selects which prompts may share cached blocks; empty: all.
         trace: parent span of the node's spans; None: not traced.
     """
@@ -258,7 +258,6 @@ class PrefillCommand:
     epoch: int
     prompt_token_ids: list[int] = field(repr=False)
     sampling_params: SamplingParams
-    decode_engine_id: str
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
     cache_salt: bytes = field(default=b"", repr=False)
@@ -266,26 +265,26 @@ class PrefillCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeCommand:
+class PrefillCommand(RequestCommand):
+    """Compute a prompt's KV, sample token 1, and hand over.
+
+    Attributes:
+        decode_engine_id: the node that takes the KV; empty: the request ends here.
+    """
+
+    decode_engine_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCommand(RequestCommand):
     """Park a request until its KV arrives, then decode from token 2 on.
 
     Attributes:
         prefill_engine_id: the node that sends the KV; empty: compute the prompt and sample the
             first token here.
-        output_token_ids: output of earlier attempts; their KV arrives with the prompt's.
-        cache_salt: selects which prompts may share cached blocks; empty: all.
-        trace: parent span of the node's spans; None: not traced.
     """
 
-    request_id: str
-    epoch: int
-    prompt_token_ids: list[int] = field(repr=False)
-    sampling_params: SamplingParams
     prefill_engine_id: str
-    timeout_s: float
-    output_token_ids: tuple[int, ...] = ()
-    cache_salt: bytes = field(default=b"", repr=False)
-    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)

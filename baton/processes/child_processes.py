@@ -14,8 +14,9 @@ ENVIRONMENT_PREFIX = "BATON"
 PARENT_PIPE_VARIABLE = f"{ENVIRONMENT_PREFIX}_PARENT_PIPE"
 # Variables that a node's libraries read when they load. A user's own values have precedence.
 THREAD_VARIABLES = {
-    # Threads spin this often for work before they sleep: 0.07 ms where a `pause` takes 7 ns. By
-    # default they spin 300,000 times (2 ms there), on cores that others need.
+    # Threads of torch's OpenMP spin this often for work before they sleep: 0.07 ms where a `pause`
+    # takes 7 ns. By default they spin 300,000 times (2 ms there), on cores that others need. Native
+    # kernels have threads of their own (kernels/csrc/team.c).
     "GOMP_SPINCOUNT": "10000",
     # NumPy's BLAS, which no step calls, would start threads and take 32 MiB for each.
     "OPENBLAS_NUM_THREADS": "1",

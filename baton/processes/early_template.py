@@ -34,7 +34,7 @@ class ForkedProcess:
 
     Attributes:
         pid: process id.
-        returncode: None while it runs; negative if a signal ended it.
+        returncode: exit code; None while the process runs; negative if a signal ended it.
     """
 
     def __init__(self, pid: int) -> None:

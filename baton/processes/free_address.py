@@ -9,8 +9,8 @@ from random import SystemRandom
 
 from baton.api.errors import BatonError
 
-# Below the ephemeral ports (from 32768 on Linux), one of which might be taken by chance before the
-# server listens.
+# Ports below the ephemeral ones (from 32768 on Linux), as another process might take an ephemeral
+# port by chance before the server listens.
 _PORTS = range(10_000, 30_000)
 _NUM_CLAIMS = 64  # most servers that have an address and do not listen yet
 

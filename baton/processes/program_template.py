@@ -26,7 +26,7 @@ import msgspec
 
 from baton.processes.child_processes import PYTHON_MODULE
 
-# Room in the template's command line for those of its programs, which `ps` then shows.
+# Room in the template's command line. Its programs write their own there, for `ps` to show.
 _TITLE_ROOM = " " * 4096
 _MAX_MESSAGE = 2**20
 _POLL_S = 0.05
@@ -55,7 +55,7 @@ class _Event(msgspec.Struct, frozen=True):
     """Tell that a program has started, or how it ended.
 
     Attributes:
-        returncode: None: it has started; negative: a signal ended it.
+        returncode: exit code; None: the program has started; negative: a signal ended it.
     """
 
     pid: int
@@ -142,7 +142,7 @@ class ProgramTemplate:
         """Return how a program ended, or None if it runs when the time is up.
 
         Args:
-            timeout_s: None: no limit.
+            timeout_s: most seconds to wait; None: no limit.
         """
         give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -191,7 +191,7 @@ class ForkedProgram:
 
     Attributes:
         pid: process id.
-        returncode: None while it runs; negative if a signal ended it.
+        returncode: exit code; None while the program runs; negative if a signal ended it.
     """
 
     def __init__(self, template: ProgramTemplate, pid: int) -> None:

@@ -107,7 +107,7 @@ class RayProcess:
             self._ask("send_signal", None, int(number))
 
     def kill(self) -> None:
-        """Kill it, as `subprocess.Popen` does."""
+        """Kill the process, as `subprocess.Popen` does."""
         self.send_signal(signal.SIGKILL)
 
     def _ask(

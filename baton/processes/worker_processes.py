@@ -126,7 +126,7 @@ class WorkerProcesses:
     Args:
         work: ``"module:function"``; called with ``options``, returns the function for the work.
         limits: limits of one piece.
-        num_workers: at least 2.
+        num_workers: number of worker processes, at least 2.
         max_waiting: most pieces of work that wait; half as many per caller.
         early: template forked for this work; None: start a new process.
     """

@@ -26,14 +26,14 @@ class AccessEntry:
     Attributes:
         call: method or path, such as ``POST /v1/completions``.
         address: the caller's address.
-        request_id: empty until known.
+        request_id: the request's id; empty until known.
         trace_id: id of the caller's or Baton's trace; empty: none.
         trace: this request's trace context; None: not traced.
         model: served name that the request stands under; empty: the default name.
         num_prompt_tokens: tokens of its prompts; a prompt with several outputs counts once.
         num_output_tokens: tokens sent to the client, over all outputs.
-        ttft_s: time to the first of them; None: there were none.
-        error: name of its final status, if it differs from the call's own.
+        ttft_s: time to the first output token; None: there were no output tokens.
+        error: name of the request's final status, if it differs from that of the call.
     """
 
     call: str = ""

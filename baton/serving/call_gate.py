@@ -211,7 +211,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                             watch.num_sent += 1
                     status = "OK"
                     return
-                if handler.response_streaming:  # a library's, which writes the answer itself
+                if handler.response_streaming:  # method of a library, which writes the answer
                     await behavior(request, raw)
                     return
                 try:
@@ -222,7 +222,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 self._note(method, context, request)
                 status = "OK"
                 yield response
-            except grpc.aio.BaseError:  # gRPC's own, such as a client that disconnected
+            except grpc.aio.BaseError:  # from gRPC, as when a client disconnected
                 raise
             except Exception as error:
                 status = status_name(error) if isinstance(error, BatonError) else "INTERNAL"

@@ -62,12 +62,13 @@ class ConnectionCounts:
     """Counts of one listener's connections since it was made.
 
     Attributes:
-        open: open connections.
+        open: number of open connections.
         at_work: open connections whose request is being answered.
-        accepted, refused: refused ones found no room and no idle connection to displace.
-        displaced: closed to make room for others.
-        timed_out: closed because no request came in time.
-        stalled: closed because the peer did not read.
+        accepted: connections that were accepted.
+        refused: connections that found no room and no idle connection to displace.
+        displaced: connections that were closed to make room for others.
+        timed_out: connections that were closed because no request came in time.
+        stalled: connections that were closed because the peer did not read.
     """
 
     open: int = 0

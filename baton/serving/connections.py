@@ -76,7 +76,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
             return
-        # Not cancelled during set-up, because the loop would keep the descriptor for ever.
+        # The set-up is never cancelled, because then the loop would keep the descriptor for ever.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -126,7 +126,7 @@ class Listener:
         limits: limits of all connections.
 
     Attributes:
-        counts: counts for metrics.
+        counts: numbers of connections, for metrics.
         read_buffer: receives data of any connection, which is copied out at once.
     """
 
@@ -135,7 +135,7 @@ class Listener:
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.counts = ConnectionCounts()
-        # A memoryview, because asyncio's TLS reads into slices, and slices of a bytearray copy.
+        # A memoryview: asyncio's TLS reads into slices, and slices of a bytearray are copies.
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._make_protocol = make_protocol
         self._ssl: ssl.SSLContext | None = None
@@ -148,7 +148,8 @@ class Listener:
         self._idle: dict[Connection, None] = {}
         self._waiting_of: dict[str, dict[Connection, None]] = {}
         self._num_of: dict[str, int] = {}
-        self._unsent: dict[Connection, tuple[int, float]] = {}  # bytes, and since when
+        # Unsent bytes of a connection, and when they were noted.
+        self._unsent: dict[Connection, tuple[int, float]] = {}
 
     async def start(
         self,
@@ -290,13 +291,14 @@ class Listener:
         if self._num_of.get(address, 0) >= limits.max_connections_per_address:
             return self._displace(self._oldest(of_address))
         if self.counts.open >= limits.max_connections:
-            # Takes from this address first, so one with many connections costs others none.
+            # Closes a connection of this address first, so that an address with many connections
+            # costs other addresses none.
             return self._displace(self._oldest(of_address, self._fresh, self._idle))
         return True
 
     @staticmethod
     def _oldest(*waiting: dict[Connection, None]) -> Connection | None:
-        """Return the longest waiting connection of the first group with a fully sent one."""
+        """Return the longest waiting connection without unsent bytes, by order of the groups."""
         for connections in waiting:
             for connection in itertools.islice(connections, _MAX_LOOKED_AT):
                 if not connection.num_unsent_bytes:

@@ -15,9 +15,10 @@ from typing import Any
 
 from baton.api.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 
-# Up to 8 MiB each. Further calls' messages stay with the client until another has come.
+# Most calls whose messages are read at once, each of up to 8 MiB. The messages of further calls
+# stay with the client until one of these has arrived.
 MAX_COMING = 32
-# Most calls waiting for their turn. Each takes 25 KiB and several times its headers.
+# Most calls that wait for their turn. Each takes 25 KiB and several times the size of its headers.
 MAX_WAITING = 1024
 # Time for 8 MiB at 64 KiB/s, as over HTTP.
 MESSAGE_TIMEOUT_S = 138.0
@@ -58,7 +59,8 @@ class _Places:
 
 
 class HeldCalls:
-    """Limit calls that wait for messages, and streams, per caller of one server.
+    """Limit how many calls wait for messages, and how many streams are open, per caller of one
+    server.
 
     Callers are identified by key or certificate; unauthenticated ones by address.
     """

@@ -65,7 +65,8 @@ class MetricsPage:
         self.address = ""
         self._access = access or Access()
         self._is_ready = is_ready
-        # Certificates are optional: probes have none, and callers without one may not look.
+        # Certificates are optional: probes have none, and callers without a certificate may not
+        # look.
         self._tls = None if tls is None else ServerContext.of(tls, require_client_certs=False)
         self._registry = CollectorRegistry()
         self._registry.register(collector)

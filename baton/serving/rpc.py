@@ -193,7 +193,7 @@ def open_channel(
     """Open an asyncio channel with Baton's limits.
 
     Args:
-        tls: None: no TLS.
+        tls: certificates; None: no TLS.
         server_name: name that the server's certificate must have; empty: the address's host.
     """
     if tls is None:

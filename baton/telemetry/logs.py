@@ -108,7 +108,7 @@ class _LineWriter(logging.Handler):
         except Exception:  # the arguments do not fit the message, or memory is exhausted
             self.handleError(record)
 
-    # (Not named `close`, because libraries that configure logging close all handlers.)
+    # This is not named `close`, because libraries that configure logging close all handlers.
     def stop(self) -> None:
         """Write the queued lines and end the thread."""
         with contextlib.suppress(queue.Full):

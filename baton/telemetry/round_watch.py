@@ -26,7 +26,7 @@ class RoundWatch:
 
     Attributes:
         stalled_s: how long the most stalled thread has been in its round.
-        stalled_thread: its name; empty if none is stalled.
+        stalled_thread: name of the most stalled thread; empty if none is stalled.
     """
 
     def __init__(self, rounds: Callable[[], Mapping[str, Rounds]], beat_interval_s: float) -> None:

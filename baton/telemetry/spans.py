@@ -32,7 +32,7 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
     """The ids of a span, which other processes need to add child spans.
 
     Attributes:
-        trace_id: 16 bytes.
+        trace_id: id of the trace, 16 bytes.
         span_id: 8 bytes; empty: the trace has no span yet, and the next one becomes its root.
         is_sampled: whether spans of this trace are kept.
         state: data of other tracing systems, forwarded unchanged.

@@ -13,7 +13,7 @@ class Tracing:
     Args:
         options: where traces are sent; None: nowhere.
         service: name of this program in traces.
-        resource: more attributes for all its spans.
+        resource: further attributes of all spans.
         sink: takes the spans instead of an exporter.
 
     Attributes:
@@ -34,14 +34,12 @@ class Tracing:
             self._exporter = SpanExporter(options.trace_endpoint, service, resource or {})
             sink = self._exporter.take
         self.sink = sink
-        # As OpenTelemetry's TraceIdRatioBased, so all programs with one ratio sample the same
-        # traces.
+        # Decide as OpenTelemetry's TraceIdRatioBased does, so that all programs with one ratio
+        # sample the same traces.
         self._bound = round(options.trace_ratio * 2**64)
 
     def begin(self, traceparent: str, tracestate: str = "") -> TraceContext | None:
-        """Decide whether to trace a request; return the context of its first span's parent.
-
-        None: the request is not traced.
+        """Return the parent context of a request's first span; None: the request is not traced.
 
         Args:
             traceparent, tracestate: the caller's W3C headers; empty: not sent.

@@ -15,7 +15,7 @@ WHOLE = "arguments"
 _SIGN = re.compile(r'["\\{}\[\],]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CLOSING = {"{": "}", "[": "]"}
-_ESCAPE_CHARS = {"u": 5}  # characters after the backslash; else 1
+_ESCAPE_CHARS = {"u": 5}  # number of characters after the backslash, if not 1
 
 
 def read_arguments(text: str) -> dict[str, Any]:

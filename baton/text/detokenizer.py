@@ -44,8 +44,8 @@ class Detokenizer:
     """Make the text of one output; pieces never end within a character.
 
     Args:
-        skip_special_tokens: whether special tokens have no text,
-        shown_token_ids: except for these.
+        skip_special_tokens: whether special tokens have no text.
+        shown_token_ids: special tokens that always have a text.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class _Window:
         self._look_at = 0  # decode again at this number of ids
 
     def push(self, token_ids: Sequence[int], *, last: bool) -> str:
-        # One at a time, so that grouping does not matter.
+        # Push one token at a time, so that the grouping of tokens does not matter.
         texts = [self._push_one(token_id) for token_id in token_ids]
         return "".join([*texts, self._look(last=True)] if last else texts)
 

@@ -44,7 +44,7 @@ class Trial:
     """A grammar that compiles.
 
     Attributes:
-        grammar: in the library's form.
+        grammar: the grammar in the library's form.
         num_bytes: memory of the compiled grammar.
     """
 
@@ -89,7 +89,8 @@ class GrammarTrials:
     async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:
         """Compile a grammar in a worker process, within limits.
 
-        Raises what `WorkerProcesses.run` raises, and InvalidRequestError if it costs too much.
+        Raises the errors of `WorkerProcesses.run`, and InvalidRequestError if the grammar costs too
+        much.
         """
         kind = structured_output.kind
         work = msgspec.json.encode([kind, structured_output.text, structured_output.choice])

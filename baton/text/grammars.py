@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 # More rules make the conversion from GBNF slow; grammars of SQL or C have a few hundred.
 MAX_RULES = 1000
-# (Possessive quantifiers keep matching linear in texts of blanks or a single name.)
+# Possessive quantifiers keep matching linear in texts of blanks or a single name.
 _RULE = re.compile(r"^[^\S\n]*+[!?\w.-]++\s*+(?:::=|:)", re.MULTILINE)
 _LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 _MAX_PROBLEM_CHARS = 200
-# As `json.dumps` writes. Free white space would let outputs go on for ever.
+# JSON is written as by `json.dumps`: free white space would let outputs go on for ever.
 _JSON_DEFAULTS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",

@@ -98,7 +98,7 @@ class _Grammar:
     """Convert one grammar, statement by statement.
 
     Args:
-        text: in the library's Lark dialect.
+        text: the grammar in the library's Lark dialect.
     """
 
     def __init__(self, text: str) -> None:
@@ -140,7 +140,7 @@ class _Grammar:
         """Write a token of a rule, followed by ignored texts after a lexeme."""
         is_lexeme = kind in _KINDS or (kind == "name" and text.isupper())
         written = self._written(kind, text)
-        # (A terminal may be several lexemes now, with nothing ignored between them.)
+        # A terminal may have become several lexemes; nothing is ignored between them.
         return f"({written} {_SKIP})" if is_lexeme else written
 
     def _written(self, kind: str, text: str) -> str:
@@ -179,7 +179,7 @@ def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
     is_first = True  # at the beginning of a line
     found: list[tuple[str, str]] = []
     for one in _TOKEN.finditer(text):
-        if one[0] in ('"', "/"):  # (otherwise the rest would be searched again and again)
+        if one[0] in ('"', "/"):  # otherwise, it is searched again and again
             shown = text[one.start() : one.start() + 80]
             raise _refused(f"{shown!r}: a text or a regex is not closed")
         found.append((str(one.lastgroup), one[0]))

@@ -19,7 +19,8 @@ class DetokenizeOptions:
     """How tokens become the text that a client sees.
 
     Attributes:
-        skip_special_tokens: False: the text shows them, except one that ended the output.
+        skip_special_tokens: whether the text leaves out special tokens. If not, it shows them all,
+            except one that ended the output.
         include_stop: whether the text includes the stop string or stop token that ended it.
         shown_token_ids: special tokens shown in any case.
     """

@@ -20,7 +20,7 @@ _ANCHOR = "x"  # precedes a token, to see what the token adds there
 
 
 class LibraryTokenizer(Protocol):
-    """Part of `tokenizers.Tokenizer` that is used."""
+    """Part of `tokenizers.Tokenizer` that this module uses."""
 
     @property
     def decoder(self) -> Any: ...

@@ -37,7 +37,7 @@ class Tokenizer:
         chat_template: a file to use instead of the checkpoint's own template.
 
     Attributes:
-        folder, template_file: see above.
+        folder, template_file: the arguments, unchanged.
         chat_template: template of conversations; None if there is none.
         longest_token_chars: most characters of a text that one token stands for.
         special_token_ids: tokens that `decode` leaves out by default.
@@ -97,7 +97,7 @@ class Tokenizer:
         return ids
 
     def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the same ids in about half the time, holding the GIL throughout."""
+        """Return the ids of `encode` in about half its time, but hold the GIL throughout."""
         ids: list[int] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )[0].ids
@@ -192,8 +192,8 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, as a `Detokenizer` makes it.
 
-        Equal to the library's, except with byte fallback, where one invalid byte makes the library
-        lose all bytes next to it.
+        The library returns the same text, except with byte fallback, where one invalid byte makes
+        it lose all bytes next to it.
         """
         detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids, last=True)
@@ -244,7 +244,7 @@ class Tokenizer:
 def _described(decoder: tokenizers.decoders.Decoder | None) -> Any:
     """Return a decoder in the form of `tokenizer.json`, or None.
 
-    (Describing the whole tokenizer would take as long as reading it.)
+    Describing the whole tokenizer would take as long as reading it.
     """
     return None if decoder is None else json.loads(decoder.__getstate__())
 

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 _NUMBERS_OF_A_PART = 16  # at least this many numbers are parsed in the time of one message
 _LONG_NUMBER, _LONG_TAG = 2, 8  # extra parts that these count
-_NOT_THE_LAST = bytes(range(128, 256))  # bytes of a number that another one follows
+_NOT_THE_LAST = bytes(range(128, 256))  # bytes of a number before its last byte
 _MAX_VARINT_BYTES = 10
 
 # Fields of a message by tag: the same for a field that is a message, None for packed numbers. Texts

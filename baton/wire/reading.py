@@ -69,7 +69,7 @@ def forgiving(
 
     Args:
         max_parts: messages with more parts are refused; see `baton.wire.parts`.
-        max_bytes: longer messages are refused.
+        max_bytes: most bytes of a message.
     """
     kind = _kind_of(deserialize)
     descriptor: Descriptor | None = getattr(kind, "DESCRIPTOR", None)

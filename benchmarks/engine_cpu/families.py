@@ -29,18 +29,7 @@ CASES = ("prefill 512", "decode 1", "decode 8")
 PEERS = ("transformers", "llamacpp")
 SHORT_CONTEXT = 32
 
-_DENSE: dict[str, Any] = {
-    "vocab_size": 32768,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-}
+_DENSE: dict[str, Any] = engine_cpu.SHAPE | {"max_position_embeddings": 8192, "eos_token_id": 2}
 _FOUR_OF_SIXTEEN = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 # Row -> architecture, and its config's fields beyond _DENSE.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

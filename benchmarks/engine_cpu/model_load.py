@@ -22,35 +22,10 @@ from benchmarks.runner.environment import ROOT
 from benchmarks.runner.own_process import answer_of, own_environment
 from benchmarks.runner.run import Document, Run
 
-FOLDER = ROOT / "build" / "model_load" / "qwen3-0.6b"
+FOLDER = ROOT / "build" / "engine_cpu" / "qwen3-0.6b"
 FORMATS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
 KV_CACHE_BYTES = 256 * 2**20
 MIB = 2**20
-
-
-def make_checkpoint() -> None:
-    """Write the checkpoint, once."""
-    if (FOLDER / "model.safetensors").exists():
-        return
-    import torch
-    from safetensors.torch import save_file
-
-    from benchmarks.gpu.gpu_models import SHAPES
-    from models.config import ModelConfig
-    from models.decoder import DecoderForCausalLM
-    from models.loading.loader import checkpoint_shapes
-
-    torch.manual_seed(0)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / "config.json").write_text(json.dumps(SHAPES["0.6B"]), encoding="utf-8")
-    config = ModelConfig.from_folder(FOLDER)
-    with torch.device("meta"):
-        model = DecoderForCausalLM(config)
-    weights = {
-        name: (torch.randn(shape) * 0.02).bfloat16()
-        for name, shape in checkpoint_shapes(model).items()
-    }
-    save_file(weights, FOLDER / "model.safetensors")
 
 
 def load_once(weights: str) -> dict[str, float]:
@@ -100,7 +75,9 @@ def run(run: Run, other: Path | None = None, repetitions: int = 3) -> Document:
     Args:
         other: another checkout, in turns with this one.
     """
-    make_checkpoint()
+    from benchmarks.engine_cpu.engine_cpu import WORKS, make_checkpoint
+
+    assert make_checkpoint(WORKS["0.6B"]) == FOLDER
     checkouts = {"this": ROOT} | ({"other": other.resolve()} if other else {})
     runs: dict[tuple[str, str], list[dict[str, float] | None]] = {}
     for _ in range(repetitions):

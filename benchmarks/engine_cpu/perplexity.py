@@ -33,7 +33,7 @@ DEMO_MODEL = ROOT / "examples" / "demo_model"
 # Written after the model was trained.
 DEMO_TEXTS = (
     "models/gpu/packing.py",
-    "benchmarks/engine_cpu/compile_layers.py",
+    "benchmarks/engine_cpu/families.py",
     "benchmarks/kernels/quantized_gpu.py",
     "benchmarks/router/router_site.py",
     "benchmarks/runner/answers.py",

@@ -230,7 +230,6 @@ SUBJECT = Subject(
         ),
         Measurement("engine_cpu.model_load", "models/loading", (MODEL_LOAD,)),
         Measurement("engine_cpu.perplexity", "kernels/csrc models"),
-        Measurement("engine_cpu.compile_layers", "kernels/csrc models"),
     ),
     log=(
         "2026-11-28: what rounding of inputs costs beside llama.cpp",

@@ -11,19 +11,18 @@ import asyncio
 import random
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from benchmarks.faults.resilience import PHASES, WINDOW_S, normal_again_s, play_phases
 from benchmarks.faults.resilience_load import draw_case
 from benchmarks.fleet.virtual_fleet import MODEL, VirtualRouter, joined_fleet, on_virtual_time
-from benchmarks.runner.answers import Answer, OpenLoad, follow
+from benchmarks.runner.answers import Answer, OpenLoad
 from benchmarks.runner.run import Document, Run
 from router.fleet.node_pool import NodePool
 from router.gate.admission import Admission
 from router.gate.capacity import Capacity
-from router.gate.ticket import Ticket
 from sim_node.options import SimOptions
 from sim_node.timing import preset
 
@@ -40,31 +39,12 @@ LEAST_KEPT, LEAST_GOODPUT = 0.99, 0.9
 Row = dict[str, Any]
 
 
-class _Gate(Admission):
-    """A gate that reports its expectation of each request."""
-
-    def __init__(self, capacity: Capacity) -> None:
-        super().__init__(capacity)
-        self.expected_ttft_s: dict[str, float] = {}
-
-    def note_first_token(self, ticket: Ticket) -> None:
-        self.expected_ttft_s[ticket.request_id] = ticket.expected_wait_s
-        super().note_first_token(ticket)
-
-
 class Gated:
-    """A router with its gate, and drawn requests to it.
-
-    Attributes:
-        expected_s: the gate's estimates when a request came, of its first token and its decode, by
-            the time at which it was sent.
-    """
+    """A router with its gate, and drawn requests to it."""
 
     def __init__(self, pool: NodePool, seed: int) -> None:
-        self._capacity = Capacity(lambda: pool.fleet, clock=pool.clock)
-        self._gate = _Gate(self._capacity)
-        self.router = VirtualRouter(pool, admission=self._gate)
-        self.expected_s: dict[float, tuple[float, float]] = {}
+        gate = Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
+        self.router = VirtualRouter(pool, admission=gate)
         self._draw = random.Random(seed)
 
     def load(self, timeout_s: float = DEADLINE_S) -> OpenLoad:
@@ -73,12 +53,7 @@ class Gated:
 
     async def _ask(self, timeout_s: float) -> Answer:
         case = draw_case(self._draw, MODEL["vocab_size"])
-        decode_s = self._capacity.decode_s(case.params.max_tokens)
-        call = self.router.call(case.prompt, case.params, timeout_s=timeout_s)
-        answer = await follow(self.router.dispatcher.run(call), case)
-        ttft_s = self._gate.expected_ttft_s.pop(call.request_id, 0.0)
-        self.expected_s[answer.sent_at] = ttft_s, decode_s
-        return answer
+        return await self.router.ask(case, timeout_s=timeout_s)
 
 
 def is_kept(answer: Answer) -> bool:
@@ -93,7 +68,7 @@ def is_local(answer: Answer) -> bool:
 
 
 async def run_drill(
-    seed: int, fleet: tuple[int, int], overload_s: float, *, local_prefill: bool, log: bool = False
+    seed: int, fleet: tuple[int, int], overload_s: float, *, local_prefill: bool
 ) -> Row:
     """Saturate the fleet, then send half, three times and half of the saturated rate."""
     async with joined_fleet(*fleet, OPTIONS, local_prefill=local_prefill) as pool:
@@ -102,9 +77,6 @@ async def run_drill(
         await asyncio.sleep(SETTLE_S)
         seconds = dict(zip(PHASES, (BEFORE_S, overload_s, AFTER_S), strict=True))
         phases, over_at = await play_phases(gated.load(), rate, list(seconds.values()))
-        if log:
-            for answers in phases.values():
-                _print_late(answers, gated.expected_s)
         return {
             "capacity_per_s": round(rate, 1),
             **{name: summarize(phases[name], seconds[name]) for name in PHASES},
@@ -147,17 +119,6 @@ def _median_ms(seconds: Sequence[float]) -> int:
     return round(1e3 * statistics.median(seconds)) if seconds else 0
 
 
-def _print_late(answers: Sequence[Answer], expected_s: Mapping[float, tuple[float, float]]) -> None:
-    for a in answers:
-        if a.outcome != "refused" and not is_kept(a):
-            ttft_s, decode_s = expected_s[a.sent_at]
-            print(
-                f"late: {a.outcome} sent {a.sent_at:.1f} ttft {a.ttft_s:.2f} (expected "
-                f"{ttft_s:.2f}) total {a.total_s:.2f} decode expected "
-                f"{decode_s:.2f} tokens {len(a.times)} local {is_local(a)}"
-            )
-
-
 def problems_of(row: Row) -> list[str]:
     """Return a line for each broken promise."""
     problems = [
@@ -179,9 +140,7 @@ def run_fleet(name: str, options: Options) -> Row:
     fleet, local_prefill = FLEETS[name], not options.no_local_prefill
     rows: dict[str, Row] = {}
     for seed in options.seeds:
-        drill = run_drill(
-            seed, fleet, options.overload_s, local_prefill=local_prefill, log=options.log
-        )
+        drill = run_drill(seed, fleet, options.overload_s, local_prefill=local_prefill)
         row = on_virtual_time(drill)
         rows[str(seed)] = {**row, "problems": problems_of(row)}
     result: Row = {"drills": rows}
@@ -202,18 +161,13 @@ def run_fleet(name: str, options: Options) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Seeds, fleets and phases of the drill.
-
-    Attributes:
-        log: print a line for each deadline missed.
-    """
+    """Seeds, fleets and phases of the drill."""
 
     seeds: Sequence[int] = SEEDS
     fleets: Sequence[Literal["4P+4D", "2P+6D"]] = ("4P+4D", "2P+6D")
     overload_s: float = 60.0
     no_local_prefill: bool = False
     no_steady: bool = False
-    log: bool = False
 
 
 def run(run: Run, options: Options) -> Document:

@@ -83,8 +83,6 @@ SUBJECT = Subject(
         Measurement("fleet.placement", "router/policies router/fleet", (PLACEMENT,)),
         Measurement("fleet.policies", "router/policies router/fleet sim_node", (POLICIES,)),
         Measurement("fleet.simulator", "sim_node", (SIMULATOR,)),
-        Measurement("fleet.prefill_estimate", "router/policies router/fleet/load sim_node"),
-        Measurement("fleet.beside_decodes", "router/policies sim_node engine/core"),
         Measurement("fleet.fair_share", "router/gate", (FAIR_SHARE,)),
     ),
     log=(

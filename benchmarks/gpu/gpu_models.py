@@ -20,6 +20,7 @@ import engine.worker.worker
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.weights_cache import WeightsCache
 from baton.engine_config import EngineConfig
+from baton_kernels.ops import Ops
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.make_engine import make_engine as make_from_folder
@@ -119,12 +120,13 @@ def _load(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     packer: WeightPacker | None = None,
+    ops: Ops | None = None,
     ranks: Ranks = ALONE,
     cache: WeightsCache | None = None,
 ) -> CausalLM:
     """Stand in for `load_model` with random weights, for one rank."""
-    if ranks is not ALONE:
-        raise ValueError("ranks: a shape of this suite is one process's")
+    if ranks is not ALONE or ops is not None:
+        raise ValueError("ranks, ops: a shape of this suite is one process's, with the fastest ops")
     config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)
     with torch.device("meta"):
         model = DecoderForCausalLM(config)

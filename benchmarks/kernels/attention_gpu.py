@@ -19,7 +19,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -232,8 +232,8 @@ def _flashinfer(
     Its layout "HND" is ours: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, and blocks
     may lie apart.
     """
-    planned: list[Callable[[Tensor, Tensor], Tensor]] = []
 
+    @cache
     def plan() -> Callable[[Tensor, Tensor], Tensor]:
         flashinfer = importlib.import_module(PEERS[FLASHINFER])
         workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -258,12 +258,7 @@ def _flashinfer(
         run: Callable[[Tensor, Tensor], Tensor] = wrapper.run
         return run
 
-    def run(query: Tensor, kv_cache: Tensor) -> Tensor:
-        if not planned:
-            planned.append(plan())
-        return planned[0](query, kv_cache)
-
-    return run
+    return lambda query, kv_cache: plan()(query, kv_cache)
 
 
 # ------------------------------------------------------------------ the two parts

@@ -123,8 +123,6 @@ SUBJECT = Subject(
         ),
         Measurement("router.prefix_index", "router/fleet", (PREFIX_INDEX,)),
         Measurement("router.http_servers", "baton/serving", (HTTP,)),
-        Measurement("router.loop_holds", "router/intake engine/sampling"),
-        Measurement("router.large_vocabulary", "router/intake engine/sampling"),
     ),
     log=(
         "2026-11-21: what a router costs",

@@ -40,6 +40,5 @@ SUBJECT = Subject(
         Measurement("security.hostile_shapes", "router/intake", (SHAPES,)),
         Measurement("security.http2_tricks", "baton/serving", (TRICKS,)),
         Measurement("security.tenant_isolation", "router/gate engine/core", (ISOLATION,)),
-        Measurement("security.mac_speed", "kvconnector"),
     ),
 )

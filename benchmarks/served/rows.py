@@ -249,7 +249,6 @@ SUBJECT = Subject(
         Measurement("served.served", "engine router kernels/csrc", (SERVED,)),
         Measurement("served.first_use", "engine router baton/serving", (FIRST_USE,)),
         Measurement("served.served_rows", "engine router kernels/csrc", (SERVED_ROWS,)),
-        Measurement("served.served_steps", "engine router"),
         Measurement("served.install_sizes", "pyproject.toml"),
         Measurement(
             "served.fresh_installs",

@@ -64,12 +64,12 @@ KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """One block of the pool.
+    """A block of the pool: its holders, and the content that is cached in it.
 
     Attributes:
         ref_count: number of holders; 0 exactly while the block is in the free list.
         block_hash: hash of its content, once the block is full and committed; None: blank.
-        silent: whether no event reports its content.
+        silent: whether events leave out this block's content.
         cache_class: the class that its content was cached with.
         previous, next: neighbours in the free list; meaningless while the block is in use.
     """
@@ -87,18 +87,19 @@ class BlockPool:
     """All blocks of one KV cache.
 
     Args:
-        num_blocks: ids are ``0 .. num_blocks - 1``.
+        num_blocks: number of blocks; their ids are ``0 .. num_blocks - 1``.
         record_events: whether to record stored and removed contents for `take_events`.
 
     Attributes:
-        num_evicted: allocated blocks that still cached something, since the start.
+        num_evicted: cached blocks that were allocated again and so left the prefix cache, since the
+            start.
     """
 
     def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_evicted = 0
-        self._blocks: list[KVCacheBlock] = []  # by id; the others were never allocated
+        self._blocks: list[KVCacheBlock] = []  # by id; other blocks were never allocated
         self._num_blank = 0  # number of blank blocks, at the front of the free list
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
@@ -210,7 +211,7 @@ class BlockPool:
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             if self._index(block_id, block_hash, cache_class):
                 stored.append(block_hash)
-            else:  # known already: later blocks are stored behind this one
+            else:  # already cached: it is the parent of the blocks stored next
                 self._note_stored(stored, parent)
                 stored, parent = [], block_hash
         self._note_stored(stored, parent)
@@ -230,7 +231,7 @@ class BlockPool:
         return len(self._cached)
 
     def start_events(self) -> list[BlockHash]:
-        """Record events from now on, and drop those that were not taken.
+        """Record events from now on; drop events that `take_events` has not returned.
 
         Returns:
             The cached contents that events report. A prefix's first blocks come before its last
@@ -382,7 +383,7 @@ class BlockPool:
 
 
 def window_size(num_blocks: int) -> int:
-    """Return how many of the first free blocks to choose among."""
+    """Return the number of leading free blocks among which extents are chosen."""
     return min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
 
 

@@ -4,9 +4,8 @@ The scheduler's part of speculation, and the only file of the core that decides 
 drafter reads and how many drafts a step makes and computes. Does nothing without a policy.
 
 A drafter with KV of its own reads all tokens of a request, or none. Blocks whose tokens it has not
-read have another class in the prefix cache (`UNREAD`), so that no request that is drafted for
-finds them. Refuses to know: how drafts are made, how good they are, which tokens were sampled
-instead.
+read have class `UNREAD` in the prefix cache, so that no request with drafts finds them. Refuses to
+know: how drafts are made, how good they are, which tokens were sampled instead.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ ALL = sys.maxsize
 # A request is READ if the drafter drafts for it, else UNREAD. Without a drafter with KV, all are
 # READ.
 READ, UNREAD = 0, 1
-# Most processor time per step for masks behind drafts, as all requests wait for these.
+# Limit of processor time per step for masks behind drafts, in seconds: all requests wait for these
+# masks.
 _MAX_MASKS_S = 0.01
 
 
@@ -62,8 +62,8 @@ class Drafts:
         policy: decides how many drafts pay; None: there are no drafts.
 
     Attributes:
-        kept: drafts by request id, for the step behind the one that was updated last.
-        has_policy: whether `plan_step` has to be called.
+        kept: drafts that the next step may compute, by request id.
+        has_policy: whether there is a policy; without one, `plan_step` need not be called.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class Drafts:
 
     def start(self, request: Request) -> None:
         """Decide whether the drafter reads a request that starts in this step."""
-        # A node that continues a one-token request drafts for it, so it must be read here.
+        # Another node continues a request for one token and drafts for it, so this drafter must
+        # read the prompt.
         is_passed_on = request.max_num_tokens - request.num_tokens == 1
         request.cache_class = READ if self._num_to_read > 0 or is_passed_on else UNREAD
         self._num_to_read -= not is_passed_on
@@ -178,10 +179,11 @@ class Drafts:
     # ------------------------------------------------------------------ a step has ended
 
     def cache_class(self, request: Request, num_tokens: int, scheduled: SchedulerOutput) -> int:
-        """Return the class of blocks that a step filled with ``num_tokens`` tokens of a request.
+        """Return the cache class of the blocks that a step of ``num_tokens`` tokens made full.
 
-        A drafter reads prompts at once, and outputs only when it drafts. Tokens that fill up a
-        block in between may be read later, or never.
+        A drafter reads a chunk of a prompt in its step, but a single token only in steps that make
+        drafts. Blocks with other single tokens are UNREAD, although the drafter may read these
+        later.
         """
         if not self._drafter_reads:
             return READ
@@ -219,7 +221,7 @@ class Drafts:
         return ended
 
     def keep(self, outputs: Sequence[RequestDelta], drafts: Mapping[str, tuple[int, ...]]) -> None:
-        """Keep the drafts of the step that was updated last, for the next step to compute.
+        """Keep the drafts made by the step that was updated last, for the next step to compute.
 
         Earlier drafts of these requests are out of date and dropped.
         """

@@ -35,7 +35,7 @@ class GrammarState:
     One thread at a time may use a state: the engine's thread, or a thread that computes its mask.
 
     Args:
-        matcher: this state's own matcher, at the grammar's beginning; None: there is only a
+        matcher: matcher for this state alone, at the grammar's beginning; None: there is only a
             thought.
         params: the request's parameters: its bans and its thought.
         vocab_size: size of the logits; tokens that the tokenizer lacks are never allowed.
@@ -83,8 +83,8 @@ class GrammarState:
         """Return whether a step needs masks for the tokens that it samples.
 
         Args:
-            num_pending: tokens that the step in flight samples first.
-            num_ahead: at most the number that `look_ahead` returned.
+            num_pending: number of tokens that the step in flight samples first.
+            num_ahead: number of tokens ahead that need masks; at most what `look_ahead` returned.
         """
         if num_ahead:
             return any(mask is not None for mask in self._masks[: 1 + num_ahead])
@@ -140,13 +140,15 @@ class GrammarState:
         return num_ahead
 
     def allowed_bits(self, num_ahead: int = 0) -> list[NDArray[np.uint8]]:
-        """Return which tokens may come next, and behind each token that `look_ahead` got.
+        """Return bit masks of the tokens allowed next, and of those allowed behind each token given
+        to `look_ahead`.
 
         Each array has one bit per token, low bits first: `[ceil(vocab_size / 8)]`. If no token may
         come, all bits are set: `problem` says why, and `accept` takes no token.
 
         Args:
-            num_ahead: at most the number that `look_ahead` returned.
+            num_ahead: number of tokens ahead to return masks for; at most what `look_ahead`
+                returned.
         """
         self.compute_mask()
         masks = self._masks[: 1 + num_ahead]

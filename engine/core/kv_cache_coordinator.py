@@ -23,7 +23,8 @@ class KVCacheCoordinator:
     Args:
         sliding_windows: window of each group, in tokens; None: full attention.
         block_size: tokens per block.
-        block_pool: the pool of all groups. If any group has a window, one block is taken for good.
+        block_pool: the pool of all groups. If any group has a window, one of its blocks becomes the
+            null block for good.
 
     Attributes:
         null_block: stands in a block table where a block slid out; None: no group has a window.
@@ -93,7 +94,7 @@ class KVCacheCoordinator:
 
         Args:
             block_ids: ids of one request's blocks, of all groups in turn.
-            hashes: hashes of its logical blocks.
+            hashes: hashes of the request's logical blocks.
             first: first logical block to cache.
             end: logical block to stop before.
             cache_class: class of the newly cached blocks; see `block_pool.py`.

@@ -36,10 +36,10 @@ LayerBytes = Callable[[LayerKV, int], int]
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers of one kind.
+    """Layers of one kind, which share a block table.
 
     Attributes:
-        kv: the kind: what each of these layers keeps.
+        kv: description of the KV or states that each of these layers keeps.
         layers: indices of the model's layers, in order; a layer's place in this tuple is its
             place in a block.
     """
@@ -80,7 +80,8 @@ def group_layers(
 def smallest_block_size(kv_layers: Sequence[LayerKV], layer_bytes: LayerBytes) -> int:
     """Return the smallest block size, a multiple of 16, that needs few enough groups for states.
 
-    Small blocks waste less on short sequences and let more prefixes be found. 16 without states.
+    Small blocks waste less on short sequences and let more prefixes be found. Without states, the
+    size is 16.
     """
     block_size = DEFAULT_BLOCK_SIZE
     while _cut(kv_layers, block_size, layer_bytes) is None:
@@ -126,7 +127,7 @@ def _keeps(kv: LayerKV) -> tuple[bool, bool, int]:
 
 
 def _joined(attention: Sequence[_Kind]) -> _Kind:
-    """Return all layers as one kind of full attention."""
+    """Treat all attention layers as one kind with full attention."""
     widest = attention[0][0]
     assert isinstance(widest, PagedKV)
     layers = sorted(layer for _, layers in attention for layer in layers)

@@ -18,7 +18,7 @@ from engine.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class GrantedBlocks:
-    """The blocks that a remote node writes a parked request's KV into.
+    """The blocks of a parked request into which a remote node writes KV.
 
     Attributes:
         first_block: number of leading travelling blocks (`KVCacheManager.handoff_indices`) that
@@ -84,7 +84,7 @@ class KVCacheManager:
         return self._longest_hit(request, request.num_tokens - 1)
 
     def num_usable_cached_tokens(self, request: Request) -> int:
-        """Return the number of tokens in `find_cached_blocks`."""
+        """Return the length of a request's longest cached prefix, in tokens."""
         return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
 
     def _longest_hit(self, request: Request, num_tokens: int) -> list[int]:

@@ -44,7 +44,7 @@ class EngineMetrics:
         steps_by_tokens: steps by their number of computed tokens, in buckets of `STEP_TOKENS`.
         model_flops_total: floating-point operations, estimated from the model's configuration
             (`models/work.py`).
-        weight_read_bytes_total, kv_read_bytes_total: bytes read, estimated likewise.
+        weight_read_bytes_total, kv_read_bytes_total: bytes read, also estimated.
         draft_steps_total: times that a step computed drafts for a request.
         drafts_total: drafts that were computed.
         accepted_drafts_total: computed drafts that became part of an output.

@@ -35,7 +35,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     """All that one step computes.
 
     Attributes:
-        has_drafts: whether any request may have drafts, so that most steps need not look for them.
+        has_drafts: whether any request may have drafts; False saves most steps a search for them.
         num_drafts: number of drafts to make behind each sampled token.
         decodes: whether a request decodes in this step.
         num_prompt_tokens: prompt tokens in this step.
@@ -92,7 +92,7 @@ class ModelRunnerOutput:
     Attributes:
         sampled_token_ids: tokens of the requests that sample, in scheduled order: one token, and
             one more for each accepted draft.
-        logprobs: logprobs of the sampled tokens (maybe of more), of requests that ask for them.
+        logprobs: logprobs of the sampled tokens (maybe of other requests too), by request id.
         prompt_logprobs: logprobs of the prompt tokens that this step predicts, of requests that
             ask for them.
         draft_token_ids: drafts of the tokens behind the sampled ones, by request id; the next

@@ -73,7 +73,7 @@ class Request:
             drafts may sample more, but nothing is scheduled behind such a step before it ends.
 
         adapter: digest of the adapter that computes the request; empty: the base model.
-        extra_keys: values besides the tokens that the KV depends on; the adapter is one.
+        extra_keys: values that the KV depends on besides the tokens, such as the adapter.
         block_hashes: hashes of the leading full blocks of ``token_ids``, as far as needed so far.
         num_cached_blocks: leading blocks that are entered in the prefix cache.
         cache_class: highest class of cached blocks that the request may use (`block_pool.py`); set
@@ -110,7 +110,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    # Its place among other requests, and steps in flight.
+    # The request's place among others, and its steps in flight.
     rank: int = 0
     row: int = -1
     num_planned_blocks: int = 0
@@ -162,7 +162,7 @@ class Request:
             max_tokens: most new tokens, if fewer than ``sampling_params`` allows; a prefill node
                 gives 1.
             output_token_ids: output tokens of earlier attempts; the output continues behind them.
-            extra_keys: values besides tokens and adapter that the KV depends on.
+            extra_keys: values that the KV depends on besides tokens and adapter.
             adapter: digest of a loaded adapter; empty: the base model.
             grammar: the compiled grammar of its structured output, if compiled already.
         """

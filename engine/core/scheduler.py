@@ -45,7 +45,8 @@ class Scheduler:
         max_num_requests: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
         long_prefill_token_threshold: most tokens of one request in a step.
-        prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes.
+        prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes, or
+            while a remote node computes a parked request's prompt.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         drafting: decides how many drafts pay; None: there are no drafts.
         masks: see below; None: compute each mask at once.
@@ -126,7 +127,7 @@ class Scheduler:
         """
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        if self._room.num_waiting:
+        if self._room.num_without_blocks:
             needed = [manager.num_tokens_to_grant(request)]
             needed += [waiting.num_tokens + 1 for waiting in self._room.waiting()]
             num_blocks = sum(map(manager.num_blocks_for, needed)) + self._watermark_blocks
@@ -185,7 +186,8 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; None when there is no such request.
 
-        If a remote node may still write a parked request's blocks, they need another holder first.
+        If a remote node may still write a parked request's blocks, the caller must hold these
+        blocks first.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -255,6 +257,9 @@ class Scheduler:
         num_allowed = ALL
         if is_mixed:
             num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
+        elif self._room.num_remote:
+            # KV that arrives during a long step would wait for that step's end.
+            num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
@@ -267,7 +272,7 @@ class Scheduler:
         if has_drafts:
             budget = self.drafts.add_to(scheduled, budget)
         num_drafts = self.drafts.look_ahead(scheduled)
-        if self._num_adapted:  # a worker computes each adapter for neighbouring tokens
+        if self._num_adapted:  # a worker expects the tokens of one adapter side by side
             scheduled.sort(key=lambda item: item.request.adapter)
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:
@@ -526,7 +531,7 @@ class Scheduler:
         self._fail(request, InvalidRequestError(field, problem))
 
     def _fail(self, request: Request, error: BatonError) -> None:
-        """End a request, but leave a parked one to the caller: a peer may write its blocks."""
+        """Note a failure; end the request unless it is parked, when a peer may write its blocks."""
         self.failures.append((request.request_id, error))
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)

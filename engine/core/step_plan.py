@@ -28,7 +28,7 @@ SHARE = 4  # numbers per request in `StepPlan.shares`
 
 
 class NewRow(msgspec.Struct, frozen=True, gc=False):
-    """Assign a row to another request; the row has no blocks then.
+    """Assign a row to another request; the row then has no blocks.
 
     Attributes:
         token_ids: all known tokens, if sampling looks back at them; else empty. Tokens computed
@@ -61,7 +61,7 @@ class StepPlan:
 
     Attributes:
         new_rows: rows to assign first.
-        new_blocks: blocks to append next.
+        new_blocks: blocks to append to rows after that.
         shares: four numbers per request: its row, the position of its first computed token, the
             number of computed tokens, and the number of known tokens, including those that the
             step in flight samples. A request whose last known token is computed samples the next

@@ -71,19 +71,21 @@ class WaitingRoom:
 
     Attributes:
         num_arrived: requests in line that hold blocks.
-        num_waiting: requests in line without blocks.
+        num_without_blocks: requests in line without blocks.
+        num_remote: parked requests whose prompts' KV a remote node computes or writes.
     """
 
     def __init__(self) -> None:
         self.num_arrived = 0
-        self.num_waiting = 0
+        self.num_without_blocks = 0
+        self.num_remote = 0
         self._arrived: deque[Request] = deque()
         self._waiting = WaitingQueue()
         self._num_ranks = 0
 
     def __len__(self) -> int:
         """Return the number of requests in line, without parked ones."""
-        return self.num_arrived + self.num_waiting
+        return self.num_arrived + self.num_without_blocks
 
     # ------------------------------------------------------------------ in and out
 
@@ -95,6 +97,7 @@ class WaitingRoom:
     def park(self, request: Request, status: RequestStatus) -> None:
         """Keep a request out of line, with a status that says why."""
         assert status in PARKED
+        self._count_remote(request, status)
         request.status = status
 
     def queue(self, request: Request) -> None:
@@ -102,29 +105,36 @@ class WaitingRoom:
         if request.awaits_grammar:
             self.park(request, RequestStatus.WAITING_FOR_GRAMMAR)
             return
+        self._count_remote(request, RequestStatus.WAITING)
         request.status = RequestStatus.WAITING
         if request.block_ids:
             self._arrived.append(request)
             self.num_arrived += 1
         else:
             self._waiting.add_new(request)
-            self.num_waiting += 1
+            self.num_without_blocks += 1
 
     def put_back(self, request: Request) -> None:
         """Put a preempted request, which has lost its blocks, back in line."""
         assert not request.block_ids
         request.status = RequestStatus.PREEMPTED
         self._waiting.put_back(request)
-        self.num_waiting += 1
+        self.num_without_blocks += 1
 
     def leave(self, request: Request) -> None:
         """Stop counting an ending request; call before its status and blocks change."""
         if request.status not in IN_LINE:
+            self._count_remote(request, None)
             return
         if request.block_ids:
             self.num_arrived -= 1
         else:
-            self.num_waiting -= 1
+            self.num_without_blocks -= 1
+
+    def _count_remote(self, request: Request, status: RequestStatus | None) -> None:
+        """Count a request that goes from its status to another one; None: it ends."""
+        self.num_remote -= request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        self.num_remote += status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
     # ------------------------------------------------------------------ whose turn it is
 
@@ -156,7 +166,7 @@ class WaitingRoom:
 
     def pop(self) -> Request:
         """Remove the request that `peek` returned."""
-        self.num_waiting -= 1
+        self.num_without_blocks -= 1
         return self._waiting.pop()
 
     # ------------------------------------------------------------------ checks
@@ -167,12 +177,15 @@ class WaitingRoom:
         Args:
             requests: all requests that have not ended.
         """
-        in_line = []
+        in_line, num_remote = [], 0
         for request in requests:
+            num_remote += request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             if request.status in IN_LINE:
                 in_line.append(request)
                 assert not request.awaits_grammar
             if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
                 assert request.awaits_grammar
         num_arrived = sum(bool(request.block_ids) for request in in_line)
-        assert (num_arrived, len(in_line) - num_arrived) == (self.num_arrived, self.num_waiting)
+        num_without = len(in_line) - num_arrived
+        assert (num_arrived, num_without) == (self.num_arrived, self.num_without_blocks)
+        assert num_remote == self.num_remote

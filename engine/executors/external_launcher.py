@@ -88,7 +88,7 @@ class ExternalLauncherExecutor(RanksExecutor):
         host = place.host if place.rank == 0 else own_address(place.host, place.port)
         meeting = Meeting(host, [rank for rank in range(place.size) if rank != place.rank])
         store.set(_INVITATION, meeting.invitation.encode())
-        self._stores = meeting, store  # other ranks use both as long as this one lives
+        self._stores = meeting, store  # other ranks use both while this rank lives
         ranks = meeting.wait(START_TIMEOUT_S, lambda: None)
         others = OtherRanks(ranks, lambda: None)
         start_all(ranks, meeting, model_folder, config)

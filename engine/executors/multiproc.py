@@ -80,7 +80,8 @@ class MultiprocExecutor(RanksExecutor):
         folder = HeldFolder(RANKS_PREFIX)
         meeting = str(folder.path)
         level = logging.getLogger().getEffectiveLevel()
-        shared = open_shared(config.pipeline_parallel_size, config.tensor_parallel_size)
+        sizes = (config.pipeline_parallel_size, config.tensor_parallel_size)
+        shared = open_shared(*sizes) if config.native_kernels else None
         ranks = [
             RankProcess(Start(str(model_folder), config, rank, meeting, level, shared))
             for rank in range(config.num_ranks)

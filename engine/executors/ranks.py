@@ -138,7 +138,7 @@ class _Pending:
         self._step, self._ranks = step, ranks
 
     def wait(self) -> Any:
-        """See `PendingStep`."""
+        """Implement `PendingStep.wait`."""
         with self._ranks.failing_as_one():
             return self._step.wait()
 
@@ -161,7 +161,7 @@ class RanksExecutor:
 
     Args:
         others: the other ranks, which are starting and know their options.
-        meet: connects all ranks; returns this rank's view of them.
+        meet: connects all ranks; returns the group as this rank sees it.
     """
 
     def __init__(

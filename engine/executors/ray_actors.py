@@ -71,7 +71,7 @@ class RayExecutor(RanksExecutor):
                 tasks.append(actors[-1].serve.remote(meeting.invitation.encode(), rank))
 
             def check() -> None:
-                for task in ray.wait(tasks, timeout=0)[0]:  # none should have ended
+                for task in ray.wait(tasks, timeout=0)[0]:  # no rank should have ended
                     try:
                         ray.get(task)
                     except Exception as error:

@@ -117,7 +117,7 @@ class LLM:
 
         Args:
             prompts: texts or lists of token ids; one or many.
-            sampling_params: for all prompts, or one per prompt.
+            sampling_params: parameters for all prompts, or one set per prompt.
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
             progress: show a progress bar on standard error.
 
@@ -250,7 +250,7 @@ class LLM:
     def _let_adapter_leave(self, digest: AdapterDigest) -> None:
         """Unload an adapter that no name stands for any more."""
         is_named = any(one.digest == digest for one in self._adapters.values())
-        if not is_named and digest in self.engine.adapters.digests:  # else others took its slot
+        if not is_named and digest in self.engine.adapters.digests:  # else it is out already
             self.engine.adapters.unload(digest)
 
     def _named(self, name: str) -> _NamedAdapter:
@@ -261,7 +261,7 @@ class LLM:
         return found
 
     def _load_named(self, names: set[str]) -> None:
-        """Load those of these adapters whose slots others took; an empty name needs none.
+        """Load again the given adapters whose slots others took; an empty name needs none.
 
         Raises:
             InvalidRequestError: no adapter has one of the names.

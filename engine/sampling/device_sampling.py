@@ -14,13 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Beyond these, float32 overflows; below, sampling is greedy, and above, all tokens are equally
-# likely.
+# Float32 overflows outside these limits. Below the first, sampling is greedy; above the second, all
+# tokens are equally likely.
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
 # Smaller values become 0 in float32 and would keep no token; this one keeps the best.
 LEAST_TOP_P = 1e-30
 
-_ALIGNED_WORDS = 4  # number of 4-byte words that Triton takes for aligned and compiles for
+# Triton compiles for aligned pointers and takes this many 4-byte words as aligned
+_ALIGNED_WORDS = 4
 
 # The kernel's parameters by name, each `[num_requests]`, except the keys, `[num_requests, 2]`.
 PARAMETER_TYPES: Mapping[str, torch.dtype] = {

@@ -59,7 +59,7 @@ class _Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one checkpoint, equal ones only once while remembered.
+    """Compiles grammars for one checkpoint; remembers some, so that equal grammars compile once.
 
     Tenants, told apart by `Request.extra_keys`, take turns, and share no compiled grammars: a fast
     answer would reveal another tenant's grammar, and one tenant's queue would delay the others.

@@ -69,7 +69,7 @@ def best_scores(
     Args:
         rows, token_ids, logits: `[num_candidates]`, by rising row and token id.
         temperatures: `[num_rows]`, above 0.
-        keys: `[num_rows, 2]`.
+        keys: `[num_rows, 2]`, random words of each row.
 
     Returns:
         `[num_rows]`.
@@ -77,7 +77,7 @@ def best_scores(
     scores = logits + temperatures[rows] * gumbel(noise_hashes(keys[rows], token_ids))
     best = np.full(num_rows, -np.inf)
     np.fmax.at(best, rows, scores)
-    winners = (scores == best[rows]).nonzero()[0][::-1]  # the first of equals is written last
+    winners = (scores == best[rows]).nonzero()[0][::-1]  # of equal scores the first wins
     drawn = np.full(num_rows, NO_TOKEN, dtype=np.int64)
     drawn[rows[winners]] = token_ids[winners]
     return drawn
@@ -89,7 +89,7 @@ def draw(logits: Tensor, temperatures: Floats, keys: Words) -> TokenIds:
     Args:
         logits: `[num_rows, vocab_size]`, float32 or float64; minus infinity is never drawn.
         temperatures: `[num_rows]`, above 0.
-        keys: `[num_rows, 2]`.
+        keys: `[num_rows, 2]`, random words of each row.
 
     Returns:
         `[num_rows]`; 0 if every token is minus infinity, and on a CPU NO_TOKEN if a token is NaN.
@@ -125,7 +125,7 @@ def _draw_chunk(
     _mix(spread, keys[:, None], hashes, scratch)
     bounds, offsets = _score_bounds(logits, temperatures, hashes, scratch)
     rows = np.arange(num_rows)
-    likely = bounds.argmax(axis=1)  # the other scores must reach this one's
+    likely = bounds.argmax(axis=1)  # a score that others must reach to matter
     values = logits[rows, likely].astype(np.float64)
     reached = values + temperatures * gumbel(noise_hashes(keys, likely))
     with np.errstate(invalid="ignore"):
@@ -201,7 +201,7 @@ def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
     Args:
         logits: `[num_rows, vocab_size]`.
         temperatures: `[num_rows]`.
-        keys: `[num_rows, 2]`.
+        keys: `[num_rows, 2]`, random words of each row.
     """
     hashes = device_hashes(keys, logits.shape[1], logits.device)
     shares = hashes.to(logits.dtype)

@@ -91,7 +91,7 @@ def _unpack(bits: Mapping[int, NDArray[np.uint8]], logits: Tensor) -> dict[int, 
     """Return masks of tokens that grammars allow, by row: `[vocab_size]` bool each."""
     if not bits:
         return {}
-    # Copied in packed form and unpacked on the device: an eighth of the bytes.
+    # Copy packed bits and unpack them on the device: an eighth of the bytes.
     packed = torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
     values = torch.arange(256, device=logits.device).unsqueeze(1)
     unpacked = (values >> torch.arange(8, device=logits.device) & 1).bool()  # [256, 8]

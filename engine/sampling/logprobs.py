@@ -133,7 +133,7 @@ def _best(logprobs: Tensor, num_top: Sequence[int]) -> tuple[list[list[int]], li
     ids, order = found.indices.sort(dim=-1)
     values, order = found.values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
-    # Check whether tokens outside the found ones tie with the last wanted one.
+    # Check whether a token that was not found ties with the last wanted token.
     last = values.gather(1, (wanted - 1).clamp(min=0).unsqueeze(1))  # [n, 1]
     is_cut = (values[:, -1:] == last) & (wanted > 0).unsqueeze(1)
     for row in is_cut.squeeze(1).nonzero().squeeze(1).tolist() if most < vocab_size else ():

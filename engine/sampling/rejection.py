@@ -48,7 +48,8 @@ def sample_with_rejection(
 
     Args:
         logits: `[num_sampling, vocab_size]` float32; row i belongs to row i of ``sampling``.
-        allowed_bits: see `StepHooks`.
+        allowed_bits: masks of the tokens that grammars allow, by request id
+            (`StepHooks.allowed_bits`).
         proposed: known distributions that drafts were drawn from, `[vocab_size]` each, by row.
     """
     allowed = allowed_bits() if sampling.adjusted else {}

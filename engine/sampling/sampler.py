@@ -46,7 +46,8 @@ def sample(
 
     Args:
         logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
-        allowed_bits: see `StepHooks`.
+        allowed_bits: masks of the tokens that grammars allow, by request id
+            (`StepHooks.allowed_bits`).
     """
     parameters, keys = sampling.parameters, sampling.keys
     if not (logits.is_cuda and _HAS_TRITON):  # the kernel reads any type; the host needs float32
@@ -144,7 +145,7 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Draw with the noise used without filters, so that a token that is kept wins in both cases."""
+    """Draw with the noise of an unfiltered draw: if its winner is kept, it wins here, too."""
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:

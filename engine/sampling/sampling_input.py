@@ -70,7 +70,7 @@ class SamplingInput:
         parameters: `[num_sampling]` of `PARAMETERS`.
         keys: `[num_sampling, 2]`, random words by seed and output position: the only source of
             randomness. If all rows are greedy, they may be stale, as they are not read.
-        adjusted: by row, snapshots of requests whose choice depends on more than the logits.
+        adjusted: snapshots, by row, of the requests whose choice depends on more than the logits.
         draft_token_ids: `[num_sampling]`, the draft at the sampled token's position;
             `UNKNOWN_TOKEN` where there is none. Empty: the step has no drafts.
         is_greedy: whether each token is the most probable one by the model's own logits.

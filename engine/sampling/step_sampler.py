@@ -105,7 +105,7 @@ class LaunchedStep:
         token_ids: `[num_sampling]` int64 on the host, valid after ``done``; None: see ``output``.
         done: event when the device has computed the step; None: it has.
         started_at: when the step was launched, by the monotonic clock.
-        ended_at: when the step ended, likewise; None: unknown before `wait`.
+        ended_at: when the step ended, by the monotonic clock; None: unknown before `wait`.
     """
 
     sampling: SamplingInput

@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 YES: Callable[[], bool] = lambda: True  # noqa: E731
-_ENOUGH = 5  # samples of a size; with fewer, the fastest counts, as a new size is compiled first
+# From this many samples of a size on, their median counts; before that, the fastest, because the
+# first steps of a size compile.
+_ENOUGH = 5
 TRIED = 3  # samples of a size until its cost counts as known
-# Most steps since a size was measured, if other sizes are to be compared with it: if they seem much
-# faster, and if a slow moment may explain the difference.
+# A size's time is fresh for `_FRESH` steps. If other sizes seem faster by less than the factor
+# `_MUCH`, which a slow moment may explain, the time is fresh for `_FRESH_IF_LITTLE` steps only.
 _FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
 _SAMPLES = 5  # latest samples of a size; their median counts, as other programs disturb
 _FORGET_AFTER = 2000  # steps until a size's old samples are dropped
@@ -28,7 +30,7 @@ _PRIOR_WEIGHT = 2.0  # weight of all requests' rate in a request's rate, in draf
 _FIRST_PRIOR = 0.7
 _FIRST_TRIED = 8  # first steps with drafts, whose times are ignored, as tapes are recorded
 TRY_AFTER = 512  # steps without drafts until a trial; doubles each time
-TRY_AT_LEAST = 8192  # ... up to this number
+TRY_AT_LEAST = 8192  # most steps without drafts until a trial
 TRIAL_SHARE = 0.005  # largest share of all time that trials may take
 # Least gain in tokens per second. Smaller gains are within noise, and requests that get ahead leave
 # smaller batches behind.
@@ -89,8 +91,8 @@ class StepCosts:
         """Return the seconds of steps with these numbers of tokens, which are ascending.
 
         Interpolates linearly between known sizes. Beyond the largest one, extends the line from the
-        smallest to the largest; with one known size, assumes equal times. Unknown sizes are tried
-        and then known. The first number is about the size in use.
+        smallest to the largest; with one known size, assumes equal times. Unknown sizes are tried,
+        and so become known. The first number is about the size in use.
         """
         sizes, costs = list(self._typical), np.array(list(self._typical.values()))
         if not sizes:
@@ -124,9 +126,10 @@ class DraftingCosts:
     def seconds(self, num_rows: int, most: int) -> NDArray[np.float64]:
         """Return the seconds of making 0, 1, ..., ``most`` drafts: ``[most + 1]``.
 
-        A number costs at most as much as a larger measured one, or proportionally to a smaller one,
-        as the first draft is the most expensive. So a time from a slow moment, or from before a
-        tape was made, is tried again. All 0 at first, so that drafts are tried.
+        A number of drafts costs at most as much as any larger measured number. Compared with a
+        smaller measured number, the cost grows at most in proportion, as the first draft is the
+        most expensive. So a time from a slow moment, or from before a tape was made, is tried
+        again. All are 0 at first, so that drafts are tried.
         """
         found = np.zeros(most + 1)
         if self._num_noted < _FIRST_TRIED:
@@ -164,7 +167,9 @@ class Acceptance:
         self._looked_at = self._looked_at * self._memory + 1
 
     def rate(self, prior: float = _FIRST_PRIOR) -> float:
-        """Return a draft's chance to be right if all before are; near ``prior`` without data."""
+        """Return the chance that a draft is right if all drafts before are right; near ``prior``
+        without data.
+        """
         rate = (self._right + _PRIOR_WEIGHT * prior) / (self._looked_at + _PRIOR_WEIGHT)
         return min(rate, 0.99)
 
@@ -204,7 +209,7 @@ class Choice:
         num_possible: available drafts, over all requests of the step.
         num_rows: requests in the step.
         rate: mean acceptance rate of the requests with drafts.
-        step_s: seconds of a step without drafts, with the chosen ones, and with all.
+        step_s: seconds of a step without drafts, with the chosen drafts, and with all drafts.
         gain: tokens per second with the chosen drafts, as a multiple of those without drafts.
         drafting_s: seconds of making the drafts; 0: no time.
     """

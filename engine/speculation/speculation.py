@@ -31,9 +31,10 @@ from engine.speculation.draft_lengths import (
     choose_num_drafts,
 )
 
-_CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32  # steps with an equal number of requests
+# Most steps that a choice lasts while the number of requests stays equal
+_CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32
 _NONE_FOR_LONG = 64  # steps without paying drafts, after which new requests are not drafted for
-_LOOK_RARELY = 4  # then, times and choices are updated this many times less often
+_LOOK_RARELY = 4  # after these steps, times and choices are updated this many times less often
 _ONE_MORE_AFTER = 128  # steps with fewer than all drafts until one more is tried
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # ended requests to collect before cleaning up
@@ -44,7 +45,7 @@ class Speculation:
 
     Attributes:
         choice: the number of drafts of the latest step, and its reasons; None: all drafts.
-        in_steps, drafter_reads: see `DraftPolicy`.
+        in_steps, drafter_reads: the arguments of these names, which `DraftPolicy` requires.
 
     Args:
         proposer: makes drafts.
@@ -52,7 +53,7 @@ class Speculation:
         vocab_size: size of the model's vocabulary.
         adaptive: whether to hold back drafts that do not pay.
         in_steps: whether workers make drafts within steps, which takes time.
-        drafter_reads: see `EngineConfig.drafter_reads`.
+        drafter_reads: whether the drafter keeps KV of all computed tokens, and so must read all.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ class Speculation:
     def num_to_read(self) -> int:
         """Return the number of requests that start now and must be read by the drafter.
 
-        All, unless no drafts have paid for long: then one, when a trial is due, else none. A
-        request that is not read from its start is never drafted for.
+        All requests, unless no drafts have paid for long. Then one request if a trial is due, else
+        none. A request that is not read from its start is never drafted for.
         """
         if not self.drafter_reads or not self._none_for_long:
             return ALL

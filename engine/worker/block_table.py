@@ -20,10 +20,10 @@ class BlockTable:
     """The block ids of one KV cache group; a row belongs to one request until it is cleared.
 
     Args:
-        max_num_requests: rows.
+        max_num_requests: number of rows.
         max_blocks: most blocks of one request.
         block_size: tokens per block.
-        group: index of the group: its blocks are every ``num_groups``-th, from this one on.
+        group: index of the group: block ids at this place, and every ``num_groups`` places after.
         num_groups: number of groups of the KV cache.
         sliding_window: the group's window, in tokens; None: full attention.
 
@@ -101,7 +101,7 @@ class BlockTable:
         Args:
             rows: row of each token's request.
             positions: position of each token in its request.
-            out: receives the slots.
+            out: receives the slots, `[num_tokens]`.
         """
         blocks, offsets = np.divmod(positions, self._block_size)
         blocks += rows * self._rows.shape[1]

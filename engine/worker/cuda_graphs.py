@@ -111,7 +111,7 @@ class Replays(Generic[AnyGraphs]):
 
     Attributes:
         capturable: sizes with inputs, ascending.
-        graphs: None before `capture`.
+        graphs: the captured graphs; None before `capture`.
     """
 
     def __init__(

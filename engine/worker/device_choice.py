@@ -15,9 +15,10 @@ import torch
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton.kv.manifest import KVKind
-from baton_kernels import FP8, WeightFormat
+from baton_kernels import FP8, WeightFormat, reference
 from baton_kernels.attention import choose_attention_backend
-from baton_kernels.dispatch import enable_native_kernels, native_ops
+from baton_kernels.dispatch import native_ops
+from baton_kernels.ops import Ops
 from baton_kernels.packed import FLOAT8_CAPABILITY
 from baton_kernels.quantized import QuantizedFormat
 from engine.worker.kv_cache import KVCacheSpec, dtype_name
@@ -114,8 +115,7 @@ def choose_packer(
     Raises ConfigError if the device does not support the format.
     """
     if device.type == "cpu":
-        enable_native_kernels(config.native_kernels)
-        return CpuPacker.choose(dtype, config.weights)
+        return CpuPacker.choose(dtype, config.weights, native_kernels=config.native_kernels)
     packer = _gpu_packer(config.weights, device, dtype)
     if not config.batch_invariant:
         return packer
@@ -125,14 +125,19 @@ def choose_packer(
     return InvariantPacker(kind, packer if is_int8 else None)
 
 
+def choose_ops(config: EngineConfig, device: torch.device) -> Ops | None:
+    """Return the ops that compute a model's layers; None: the fastest ops for their device."""
+    return None if config.native_kernels or device.type != "cpu" else reference
+
+
 def check_batch_invariant(config: EngineConfig, device: torch.device, model: ModelConfig) -> None:
     """Raise ConfigError if batch-invariant results are asked for and impossible."""
     if not config.batch_invariant:
         return
     kinds = {layer.mixer.kv.kind for layer in model.layers}
     if device.type == "cpu":
-        enable_native_kernels(config.native_kernels)
-        problem = None if native_ops() else "on a CPU it needs native kernels"
+        has_kernels = config.native_kernels and native_ops() is not None
+        problem = None if has_kernels else "on a CPU it needs native kernels"
     elif find_spec("triton") is None:
         problem = "on a GPU it needs Triton, which is not installed"
     elif torch.cuda.get_device_capability(device)[0] not in _ONE_INSTRUCTION:
@@ -156,7 +161,7 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
     own = WeightFormat.of(dtype)
     if own is not None and own.value == weights:
-        return None  # torch's own format
+        return None  # weights stay in torch's format
     if weights in [one.value for one in WeightFormat if one.keeps_numbers]:
         raise ConfigError(
             f"weights: {weights} on a GPU requires the matching --dtype, got {dtype_name(dtype)}"
@@ -217,6 +222,7 @@ def choose_backends(
             sinks=model.has_sinks,
             half=spec.dtype.itemsize == 2,
             invariant=config.batch_invariant,
+            native=config.native_kernels,
         )
         logger.info("attention backend %s for %s layers: %s", chosen[kind], kind.value, reason)
     return tuple(chosen[group.kv.kind] for group in spec.groups)

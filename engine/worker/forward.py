@@ -20,10 +20,10 @@ class Forward:
     Args:
         context: the model, its cache, and one attention backend per KV cache group that attends.
         decode_graphs: captured graphs of decode steps; empty until captured.
-        chunk_graphs: captured graphs of steps with prompts, likewise.
+        chunk_graphs: captured graphs of steps with prompts; empty until captured.
 
     Attributes:
-        context, decode_graphs, chunk_graphs: as given.
+        context, decode_graphs, chunk_graphs: the arguments, unchanged.
     """
 
     def __init__(

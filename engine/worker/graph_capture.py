@@ -64,7 +64,7 @@ class DeviceCapture:
         self._stream = capture_stream(torch.cuda.current_device())
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
-        """See `cuda_graphs.Capture`."""
+        """Implement `cuda_graphs.Capture`."""
         self._warm_up(body)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as a connector's, may use the device meanwhile.
@@ -78,7 +78,7 @@ class DeviceCapture:
         return graph.replay
 
     def pieces(self, body: Callable[[Callable[[], None]], None]) -> tuple[Callable[[], None], ...]:
-        """See `chunk_graphs.CapturePieces`."""
+        """Implement `chunk_graphs.CapturePieces`."""
         self._warm_up(lambda: body(_go_on))
         graphs = [torch.cuda.CUDAGraph()]
 

@@ -130,8 +130,8 @@ class KVCacheSpec:
     def block_shape(self) -> tuple[int, ...]:
         """Return a block's shape in the tensor: ``(layers, *shape)``, or ``(1, bytes)``.
 
-        The latter if layers differ. Ordered by heads: ``(1, heads, layers, 2, block_size,
-        head_dim)``.
+        It is ``(1, bytes)`` if layers differ, and ``(1, heads, layers, 2, block_size, head_dim)``
+        if the cache is ordered by heads.
         """
         if self._plain is None:
             return (1, self.block_bytes)
@@ -146,7 +146,7 @@ class KVCacheSpec:
 
     @property
     def tensor_dtype(self) -> torch.dtype:
-        """Return the tensor's dtype: that of keys and values, or bytes if layers differ."""
+        """Return the tensor's dtype: the dtype of keys and values, or bytes if layers differ."""
         return torch.uint8 if self._plain is None else self.dtype
 
     @property
@@ -166,7 +166,7 @@ class KVCacheSpec:
         another stage has an empty tensor.
 
         Args:
-            tensor: from `allocate_kv_cache`.
+            tensor: the memory from `allocate_kv_cache`.
         """
         plain, by_heads = self._plain is not None, self._is_by_heads
         caches: dict[int, LayerCache] = {}
@@ -260,8 +260,9 @@ def kv_cache_spec(
         block_size: tokens per block; 0: 16, or more if the model's states need more.
         scales: scales of each layer's keys and values, for a float8 cache.
         compute_dtype: dtype of activations; None: ``dtype``.
-        ranks: this rank in its stage, and their number; groups are those of the whole model.
-        stages: this rank's stage, and the number of stages.
+        ranks: number of this rank in its stage, and number of ranks there. Groups are made
+            for the whole model.
+        stages: number of this rank's stage, and number of stages.
         by_heads: whether keys and values lie head by head, where possible.
 
     Raises:

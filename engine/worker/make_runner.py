@@ -46,7 +46,7 @@ def make_model_runner(
     Args:
         with_graphs: make inputs for graphs of decode steps.
         with_chunks: make inputs for graphs of steps with prompts.
-        samples_on_device: None: on a GPU with Triton only.
+        samples_on_device: whether to sample on the device; None: on a GPU with Triton only.
     """
     device = kv_cache.device
     max_blocks = -(-(max_model_len + config.num_lookahead_drafts) // spec.block_size) + 1

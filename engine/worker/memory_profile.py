@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Several nodes that do not know each other may share a machine.
 MAX_CPU_CACHE_BYTES = GIB
-# A CPU has plenty if this many times the weights and the cache would fit: no step takes the rest.
+# A CPU has plenty of memory if weights and cache would fit this many times: no step takes the rest.
 PLENTY = 8
 
 
@@ -42,7 +42,7 @@ class MemoryProfile:
     Attributes:
         total: the device's memory; on a CPU, what this process and its control group may have.
         used: memory in use by this process, weights included, and by others, before activations.
-        weights: the model's weights.
+        weights: memory of the model's weights.
         activations: additional memory of the largest step.
         graphs: memory that captured steps take for good.
         utilization: share of ``total`` that all of this and the KV cache may take.
@@ -64,7 +64,7 @@ class MemoryProfile:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Return the size of the KV cache."""
+        """Return the bytes of the KV cache: the room, but at most `largest_cache`."""
         return max(min(self.room, self.largest_cache), 0)
 
     @property

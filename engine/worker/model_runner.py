@@ -42,7 +42,7 @@ class ModelRunner:
         drafting: makes drafts behind each step, once its tokens are known; None: no drafts here.
 
     Attributes:
-        decode_graphs, chunk_graphs: see `Forward`.
+        decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
     """
 
     def __init__(

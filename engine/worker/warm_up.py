@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _SAMPLED = SamplingParams(top_p=0.9, seed=0)
 _WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
 _MOST_PROBABLE = SamplingParams(temperature=0, logprobs=1)
-_CHECKED_PROMPTS = 4  # several, as a model may compute NaN for an odd token
+_CHECKED_PROMPTS = 4  # several, because a model may compute NaN for an odd token
 _PROMPT_TOKENS = 2  # length of a dummy prompt; with one token it would be a decode
 
 
@@ -129,7 +129,8 @@ def small_steps(config: EngineConfig, spec: KVCacheSpec) -> Iterator[StepPlan]:
     """
     most = config.max_num_requests
     counts = {1, 2, most} | {2**power for power in range(4, most.bit_length())}
-    # (tokens of a request, computed ones, drafts among them); all kinds but the first are decodes.
+    # Tokens of a request, how many of them are computed, and how many of these are drafts. All
+    # kinds but the first are decodes.
     kinds = [(_PROMPT_TOKENS, _PROMPT_TOKENS, 0), (_PROMPT_TOKENS, 1, 0)]
     if config.max_num_drafts:
         num_computed = 1 + config.max_num_drafts

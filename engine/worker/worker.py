@@ -26,6 +26,7 @@ from engine.worker.device_choice import (
     choose_device,
     choose_dtype,
     choose_kv_cache_dtype,
+    choose_ops,
     choose_packer,
     describe_weights,
     make_current,
@@ -73,7 +74,7 @@ class Worker:
 
     Attributes:
         config: the options, resolved for the device.
-        linear_weights: see ``Executor``.
+        linear_weights: description of the linear layers' weights (`Executor`).
         max_model_len: most tokens of one request, limited by the model and the KV memory.
         runs_ahead: whether a step may be launched before the previous one has ended.
         runner: computes the steps.
@@ -112,6 +113,7 @@ class Worker:
             device=device,
             max_model_len=config.max_model_len,
             packer=packer,
+            ops=choose_ops(config, device),
             ranks=ranks,
             cache=_weights_cache(config),
         )
@@ -205,7 +207,7 @@ class Worker:
 
     def launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
         """Launch a prepared step, on any thread."""
-        make_current(self.device)  # for this thread, which may not be the loading one
+        make_current(self.device)  # the loading thread may be another one
         if self._lent_cores is not None:
             self._lent_cores.borrow()
             if isinstance(step, PreparedStep) and step.has_prompts:  # cores may change

@@ -1,7 +1,6 @@
 """Choose what computes the ops on a tensor: C on CPUs, Triton on GPUs, else the reference.
 
-No other module chooses. The choice holds for the whole process, like torch's number of threads.
-Refuses to know: what the ops do.
+No other module chooses. Refuses to know: what the ops do.
 """
 
 from __future__ import annotations
@@ -19,23 +18,10 @@ from baton_kernels.native.ops import NativeOps, load_native_ops
 from baton_kernels.ops import Ops
 
 
-class _Switch:
-    """The switch of this process's native kernels."""
-
-    enabled = True
-
-
-def enable_native_kernels(enabled: bool) -> None:
-    """Allow or forbid native kernels in this process; ``BATON_NATIVE_KERNELS=0`` always forbids.
-
-    Layers that are packed already stay packed.
-    """
-    _Switch.enabled = enabled
-
-
+@functools.cache
 def native_ops() -> NativeOps | None:
-    """Return the native ops for CPU tensors; None where they are forbidden or cannot be built."""
-    return _loaded_native_ops() if _Switch.enabled else None
+    """Return the native ops for CPU tensors; None where they are off or cannot be built."""
+    return None if are_kernels_off() else load_native_ops()
 
 
 def ops_for(tensor: Tensor) -> Ops:
@@ -45,13 +31,6 @@ def ops_for(tensor: Tensor) -> Ops:
     if tensor.is_cuda:
         return _triton_ops()
     return reference
-
-
-@functools.cache
-def _loaded_native_ops() -> NativeOps | None:
-    if are_kernels_off():
-        return None
-    return load_native_ops()
 
 
 # Op -> module of Triton kernels with a function of that name.

@@ -48,7 +48,7 @@ class Text:
         self.num_tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens."""
+        """Append tokens to the text."""
         num_tokens = self.num_tokens + len(token_ids)
         if num_tokens > len(self._tokens):
             grown = np.empty(2 * num_tokens, np.int32)

@@ -22,7 +22,7 @@ INPUT_BLOCK = 64
 # Inputs whose groups share a factor, if scales are stored as multiples of factors.
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
-FLOAT8_GROUP = 128  # inputs that share a scale of float8; or a multiple of it
+FLOAT8_GROUP = 128  # this many inputs, or a multiple, share a scale of float8
 _STEP = 8  # codes are padded to a multiple of this many inputs
 # Twice the values of e2m1 codes (OCP Microscaling Formats, 1.0): a 1 stands for 0.5. The same order
 # as in codes.h.
@@ -330,7 +330,7 @@ class Float8Rows:
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
         scales: ``[n, groups]`` float32 factors of the numbers of a row's groups.
-        group_size: neighbouring numbers in a group; a group may be a whole row.
+        group_size: number of neighbours in a group; a group may be a whole row.
     """
 
     numbers: Tensor
@@ -395,7 +395,7 @@ class PackedWeight:
 
     @property
     def width(self) -> int:
-        """Outputs of a panel."""
+        """Number of outputs in a panel."""
         return self.panels.shape[2]
 
     def in_whole_panels(self, num_rows: int) -> int:
@@ -509,7 +509,7 @@ class PackedWeight:
             self.write_groups(first_row, Groups(rows.scales))
 
     def _write_numbers(self, ids: Tensor, numbers: Tensor) -> None:
-        """Write ``[n, in_features]`` of the panels' type."""
+        """Write rows of numbers of the panels' type, ``[n, in_features]``."""
         numbers = _as_bytes(numbers)
         if self.format in _PAIRED:
             filled = functional.pad(numbers, (0, -self.in_features % _PAIR))
@@ -560,7 +560,7 @@ class PackedWeight:
 
 
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Round ``[..., in_features]`` like a product with a weight of codes does; float32.
+    """Round inputs as a product with a weight of codes does: float32 ``[..., in_features]``.
 
     The inputs of one group of weights, at most ``INPUT_BLOCK`` neighbours, share a scale that makes
     the largest of them 127. If the weight has fine inputs, the remainder is rounded in the same way
@@ -683,7 +683,7 @@ def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
         scale = (size * products - count * total) / spread
         scale = torch.where((spread > 0) & (scale > 0), scale, 0.0)
         minimum = (total - scale * count) / size
-        error = -(scale * products + minimum * total)  # without squares, a constant
+        error = -(scale * products + minimum * total)  # the sum of squares is left out
         better = error < best
         best = torch.where(better, error, best)
         best_scale = torch.where(better, scale, best_scale)

@@ -56,8 +56,9 @@ class GroupedWeight:
     Attributes:
         bits: bits of a code, 4 or 8.
         codes: ``[chunks, out_features, SIDE]`` int32.
-        groups: see `CodeLayout`; ``[groups, out_features]``; factors alike.
-        group_size: neighbouring inputs of a group.
+        groups: scales, minima and factors of the groups (`CodeLayout`), ``[groups, out_features]``
+            each.
+        group_size: number of neighbouring inputs in a group.
         in_features: inputs of a row; zeros multiply the padding of the last chunk.
         arrived: ``[...]`` int32, zero between launches: number of finished parts of each sum.
     """
@@ -136,7 +137,9 @@ class GroupedWeight:
 
 
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Return whether `GroupedWeight` supports these integers: group size and no e2m1."""
+    """Return whether `GroupedWeight` supports the group size of these integers, and their codes,
+    which must not be e2m1.
+    """
     size = integers.group_size
     is_one = integers.groups.scales.shape[1] == 1
     return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1
@@ -151,7 +154,7 @@ class RoundedWeight:
         scales: ``[groups, out_features]`` float32.
         group_size: neighbouring inputs with a scale, in rows and in inputs: a multiple of
             `ROUNDED_BLOCK`; at least ``in_features`` if a whole row has one scale.
-        arrived: see `GroupedWeight`.
+        arrived: ``[...]`` int32, zero between launches: number of finished parts of each sum.
     """
 
     numbers: Tensor

@@ -45,10 +45,10 @@ def causal_conv(
         bias: ``[num_channels]``, or None.
         states: ``[num_slots, num_channels, kernel_size - 1]`` in the dtype of ``x``, any strides:
             the inputs before a token, the newest last. The states after each segment are written.
-        metadata: the step.
+        metadata: segments and state slots of the step.
         has_silu: whether to apply ``silu`` to the sums.
         in_gate: ``[num_tokens, num_channels]``, factors of ``x``; None: no gate.
-        out_gate: like ``in_gate``, factors of the result.
+        out_gate: ``[num_tokens, num_channels]``, factors of the result; None: no gate.
 
     Returns:
         ``[num_tokens, num_channels]`` in the dtype of ``x``, zeros behind the last segment.
@@ -93,15 +93,15 @@ def selective_scan(
         S = exp(-exp(a_log) * dt) * S + b (x) (dt * x)        result = c @ S + d * x
 
     Args:
-        x: ``[num_tokens, num_heads, head_dim]``; tokens of any stride, here and below.
-        dt: ``[num_tokens, num_heads]``, before bias and softplus.
-        b: ``[num_tokens, num_groups, state_dim]``; a group serves adjacent heads.
-        c: like ``b``.
-        a_log: ``[num_heads]``.
-        dt_bias: ``[num_heads]``.
-        d: ``[num_heads]``.
+        x: inputs, ``[num_tokens, num_heads, head_dim]``; tokens of any stride, here and below.
+        dt: time steps, ``[num_tokens, num_heads]``, before bias and softplus.
+        b: factors of inputs, ``[num_tokens, num_groups, state_dim]``; adjacent heads share a group.
+        c: factors of states, ``[num_tokens, num_groups, state_dim]``.
+        a_log: logarithms of the heads' decay rates, ``[num_heads]``.
+        dt_bias: bias of the time steps, ``[num_heads]``.
+        d: factors of the inputs in the result, ``[num_heads]``.
         states: ``[num_slots, num_heads, state_dim, head_dim]`` float32, gapless within a slot.
-        metadata: the step.
+        metadata: segments and state slots of the step.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]`` in the dtype of ``x``, zeros behind the last segment.
@@ -147,15 +147,15 @@ def gated_delta_rule(
         S = S + key (x) sigmoid(b) * (value - key @ S)        result = query @ S
 
     Args:
-        query: ``[num_tokens, num_key_heads, key_dim]``; tokens of any stride, here and below.
-        key: like ``query``.
-        value: ``[num_tokens, num_heads, value_dim]``; a key head serves adjacent value heads.
-        a: ``[num_tokens, num_heads]``.
-        b: like ``a``.
-        a_log: ``[num_heads]``.
-        dt_bias: ``[num_heads]``.
+        query: queries, ``[num_tokens, num_key_heads, key_dim]``; tokens of any stride, also below.
+        key: keys, ``[num_tokens, num_key_heads, key_dim]``.
+        value: values, ``[num_tokens, num_heads, value_dim]``; adjacent heads share a key head.
+        a: time steps, ``[num_tokens, num_heads]``, before bias and softplus.
+        b: strengths of the corrections, ``[num_tokens, num_heads]``, before the sigmoid.
+        a_log: logarithms of the heads' decay rates, ``[num_heads]``.
+        dt_bias: bias of the time steps, ``[num_heads]``.
         states: ``[num_slots, num_heads, key_dim, value_dim]`` float32, gapless within a slot.
-        metadata: the step.
+        metadata: segments and state slots of the step.
 
     Returns:
         ``[num_tokens, num_heads, value_dim]`` in the dtype of ``value``, zeros behind the last
@@ -197,7 +197,7 @@ def gated_rms_norm(
 
     Args:
         x: ``[num_tokens, size]``, rows of any stride.
-        gate: like ``x``.
+        gate: ``[num_tokens, size]``, rows of any stride.
         weight: ``[size]``, or ``[group_size]`` for every group.
         eps: added to the mean square.
         group_size: elements that are normalized together; divides ``size``.

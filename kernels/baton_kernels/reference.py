@@ -76,7 +76,7 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
 
     Args:
         x: ``[num_tokens, hidden_size]``, the output of a layer.
-        residual: like ``x``, not changed.
+        residual: ``[num_tokens, hidden_size]``, the residual stream; not changed.
         factor: factor of a layer's output (Granite's residual multiplier).
     """
     return residual + (x if factor == 1.0 else x * factor)
@@ -88,12 +88,14 @@ def add_rows(x: Tensor, delta: Tensor) -> None:
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
-    """Append each row of ``y`` to that of ``x``: ``[n, a]`` and ``[n, b]`` -> ``[n, a + b]``."""
+    """Append each row of ``y`` to the row of ``x``: ``[n, a]`` and ``[n, b]`` -> ``[n, a + b]``."""
     return torch.cat([x, y], dim=-1)
 
 
 def largest(x: Tensor) -> Tensor:
-    """Return the index of each row's largest number, the first one of equals: ``[n]`` int64."""
+    """Return the index of each row's largest number, the lowest one if several are equal: ``[n]``
+    int64.
+    """
     return torch.from_numpy(x.float().numpy().argmax(axis=-1)) if x.is_cpu else x.argmax(dim=-1)
 
 
@@ -106,8 +108,8 @@ def add_rms_norm(
         x: ``[num_tokens, hidden_size]``, the output of a layer.
         residual: ``[num_tokens, hidden_size]``, not changed.
         weight: ``[hidden_size]``.
-        eps: see :func:`rms_norm`.
-        factor: see :func:`scaled_add`.
+        eps: added to the mean square.
+        factor: factor of ``x``, as in :func:`scaled_add`.
 
     Returns:
         ``(rms_norm(sum), sum)`` of ``scaled_add(x, residual, factor)``.
@@ -126,8 +128,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     Args:
         query: ``[num_tokens, num_heads, head_dim]``.
         key: ``[num_tokens, num_kv_heads, head_dim]``.
-        cos: ``[num_tokens, rotary_dim]``, both halves filled, ``rotary_dim <= head_dim``.
-        sin: like ``cos``.
+        cos: ``[num_tokens, rotary_dim]`` cosines, both halves filled, ``rotary_dim <= head_dim``.
+        sin: ``[num_tokens, rotary_dim]`` sines, laid out like ``cos``.
 
     Returns:
         The rotated query and key, new tensors.
@@ -180,8 +182,8 @@ def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
 
     Args:
         gate: ``[num_rows, size]``, rows of any stride.
-        x: rows like ``gate``.
-        activation: one of ``ACTIVATIONS``, but ``CLAMPED_SWIGLU``.
+        x: ``[num_rows, size]``, rows of any stride.
+        activation: one of ``ACTIVATIONS``, except ``CLAMPED_SWIGLU``.
     """
     return ACTIVATIONS[activation](gate) * x
 
@@ -214,13 +216,13 @@ def store_kv(
 
     Args:
         key: ``[num_tokens, num_kv_heads, head_dim]``.
-        value: like ``key``.
+        value: ``[num_tokens, num_kv_heads, head_dim]``.
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; -1 marks a
             padding token, which is not written.
-        key_scale: a key is the stored number of an ``FP8`` cache times this scale, which readers
-            need. Other caches have no scales.
-        value_scale: scale of values, alike.
+        key_scale: scale of keys in an ``FP8`` cache: a key is the stored number times this scale.
+            Other caches have no scales.
+        value_scale: scale of values in an ``FP8`` cache.
     """
     if kv_cache.dtype == FP8:
         key, value = quantize_fp8(key, key_scale), quantize_fp8(value, value_scale)
@@ -257,16 +259,17 @@ def norm_rotary_store(
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads;
             rows may have further whole heads, which are not read.
         num_heads: query heads; ``kv_cache`` tells the rest of the shape.
-        cos: see :func:`rotary`.
-        sin: see :func:`rotary`.
-        kv_cache: see :func:`store_kv`; this step's keys, rotated, and values are written into it.
-        slot_mapping: see :func:`store_kv`.
+        cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
+        sin: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
+        kv_cache: one layer of the paged cache, see :func:`store_kv`; receives this step's values
+            and rotated keys.
+        slot_mapping: ``[num_tokens]`` int64, see :func:`store_kv`.
         query_weight: weight of the norm over each query head, ``[head_dim]``, or over all of them
             together, ``[num_heads * head_dim]``; None: no norm.
-        key_weight: weight of the norm of keys, alike.
-        eps: see :func:`rms_norm`.
-        key_scale: see :func:`store_kv`.
-        value_scale: see :func:`store_kv`.
+        key_weight: weight of the norm of keys, in either of these shapes; None: no norm.
+        eps: added to the mean square.
+        key_scale: scale of keys in an ``FP8`` cache, see :func:`store_kv`.
+        value_scale: scale of values in an ``FP8`` cache, see :func:`store_kv`.
 
     Returns:
         The rotated query, ``[num_tokens, num_heads, head_dim]``, a new tensor.
@@ -314,15 +317,15 @@ def norm_rotary_store_latent(
         latent: ``[num_tokens, rank + rotary_dim]``: a part to normalize, and a key to rotate, which
             all heads share.
         cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
-        sin: like ``cos``.
+        sin: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         cache: ``[num_blocks, block_size, rank + rotary_dim]``, any strides of blocks and tokens;
             this step's latents are written into it.
-        slot_mapping: see :func:`store_kv`.
-        weight: ``[rank]``, of the norm.
+        slot_mapping: ``[num_tokens]`` int64, see :func:`store_kv`.
+        weight: ``[rank]``, weight of the norm.
         eps: epsilon of the norm.
         interleaved: whether neighbours are rotated as pairs, ``x0 y0 x1 y1 ..``, instead of halves.
             The result has the halves apart, ``x0 x1 .. y0 y1 ..``, which changes no product.
-        out: like ``query``; receives the rotated query.
+        out: ``[num_tokens, num_heads, rotary_dim]``; receives the rotated query.
     """
     rank, block_size = len(weight), cache.shape[1]
     key = latent[:, None, rank:]  # [num_tokens, 1, rotary_dim]
@@ -465,7 +468,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
     Args:
         logits: ``[num_tokens, num_experts]``.
-        routing: the rule.
+        routing: the rule by which experts are chosen and weighted.
         bias: ``[num_experts]`` float32, added to scores for the choice only, not to the weights.
 
     Returns:
@@ -510,7 +513,7 @@ def experts(
     Args:
         x: ``[num_tokens, hidden_size]``.
         ids: ``[num_tokens, top_k]`` int64, each token's experts.
-        weights: ``[num_tokens, top_k]`` float32, factors of their results.
+        weights: ``[num_tokens, top_k]`` float32, factors of the experts' results.
         gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups; with ``RELU2``
             ``[num_experts, inner_size, hidden_size]``.
         down: ``[num_experts, hidden_size, inner_size]``.
@@ -518,7 +521,8 @@ def experts(
         base_gate: ``[num_tokens, 1]`` float32 logits: ``sigmoid(base_gate)`` is a factor of base.
         biases: biases of ``gate_up``, ``[num_experts, 2 * inner_size]``, and of ``down``,
             ``[num_experts, hidden_size]``.
-        activation: see ``gated_mul``; or ``RELU2`` for experts without gates.
+        activation: activation of the gates, see :func:`gated_mul`; ``RELU2``: experts without
+            gates.
         invariant: whether a token's bits must not depend on the batch; this definition ignores it.
 
     Returns:
@@ -604,7 +608,7 @@ def packed_gated_linear(x: Tensor, weight: PackedWeight, activation: str = "silu
     Args:
         x: ``[..., in_features]``.
         weight: rows of the gate, then equally many rows of the gated half.
-        activation: see :func:`gated_mul`.
+        activation: activation of the gate, see :func:`gated_mul`.
     """
     return gated_mul(packed_linear(x, weight), activation)
 
@@ -614,7 +618,7 @@ def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Ten
 
     Args:
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
-        block_ids: ``[n]`` integers, the request's blocks in token order; more than needed is fine.
+        block_ids: ``[n]`` integers, the request's blocks in token order; surplus ids are ignored.
         num_tokens: tokens to read; the rest of the last block is not read.
 
     Returns:

@@ -3,12 +3,21 @@
  * Each thread that opens a parallel region has a team of its own, whose workers wait for the next region. libgomp's
  * threads sleep when they have spun for a while. Where waking a thread takes longer than this while, as in virtual
  * machines, a thread that has slept comes late to the next barrier, where the others fall asleep in turn: from then on
- * each barrier costs a wake-up, and a decode step takes six times as long. Here a waiting thread spins for microseconds,
- * then lets other threads have its core for AWAKE_NS, which is longer than a wake-up, and sleeps only then.
+ * each barrier costs a wake-up, and a decode step takes six times as long. Here a waiting thread spins for AWAKE_NS, which
+ * is longer than a wake-up, lets other threads have its core now and then, and sleeps only then.
  *
- * GCC on Linux only; elsewhere `#pragma omp` is the compiler's own runtime, or has no effect.
+ * GCC on Linux only; elsewhere `#pragma omp` has no effect.
  * Refuses to know: what is computed.
  */
+#include <stdint.h>
+
+/* Lenders of cores: `bytes` has the address of two bytes for each. The lender sets the first one while it computes; this
+ * process sets the second one while it computes on the lender's cores. The bytes stay valid until the next call. */
+typedef struct {
+    int64_t num_own_threads, num_lenders;
+    const void *bytes;
+} lenders_call;
+
 #if defined(_OPENMP) && defined(__linux__) && !defined(__clang__)
 #define _GNU_SOURCE
 #include <linux/futex.h>
@@ -16,7 +25,6 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -28,11 +36,11 @@
 #define HIDDEN __attribute__((visibility("hidden"))) /* torch's libgomp keeps its functions of these names */
 #define LINE 64                                      /* bytes of a cache line */
 #define SPINS 1000
-#define SPINS_PER_YIELD 32
-#ifndef AWAKE_NS
+#define SPINS_PER_LOOK 32 /* at the clock */
 #define AWAKE_NS 2000000
-#endif
+#define YIELD_NS 100000 /* Linux counts each yield as a used slice of time, so many would keep a thread from its turn */
 #define MOST_LOOPS 16 /* dynamic loops of a region */
+#define MOST_LENDERS 64
 #define SIZE_BITS 16  /* bits for the team's size in the word that starts a region */
 
 typedef void region(void *data);
@@ -53,6 +61,8 @@ typedef struct {
     region *run;
     void *data;
     unsigned num_workers, num_regions, fork;
+    unsigned num_own, num_lenders; /* threads on the process's own cores; lenders of the others' cores */
+    _Atomic int8_t *lenders[MOST_LENDERS];
     pthread_t *workers;
 } team;
 
@@ -100,11 +110,15 @@ static bool spin(event *e, unsigned value, int times) {
 /* Wait until the event's word has another value. */
 static void wait_while(event *e, unsigned value) {
     if (spin(e, value, SPINS)) return;
-    int64_t sleep_at = now_ns() + AWAKE_NS;
+    int64_t now = now_ns(), sleep_at = now + AWAKE_NS, yield_at = now + YIELD_NS;
     do {
-        sched_yield();
-        if (spin(e, value, SPINS_PER_YIELD)) return;
-    } while (now_ns() < sleep_at);
+        if (now >= yield_at) {
+            sched_yield();
+            yield_at = now + YIELD_NS;
+        }
+        if (spin(e, value, SPINS_PER_LOOK)) return;
+        now = now_ns();
+    } while (now < sleep_at);
     atomic_fetch_add(&e->num_sleepers, 1);
     while (atomic_load(&e->word) == value) syscall(SYS_futex, &e->word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
     atomic_fetch_sub(&e->num_sleepers, 1);
@@ -191,12 +205,42 @@ static team *team_of(unsigned num_workers) {
     return own;
 }
 
+static void mark_lenders(const team *t, int8_t is_used) {
+    for (unsigned i = 0; i < t->num_lenders; i++) atomic_store(&t->lenders[i][1], is_used);
+}
+
+/* Return a region's number of threads, and mark borrowed cores as used: only threads on own cores while a lender
+ * computes. A thread beside the lender's would wait for its turn at each barrier, and so would all others. */
+static unsigned num_usable(const team *t, unsigned num_threads) {
+    if (!t->num_lenders || num_threads <= t->num_own) return num_threads;
+    mark_lenders(t, 1); /* before the look: a lender sets its byte before it looks at this one */
+    for (unsigned i = 0; i < t->num_lenders; i++)
+        if (atomic_load(&t->lenders[i][0])) {
+            mark_lenders(t, 0);
+            return t->num_own;
+        }
+    return num_threads;
+}
+
+/* Note whose cores this thread's team borrows. Return 1 if there are too many lenders or there is no memory. */
+int baton_watch_lenders(const lenders_call *c) {
+    if (!c->num_lenders && !own) return 0;
+    team *t = c->num_lenders <= MOST_LENDERS ? team_of(0) : NULL;
+    if (!t) return 1;
+    t->num_own = c->num_own_threads;
+    t->num_lenders = c->num_lenders;
+    for (int64_t i = 0; i < c->num_lenders; i++) t->lenders[i] = ((_Atomic int8_t *const *)c->bytes)[i];
+    return 0;
+}
+
 /* ---------------------------------------------------------------- what GCC calls */
 
 HIDDEN void GOMP_parallel(region *run, void *data, unsigned num_threads, unsigned flags) {
     team *t = num_threads > 1 && !here.size ? team_of(num_threads - 1) : NULL;
+    if (t) num_threads = num_usable(t, num_threads);
     unsigned size = t && t->num_workers < num_threads - 1 ? t->num_workers + 1 : num_threads;
     if (!t || size < 2) {
+        if (t && size > t->num_own) mark_lenders(t, 0);
         atomic_long next[MOST_LOOPS] = {0};
         run_as(NULL, 0, 1, next, run, data);
         return;
@@ -208,6 +252,7 @@ HIDDEN void GOMP_parallel(region *run, void *data, unsigned num_threads, unsigne
     begin_region(t, size);
     run_as(t, 0, size, t->next, run, data);
     for (unsigned num; (num = atomic_load(&t->done.word)) < size - 1;) wait_while(&t->done, num);
+    if (size > t->num_own) mark_lenders(t, 0);
 }
 
 HIDDEN int omp_get_thread_num(void) { return here.id; }
@@ -257,4 +302,6 @@ HIDDEN void GOMP_loop_end(void) {
 HIDDEN bool GOMP_loop_dynamic_start(long, long, long, long, long *, long *)
     __attribute__((alias("GOMP_loop_nonmonotonic_dynamic_start")));
 HIDDEN bool GOMP_loop_dynamic_next(long *, long *) __attribute__((alias("GOMP_loop_nonmonotonic_dynamic_next")));
+#else
+int baton_watch_lenders(const lenders_call *c) { return 0; }
 #endif

@@ -231,7 +231,7 @@ class Arrival:
     """One granted request, and which of its blocks are verified.
 
     Attributes:
-        layers: for each block, a bit per verified layer.
+        layers: verified layers of each block, as bits.
         attempts: number of repeated requests for a block's layers, by place and layers.
         missing: places and layers that were asked for again and have not arrived.
         watermark: a watermark that arrived before all of its blocks were verified.

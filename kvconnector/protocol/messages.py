@@ -73,7 +73,7 @@ class HelloAck(_Message, frozen=True, kw_only=True):
 
 
 class SelfTest(_Message, frozen=True, kw_only=True):
-    """P's test writes are complete; ``digest`` is that of the bytes that D's slot must contain."""
+    """P's test writes are complete; D's slot must contain bytes with this ``digest``."""
 
     test: Count
     digest: Digest
@@ -213,7 +213,7 @@ def decode(payload: bytes) -> Message:
 
 @dataclass(slots=True)
 class Repeat:
-    """One message that waits for its answer."""
+    """A message that is sent again until its answer comes."""
 
     engine_id: str
     message: Message

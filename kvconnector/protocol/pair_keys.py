@@ -2,8 +2,8 @@
 
 Each process start draws an X25519 key. The public part travels in `PeerInfo` over the authenticated
 links to the router, which learns no secret from it. Each derived key belongs to one pair of process
-Each derived key belongs to one pair of process starts and one direction. So it matches no message
-of another pair, from before a restart, or of the other direction.
+starts and one direction. Such a key matches no message of another pair, from before a restart, or
+of the other direction.
 """
 
 from __future__ import annotations

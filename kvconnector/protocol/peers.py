@@ -35,21 +35,22 @@ LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # after this time, a new peer is reported, and greeted less often
 MAX_BACK_OFF_S = 1.0  # between two attempts to meet or reach a peer again
-DRAIN_READS, DRAIN_S = 10, 0.5  # after them nothing of a dead peer can arrive; see `Drains`
+# after so many reads and seconds, nothing of a dead peer can arrive; see `Drains`
+DRAIN_READS, DRAIN_S = 10, 0.5
 
 
 class PeerState(Enum):
-    """State of a peer."""
+    """Stages of a peer, as one end sees it."""
 
     GREETING = "GREETING"  # known, but has not answered yet
     CONNECTED = "CONNECTED"
     SUSPECT = "SUSPECT"  # reported as failed; it may come back
-    LEAVING = "LEAVING"  # its router has lost it; forgotten when nothing is in flight to it
+    LEAVING = "LEAVING"  # the router has lost it; forgotten when nothing is in flight to it
 
 
 @dataclass(slots=True)
 class Peer:
-    """One peer.
+    """A peer, with the state of its connection and of its last probe.
 
     Attributes:
         path: name of the path that bytes take.

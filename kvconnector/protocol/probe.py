@@ -46,13 +46,13 @@ ROUND_S = 0.001  # limit of posting per round, where posting copies; other peers
 
 @dataclass(slots=True)
 class _Probe:
-    """One probe of the sender.
+    """A probe that the sender has begun.
 
     Attributes:
         num_in_flight: posted writes that are not known to be complete.
         timed_from: when the first write was complete; that write sets up the connection.
         num_posted: posted writes, the first included.
-        bandwidth_bytes_per_s: 0 until all writes are complete.
+        bandwidth_bytes_per_s: measured bandwidth; 0 until all writes are complete.
         is_over: whether the probe was answered or given up; only its writes are left.
     """
 
@@ -129,7 +129,7 @@ class Probes:
             self._fail(peer_id, probe, f"the self-test's write failed: {result.problem}")
 
     def take_ended(self, result: WriteEnded) -> None:
-        """Count a write off."""
+        """Note that a write of a probe has ended."""
         probe = self._probes[result.engine_id]
         probe.num_in_flight -= 1
         if result.problem:
@@ -204,7 +204,7 @@ class _Offer:
     """The last probe of one peer.
 
     Attributes:
-        slot: the slot that the peer may write to; None: it was read.
+        slot: the slot that the peer may write to; None: the slot was read.
         seen: the peer's message after it had written; None: none yet.
         problem: the result, empty if the bytes were right; None: no result yet.
     """

@@ -55,11 +55,11 @@ Heard = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
 
 
 class ReceiveMachine:
-    """See `StateMachine` for the contract.
+    """Decide what a decode node's end sends and reports; a `StateMachine`.
 
     Args:
         own: this node's peer info.
-        make_peers: see `Sender`.
+        make_peers: makes the table of peers.
 
     Attributes:
         grants: Grant messages to repeat, of transfers that are neither committed nor ended.

@@ -91,7 +91,9 @@ class Channel:
         return _tag(self.keys.send, numbered) + numbered
 
     def open(self, payload: bytes) -> bytes:
-        """Return the message's bytes; raise RefusedMessageError unless new and from the peer."""
+        """Return the message's bytes; raise RefusedMessageError unless the message is new and from
+        the peer.
+        """
         numbered = payload[TAG_BYTES:]
         tag = _tag(self.keys.receive, numbered)
         if len(payload) < HEADER_BYTES or not hmac.compare_digest(tag, payload[:TAG_BYTES]):

@@ -59,7 +59,7 @@ UNREACHED = "the decode node cannot be reached"
 
 
 class SendMachine:
-    """See `StateMachine` for the contract.
+    """Decide what a prefill node's end sends and writes; a `StateMachine`.
 
     Args:
         own: this node's peer info.
@@ -67,7 +67,7 @@ class SendMachine:
         portions: how many bytes are posted at once.
         is_verified: whether a transfer stays open after its commit until the decode node has
             verified its blocks (`digests.py`).
-        make_peers: see `Sender`.
+        make_peers: makes the table of peers.
 
     Attributes:
         transfers: the open transfers.
@@ -367,7 +367,7 @@ class SendMachine:
             transfer = self.transfers.get(key)
             if transfer is None or not transfer.waits_for_answer:
                 self.repeats.remove(key, repeat.engine_id)
-            # Otherwise a Commit follows soon.
+            # After a Resend, a new Commit follows the blocks: the old one is not repeated.
             elif not transfer.commit_is_sent or transfer.is_complete:
                 self.peers.send(repeat.engine_id, repeat.message)
 
@@ -403,7 +403,11 @@ class SendMachine:
         self.repeats.remove(key, transfer.engine_id)
 
     def _fail(self, transfer: Transfer | None, reason: str) -> None:
-        """Stop posting; `_finish_if_quiet` ends the transfer once nothing is in flight."""
+        """Stop posting for a transfer; `_finish_if_quiet` ends it once nothing is in flight.
+
+        Args:
+            transfer: None: the transfer has ended here already, and nothing is done.
+        """
         if transfer is not None:
             transfer.fail(reason)
 

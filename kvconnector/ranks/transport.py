@@ -138,7 +138,7 @@ class _RankWrite:
         self._rank, self._number = rank, number
 
     def is_done(self) -> bool:
-        """See `PendingWrite`; a write of a rank that is gone stays in flight."""
+        """Implement `PendingWrite.is_done`; a write of a rank that is gone stays in flight."""
         problem = self._rank.take_end(self._number)
         if problem:
             raise TransferError(problem)
@@ -146,7 +146,9 @@ class _RankWrite:
 
 
 class RanksScratch:
-    """See `SelfTestMemory`; a self-test passes if all ranks' slots have the right bytes."""
+    """The scratch memory of all ranks; a self-test passes if all ranks' slots have the right
+    bytes.
+    """
 
     def __init__(self, own: SelfTestMemory, call: Callable[..., list[Any]]) -> None:
         self._own, self._call = own, call
@@ -174,7 +176,7 @@ class RanksScratch:
 
 
 class RanksTransport:
-    """See `KVTransport` for the contract.
+    """Command the transports of all ranks as one `KVTransport`.
 
     Args:
         local: the transport of this process's rank; owned from now on.

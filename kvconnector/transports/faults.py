@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 OPTION = "inject_faults"
 WRITE = "Write"  # not a message, but an event at which to kill
 MESSAGE_NAMES = tuple(kind.__name__ for kind in typing.get_args(Message))
-MAX_SWAP_S = 0.1  # most seconds that a message waits for one to overtake it
+MAX_SWAP_S = 0.1  # most seconds that a message waits to be overtaken
 MAX_REMEMBERED_GRANTS = 1000
 
 
@@ -65,16 +65,17 @@ class FaultSpec:
     """Faults to inject. Probabilities are per message, write or commit.
 
     Attributes:
-        drop: a message is lost.
-        duplicate: a message comes twice.
-        reorder: a message waits until the next one to that peer has left.
+        drop: probability that a message is lost.
+        duplicate: probability that a message comes twice.
+        reorder: probability that a message waits until the next one to that peer has left.
         delay_s: least and most seconds that each message waits, in both directions.
-        alter: one bit of a message is flipped on arrival, as if the message were forged.
-        corrupt: one bit of a transfer's blocks is wrong when its commit record is read.
-        fail_post: a write cannot be posted.
-        corrupt_test: one bit that a self-test wrote is wrong when it is checked.
-        drop_test: a message about a self-test's end is lost, whatever `drop` says.
-        kill: where the process ends.
+        alter: probability that one bit of a message is flipped on arrival, as if forged.
+        corrupt: probability that one bit of a transfer's blocks is wrong when its commit record is
+            read.
+        fail_post: probability that a write cannot be posted.
+        corrupt_test: probability that one bit that a self-test wrote is wrong when it is checked.
+        drop_test: probability that a message about a self-test's end is lost, whatever `drop` says.
+        kill: moment at which this process kills itself; None: never.
         hang_engine: number of rounds with work after which the engine's thread hangs; 0: never.
         poison: the process ends once it has computed a part of a request whose id contains this
             text; empty: no request does this.
@@ -97,7 +98,7 @@ class FaultSpec:
 
     @classmethod
     def parse(cls, text: str) -> FaultSpec | None:
-        """``"drop=0.01,delay=1ms-20ms,kill=Commit:send:2,seed=3"``; None for an empty text.
+        """Parse text such as ``drop=0.01,delay=1ms-20ms,kill=Commit:send:2``; None if empty.
 
         Raises ConfigError.
         """
@@ -194,7 +195,7 @@ def _end_process() -> None:
 
 
 class FaultyTransport:
-    """See `KVTransport` for the contract, which is broken only as the spec says.
+    """Add faults to a transport; a `KVTransport` whose contract is broken only as the spec says.
 
     Args:
         transport: the transport that moves bytes; owned from now on.

@@ -13,6 +13,6 @@ PCIE_BYTES_PER_S = 63e9
 
 
 def judge_path(path: str, *, on_this_host: bool, bandwidth_bytes_per_s: float) -> str:
-    """Return a path's name, which a bandwidth above PCIe's may prove to be CUDA IPC."""
+    """Return the path's name, or that of CUDA IPC if the bandwidth is above PCIe's."""
     is_faster = bandwidth_bytes_per_s > PCIE_BYTES_PER_S
     return CUDA_IPC_PATH if path == UNKNOWN_GPU_PATH and on_this_host and is_faster else path

@@ -9,7 +9,8 @@ from kvconnector.transports.base import PendingWrite
 
 
 class WriteParts:
-    """See `PendingWrite`. If a part fails, the error is raised once no other part is in flight.
+    """A write that is posted in parts; a `PendingWrite`. If a part fails, the error is raised once
+    no other part is in flight.
 
     For callers, a failed write means that nothing is in flight.
     """
@@ -19,7 +20,7 @@ class WriteParts:
         self._problem = problem
 
     def is_done(self) -> bool:
-        """See `PendingWrite`."""
+        """Implement `PendingWrite.is_done`."""
         left = []
         for part in self._parts:
             try:

@@ -21,7 +21,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-_NO_REQUEST = "null block"  # is always held, which is right
+_NO_REQUEST = "null block"  # held for ever, and no leak
 _MOST_REQUESTS = 2**31 - 1  # limit that includes all open requests
 
 Block = tuple[str, str, int]  # node, request that holds the block (empty: none), number

@@ -33,7 +33,7 @@ _WHAT = {"pushes": "fail_post", "messages": "drop"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault of a run.
+    """A fault that a run causes at a given time.
 
     Attributes:
         act: kill, stop, restart or inject.

@@ -31,7 +31,7 @@ class Schedule:
         self._faults = faults
         self._site = site
         self._auditor = auditor
-        # By index of the next fault; the last look is after the run.
+        # Looks by the index of the next fault; the last look is after the run.
         self._looks: dict[int, Look] = {}
         self._done: dict[int, FaultEvent] = {}
         self.audit: BlockAudit | None = None

@@ -52,7 +52,7 @@ class CacheReport:
         )
 
     def warning(self) -> str:
-        """Return a warning that these latencies are a cache's; empty: they are not."""
+        """Return a warning if a cache explains the latencies; empty: none does."""
         cached, shared = self.cached_share, self.shared_share
         if cached is None or shared is None:
             return ""

@@ -1,6 +1,6 @@
 """RunClock: seconds since a run began, exact sleeps, and the lag of the event loop.
 
-Both of asyncio's loops sleep in whole milliseconds; the last one is waited out here.
+asyncio's loops sleep in whole milliseconds, so the last millisecond is waited out here.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _messages(role_field: str, text_field: str) -> Callable[[Any], Conversation]
             if role == "assistant" and any(message.role == "user" for message in new):
                 turns.append(DatasetTurn(messages=tuple(new), answer=said))
                 new = []
-            elif role != "assistant":  # (an answer at the start of a chat is dropped)
+            elif role != "assistant":  # drops an answer at the start of a chat
                 new.append(Message(role, said))
         if any(message.role == "user" for message in new):
             turns.append(DatasetTurn(messages=tuple(new)))

@@ -42,14 +42,14 @@ class Workload:
 
     Attributes:
         num_groups: groups of sessions whose prompts begin alike; 0: no two sessions share anything.
-        zipf_exponent: group k is drawn in proportion to 1 / k ** this.
+        zipf_exponent: exponent s: group k is drawn in proportion to 1 / k ** s.
         prefix_tokens: length of a group's common prefix; each group draws one.
         turn_tokens: tokens that a turn adds to the prompt: a question, or a tool's result.
         output_tokens: tokens of a turn's output, which the next turn's prompt repeats.
         mean_turns: mean number of turns of a session, geometric; 1: all have one turn.
         mean_pause_s: mean time from a turn's arrival to the next, exponential. Answers do not
             delay the next turn, as a trace does not know how long they take.
-        max_input_length: a session ends before a longer prompt.
+        max_input_length: longest prompt; a session ends before a longer one.
     """
 
     num_groups: int = 0

@@ -73,7 +73,7 @@ class WrittenPrompt:
         return [(message, len(message.content)) for message in self.messages]
 
     def make(self, vocab_size: int) -> tuple[Message, ...]:
-        """Return the token ids unchanged."""
+        """Return the messages unchanged."""
         return self.messages
 
 

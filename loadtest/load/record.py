@@ -30,7 +30,7 @@ class RequestRecord:
             delays by a slow server or a slow generator are included.
         sent_s: when it was sent.
         frame_times_s: arrival of each frame that had tokens.
-        frame_tokens: number of tokens of each such frame.
+        frame_tokens: number of tokens of each frame in ``frame_times_s``.
         counted: whether the server tells the tokens of each frame; otherwise, they are spread over
             frames by text length.
         ended_s: end of the answer.

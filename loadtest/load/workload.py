@@ -33,7 +33,7 @@ class PlannedRequest:
     Attributes:
         due_s: time after the run's beginning; None: the request is due when a user is free, or
             when the previous answer of its conversation has come.
-        think_s: pause before such a request.
+        think_s: pause before a request whose ``due_s`` is None.
         turn: number of the turn in its conversation, from 0.
         shared_share: share of the prompt with which an earlier request of this load begins, too.
         cancel_after_tokens: the client cancels the request after this token; None: never.

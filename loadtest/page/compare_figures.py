@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from loadtest.page.palette import Document, Look, make_logarithmic
 
-# Each with its SLO limit, if there is one.
+# Panels of a comparison, each with the name of its SLO limit, if there is one.
 _PANELS = {
     "goodput_per_s": ("Goodput", "requests/s within the SLO", 1.0, ""),
     "itl_p99_s": ("ITL p99", "milliseconds", 1e3, ""),

@@ -13,7 +13,7 @@ from loadtest.page.palette import Document, Look, make_logarithmic
 from loadtest.page.step_figures import step_figures
 from loadtest.report.series import AFTER_FIRST
 
-# Each with its SLO limit, if there is one.
+# Distributions to draw, each with the name of its SLO limit, if there is one.
 _CDFS = {
     "ttft_s": ("TTFT", "ttft"),
     "tpot_s": ("TPOT", "tpot"),

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from loadtest.page.palette import Document, Look, make_logarithmic
 
-# Each with its SLO limit, if there is one.
+# Latencies to draw, each with the name of its SLO limit, if there is one.
 _LATENCIES = {
     "ttft_s": ("TTFT", "ttft"),
     "tpot_s": ("TPOT", "tpot"),

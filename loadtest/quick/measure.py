@@ -60,7 +60,7 @@ class Speed:
         output_tokens_per_s: rate of all readers together.
         token_s: seconds between two tokens for one reader.
         prompt_tokens_per_s: prompt tokens until the first output token, over that time.
-        handoff_s: from the end of a prefill until the decode node has all KV.
+        handoff_s: seconds from the end of a prefill until the decode node has all KV.
         read_bytes_per_s: bytes of weights and KV that the decode node read while decoding.
         kept_up: whether the generator sent and received in time.
     """
@@ -84,8 +84,8 @@ class QuickResult:
 
     Attributes:
         model: model of a system that was started; empty: a running system was measured.
-        machine: None for a running system, which may be elsewhere.
-        start_s: from the command until all nodes were ready.
+        machine: description of this machine; None for a running system, which may be elsewhere.
+        start_s: seconds from the command until all nodes were ready.
     """
 
     model: str
@@ -104,7 +104,7 @@ async def measure_new(
     Args:
         name: name of the model, for people.
         part_s: seconds of each of the two loads.
-        stop: set from outside, ends the measurement early.
+        stop: event that ends the measurement early when it is set from outside.
         tell: shows a line of progress.
 
     Raises:

@@ -26,7 +26,7 @@ def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTE
     other programs only make a round slower.
 
     Args:
-        cores: none: those that this process may use.
+        cores: cores to measure; empty: those that this process may use.
         total_bytes: size of all buffers together.
     """
     cores = list(cores) or sorted(usable_cores())

@@ -17,7 +17,7 @@ from loadtest.quick.measure import QuickResult, Speed
 from loadtest.quick.verdict import Grade, Verdict, judge, share_of_memory
 
 WIDTH = 80
-# Raised when fields change their meaning or go.
+# Version of the JSON, raised when fields change their meaning or are removed.
 JSON_FORMAT = 1
 _STYLES = {
     Grade.GOOD: "bold green",

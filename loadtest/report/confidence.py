@@ -37,8 +37,8 @@ class Interval:
 def bracket_interval(brackets: Sequence[tuple[float, float]]) -> Interval:
     """Estimate a value from 1 to MAX_REPEATS brackets that each contain it.
 
-    The mean is that of the lower ends. The interval reaches from the lower end of their interval to
-    the upper end of the upper ends' interval, so it is never narrower than a bracket.
+    The mean is that of the lower ends. The interval reaches from the lower end of the lower ends'
+    interval to the upper end of the upper ends' interval, so it is never narrower than a bracket.
     """
     lower = mean_interval([low for low, _ in brackets])
     upper = mean_interval([high for _, high in brackets])

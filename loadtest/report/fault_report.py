@@ -34,10 +34,10 @@ class FaultReport:
             among those scheduled in the ten seconds before the fault; None: there were none.
         lowest_share: share in the worst window until the next fault or the end.
         recovery_s: time from the fault to the end of the last window below the baseline; 0: no
-            window was; None: the share was still below it at the next fault or the end.
+            window was below it; None: the share was still below it at the next fault or the end.
         errors: errors by kind, of requests that were open at the fault or came after it.
         num_retried: requests that ended well after another attempt, by their receipts.
-        num_orphans, num_leaked: see FaultEvent.
+        num_orphans, num_leaked: counts after the fault, see `FaultEvent`.
     """
 
     text: str

@@ -22,7 +22,7 @@ from loadtest.report.terms import LATENCY_NAMES
 from loadtest.run import RunResult
 
 WIDTH = 80
-# Increased when fields change their meaning or disappear.
+# Version of the JSON, raised when fields change their meaning or are removed.
 JSON_FORMAT = 2
 _COLUMNS = ("mean", *PER_MILLE, "max")
 _SERVER = "server_ttft_s"  # from here on, figures come from receipts
@@ -71,7 +71,7 @@ def empty_table(title: str) -> Table:
     """Make a table of `WIDTH` columns whose first column is for row names."""
     table = Table(
         box=box.MINIMAL,
-        padding=0,  # the box separates columns by a line; there is no room for blanks
+        padding=0,  # lines separate the columns, and there is no room for blanks
         show_edge=False,
         width=WIDTH,
         title=title,
@@ -143,7 +143,7 @@ def _ms(values: Distribution | None) -> str:
 
 
 def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[str, Any]:
-    """Convert all but the rows; durations in seconds. A load's ``kind`` is its class name."""
+    """Convert a result without its rows; durations are in seconds. A load's kind is its class."""
     plan = dataclasses.asdict(result.plan)
     plan["load"] = {"kind": type(result.plan.load).__name__} | plan["load"]
     for name in ("input_lengths", "output_lengths"):

@@ -68,7 +68,7 @@ class Series:
     """The figures of a run over time, and its distributions.
 
     Attributes:
-        cdfs: by latency, pairs of seconds and the share of values up to there.
+        cdfs: for each latency, pairs of seconds and the share of values up to there.
         bin_s: width of the timeline's bins; they begin with the run, warm-up included.
         waterfall: stages in order, of the measured requests with a receipt.
     """

@@ -52,7 +52,7 @@ class LagReport:
     """The lag of the generator.
 
     Attributes:
-        send: per request, sending time minus scheduled time.
+        send: sending time minus scheduled time, over all requests.
         loop: lag of the event loop, measured every 10 ms.
         limit_s: limit of both p99 values.
     """
@@ -111,11 +111,11 @@ class Summary:
         output_tokens_per_s: tokens, of all requests, that arrived in the window, over its length.
         prompt_tokens_per_s: tokens of prompts whose first output token arrived in the window,
             over its length.
-        latencies: by name; only what was measured.
+        latencies: distributions of the measured latencies, by name.
         attainment: share of the measured requests, client-cancelled ones aside, that ended well
             and keep the SLO; None without an SLO or a request.
-        goodput_per_s: rate of these requests over ``rate_span_s``; None without an SLO. Never above
-            ``requests_per_s``.
+        goodput_per_s: rate of the requests that ended well and keep the SLO, over ``rate_span_s``;
+            None without an SLO. Never above ``requests_per_s``.
     """
 
     window_s: tuple[float, float]
@@ -224,7 +224,7 @@ def _window(plan: LoadPlan, records: Sequence[RequestRecord]) -> tuple[float, fl
 
 
 def _rate_span_s(ended_well: Sequence[RequestRecord], length_s: float) -> float:
-    """See Summary."""
+    """Return the time over which ended requests are counted, see `Summary.rate_span_s`."""
     ends_s = [record.ended_s for record in ended_well]
     return max(length_s, max(ends_s, default=0.0) - min(ends_s, default=0.0))
 

@@ -34,7 +34,7 @@ class Verdict:
         answer: disaggregate, colocate or undecided.
         split, colocated: names of the best of each kind, by mean goodput, then by ITL p99.
         differences: split minus colocated over the repeats, by metric.
-        ratios: mean of split divided by mean of colocated, by metric; None if the latter is 0.
+        ratios: mean of split divided by mean of colocated, by metric; None if colocated has 0.
         holding_none: deployments that had no goodput in any repeat.
     """
 

@@ -98,7 +98,7 @@ class Target(Protocol):
         ...
 
     def prepare(self, prompt: Prompt, output_length: int) -> bytes:
-        """Make a request message for exactly ``output_length`` tokens, the most probable ones.
+        """Make a request message for exactly ``output_length`` tokens, sampled greedily.
 
         Called in advance, so that sending takes no time.
         """

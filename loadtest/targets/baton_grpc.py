@@ -27,7 +27,7 @@ _LIST_MODELS = "/baton.v1.Inference/ListModels"
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # or channels to one address share a connection
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise, channels to one address share a connection
 ]
 _START_TIMEOUT_S = 10.0
 
@@ -38,7 +38,7 @@ class BatonTarget:
     Args:
         channels: channels to the router, used in turn.
         metadata: gRPC metadata of every call.
-        description: for the report.
+        description: description of the target for the report.
     """
 
     def __init__(

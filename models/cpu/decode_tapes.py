@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
-from baton_kernels.dispatch import native_ops
 from baton_kernels.native.ops import NativeOps
 from baton_kernels.native.tape import Tape, TapeError
 from baton_kernels.state_metadata import StateMetadata
@@ -75,7 +74,7 @@ class DecodeTapes:
         Args:
             comes_again: whether to tape a new shape at once, as it will come again.
         """
-        key = self._key(inputs, context) if native_ops() is self._ops else None
+        key = self._key(inputs, context)
         if key is None or key not in self._tapes:
             few = len(inputs[0]) <= FEW_ROWS
             repeated = key in (self._latest if few else list(self._latest)[-1:])

@@ -138,7 +138,7 @@ def _as_tensor(file: PackedFile) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         content = torch.frombuffer(file.content, dtype=torch.uint8)
-    with contextlib.suppress(AttributeError):  # a C library without it
+    with contextlib.suppress(AttributeError):  # a C library without madvise
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         size = -(-content.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

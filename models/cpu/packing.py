@@ -17,10 +17,11 @@ from torch.nn import functional
 
 import baton_kernels as ops
 from baton.checkpoint.weights_cache import CacheEntry, WeightsCacheError
-from baton_kernels import CodeLayout, Float8Rows, WeightFormat
+from baton_kernels import CodeLayout, Float8Rows, WeightFormat, reference
 from baton_kernels.dispatch import native_ops
 from baton_kernels.huge_pages import WeightMemory
 from baton_kernels.native.ops import NativeOps
+from baton_kernels.ops import Ops
 from models.cpu.decode_tapes import DecodeTapes
 from models.cpu.kept_weights import Kept, machine_key, read_kept, write_kept
 from models.decoder import DecoderForCausalLM
@@ -59,14 +60,17 @@ class CpuPacker:
     native: NativeOps | None
 
     @classmethod
-    def choose(cls, dtype: torch.dtype, weights: str) -> CpuPacker | None:
-        """Choose a packer for this process; None if torch's own layers are as good.
+    def choose(
+        cls, dtype: torch.dtype, weights: str, *, native_kernels: bool = True
+    ) -> CpuPacker | None:
+        """Choose a packer; None if torch's own layers are as good.
 
         Args:
             dtype: type that the model computes in.
             weights: ``auto``, or a ``WeightFormat``.
+            native_kernels: whether the model may compute with native kernels.
         """
-        native = native_ops()
+        native = native_ops() if native_kernels else None
         asked = None if weights == "auto" else WeightFormat(weights)
         if asked is None and (native is None or WeightFormat.of(dtype) is None):
             return None
@@ -79,22 +83,23 @@ class CpuPacker:
 
     @property
     def cache_key(self) -> str:
-        """See ``WeightPacker``."""
+        """Implement ``WeightPacker.cache_key``."""
         kernels = "native" if self.native else "reference"
         return f"{self.dtype} {self.weights} {self.width} {kernels} {machine_key()}"
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
-        """See ``WeightPacker``."""
+        """Implement ``WeightPacker.start``."""
         return _Packing(self, model, entry)
 
 
 class _Packing:
-    """A ``PackingModel``."""
+    """Pack one model's linear layers for a CPU; a ``PackingModel``."""
 
     def __init__(
         self, packer: CpuPacker, model: DecoderForCausalLM, entry: CacheEntry | None
     ) -> None:
         self._packer = packer
+        self._ops: Ops = packer.native or reference
         self.takes_float8 = packer.weights in (None, WeightFormat.FP8)
         self._model = model
         self._packed: dict[nn.Module, ops.PackedWeight] = {}
@@ -109,7 +114,7 @@ class _Packing:
             self._entry = None  # nothing is to be written
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.take_kept``."""
         name = self._names[owner]
         found, keys, values = map(self._kept.get, (name, name + _KEYS, name + _VALUES))
         if isinstance(keys, ops.PackedWeight) and isinstance(values, ops.PackedWeight):
@@ -161,7 +166,7 @@ class _Packing:
             self.take_kept(owner)
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """See ``PackingModel``; a tied embedding becomes the head."""
+        """Implement ``PackingModel.take``; a tied embedding becomes the head."""
         if owner is self._model.model.embed_tokens:
             return self._take_embedding(owner, parts)
         if not isinstance(owner, nn.Linear):
@@ -178,7 +183,9 @@ class _Packing:
         return True
 
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Keep a tied embedding in the head's panels; keep another in 16 bits if that is exact."""
+        """Keep a tied embedding in the head's panels, and any other embedding in 16 bits if that is
+        exact.
+        """
         if self._model.lm_head is None:
             self._packed[owner] = weight = self._pack(parts, is_head=True)
             self._embedding = PackedEmbedding(weight, self._packer.dtype)
@@ -189,7 +196,7 @@ class _Packing:
         return True
 
     def finish(self) -> None:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.finish``."""
         if self._entry is not None:
             self._share(self._entry)
         model, decoder, native = self._model, self._model.model, self._packer.native
@@ -231,7 +238,7 @@ class _Packing:
         if layout is not None and wanted in (None, layout.format):
             weight = self._empty(parts, layout.format, layout, has_gaps=has_gaps)
             for part, integers in zip(parts, kept, strict=True):
-                ops.pack_integers(weight, part.first_row, integers)
+                self._ops.pack_integers(weight, part.first_row, integers)
             return weight
         float8 = float8_alike(parts)
         if float8 and wanted in (None, WeightFormat.FP8):
@@ -249,13 +256,13 @@ class _Packing:
         layout = None if num_groups == 1 else CodeLayout(WeightFormat.FP8, size, torch.float32)
         weight = self._empty(parts, WeightFormat.FP8, layout, has_gaps=has_gaps)
         for part, rows in zip(parts, kept, strict=True):
-            ops.pack_float8(weight, part.first_row, rows)
+            self._ops.pack_float8(weight, part.first_row, rows)
         return weight
 
     def _pack_latents(
         self, owner: LatentProjection, parts: Sequence[WeightPart]
     ) -> PackedLatentProjection:
-        """Pack both matrices; the one applied to queries is transposed, so no groups are kept.
+        """Pack both matrices; the matrix of queries is transposed, so its groups are not kept.
 
         Each head's rows are padded with zeros to whole panels.
         """
@@ -275,7 +282,7 @@ class _Packing:
             self._num_coarse += weight.out_features * weight.in_features
         for part in parts:
             for first_row, rows in part.pieces():
-                ops.pack_rows(weight, first_row, rows)
+                self._ops.pack_rows(weight, first_row, rows)
         return weight
 
     def _empty(

@@ -19,7 +19,7 @@ MOST_PADDING = 1024
 
 
 class DraftModel:
-    """See ``LayersDrafter``.
+    """A small model of the same family that drafts; a ``LayersDrafter``.
 
     Args:
         model: the model that drafts.
@@ -35,18 +35,18 @@ class DraftModel:
         self.max_model_len = model.config.max_model_len
 
     def take_states(self, states: Tensor) -> Tensor:
-        """See ``LayersDrafter``; nothing is asked for."""
+        """Implement ``LayersDrafter.take_states``; not needed, as this drafter reads no states."""
         return states
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
-        """See ``LayersDrafter``."""
+        """Implement ``LayersDrafter.compute``."""
         # The target may have padding that the drafter lacks.
         if self._model.config.vocab_size < self._vocab_size:
             token_ids = token_ids.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(token_ids, context)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See ``LayersDrafter``; omits padding that only the drafter has."""
+        """Implement ``LayersDrafter.compute_logits``; omits padding that only the drafter has."""
         return self._model.compute_logits(hidden)[:, : self._vocab_size]
 
 
@@ -54,7 +54,9 @@ def load_draft_model(source: DrafterSource) -> DraftModel:
     """Load the drafter of ``--speculative-method draft_model``."""
     if not source.where.is_dir():
         raise ModelLoadError(f"{source.where}: no such folder (speculative_model)")
-    model = load_model(source.where, dtype=source.dtype, device=source.device, packer=source.packer)
+    model = load_model(
+        source.where, dtype=source.dtype, device=source.device, packer=source.packer, ops=source.ops
+    )
     own, vocab_size = model.config.vocab_size, source.model.config.vocab_size
     if abs(own - vocab_size) > MOST_PADDING:
         raise ConfigError(

@@ -19,7 +19,7 @@ from models.config import ModelConfig
 from models.drafters.loading import DrafterSource, check_width
 from models.drafters.state_decoder import StateDrafter, StateLayout
 from models.fields import MAX_PARTS, Fields
-from models.loading.loader import fill_model, on_meta_device
+from models.loading.loader import on_meta_device
 from models.loading.stored_weights import StoredTensor
 from models.recipe import AttentionSpec, LayerNorms, LayerSpec, MlpSpec, Recipe
 
@@ -47,7 +47,7 @@ def load_eagle(source: DrafterSource) -> StateDrafter:
         config = replace(config, recipe=_recipe(stored, names, config))
         with on_meta_device():
             drafter = StateDrafter(config, layout)
-        fill_model(drafter, source.where, stored, source.dtype, source.device, source.packer)
+        source.fill(drafter, stored)
         picked = _picked(source, stored, layout.head_size) if layout.picks else None
     drafter.share(source.model, picked)
     source.model.model.state_layers = layout.state_layers

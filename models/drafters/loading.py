@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError, reason_of
+from baton_kernels.ops import Ops
 from models.decoder import DecoderForCausalLM
 from models.fields import Fields
-from models.loading.loader import WeightPacker
+from models.loading.loader import WeightPacker, fill_model
 from models.loading.stored_weights import StoredTensor, open_safetensors
 
 
@@ -26,7 +27,7 @@ class DrafterSource:
         folder: the drafter's folder; None: the target model's folder.
         model_folder: the target model's folder.
         model: the loaded target model, packed if its weights are to be packed.
-        dtype, device, packer, max_model_len: see `models.load_model`.
+        dtype, device, packer, ops, max_model_len: see `load_model`.
     """
 
     folder: Path | None
@@ -35,6 +36,7 @@ class DrafterSource:
     dtype: torch.dtype
     device: torch.device
     packer: WeightPacker | None = None
+    ops: Ops | None = None
     max_model_len: int | None = None
 
     @property
@@ -45,6 +47,11 @@ class DrafterSource:
     def fields(self) -> Fields:
         """Read ``config.json``; raises ModelLoadError."""
         return Fields.from_file(self.where / "config.json")
+
+    def fill(self, drafter: DecoderForCausalLM, stored: Mapping[str, StoredTensor]) -> None:
+        """Load a drafter's weights; raises ModelLoadError if one is missing or misshapen."""
+        where = (self.where, stored, self.dtype, self.device)
+        fill_model(drafter, *where, self.packer, self.ops)
 
     def open(self, files: ExitStack) -> dict[str, StoredTensor]:
         """Open the tensors of all safetensors files, or of pickled files if there are none.

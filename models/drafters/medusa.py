@@ -29,7 +29,7 @@ _HEAD = re.compile(r"(?:medusa_head\.)?(?:(\d{1,4})\.(\d{1,4})|lm_heads\.(\d{1,4
 
 
 class MedusaHeads:
-    """See ``HeadsDrafter``.
+    """Medusa's heads; a ``HeadsDrafter``.
 
     Args:
         model: the model whose states the heads read.
@@ -46,7 +46,7 @@ class MedusaHeads:
         self._weights = weights
 
     def draft(self, states: Tensor, num_drafts: int) -> Tensor:
-        """See ``HeadsDrafter``."""
+        """Implement ``HeadsDrafter.draft``."""
         num_rows, width = states.shape
         # The first blocks of all heads have the same input, so one product computes them.
         joined, biases = self._weights[0, :num_drafts], self._biases[0, :num_drafts]

@@ -16,7 +16,7 @@ from models.config import ModelConfig
 from models.drafters.loading import DrafterSource
 from models.drafters.state_decoder import StateDrafter, StateLayout
 from models.loading.fused_experts import split_fused_experts
-from models.loading.loader import fill_model, on_meta_device, open_weights
+from models.loading.loader import on_meta_device, open_weights
 from models.loading.stored_weights import StoredTensor
 from models.recipe import AttentionSpec, Recipe
 
@@ -54,7 +54,7 @@ def load_mtp(source: DrafterSource) -> StateDrafter:
                 drafter.checkpoint_name,
                 by_turns=experts.stored_by_turns,
             )
-        fill_model(drafter, source.where, stored, source.dtype, source.device, source.packer)
+        source.fill(drafter, stored)
     drafter.share(source.model, None)
     return drafter
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-import baton_kernels as ops
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import Inputs, Layers, Results
 from models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, Elsewhere, make_norm
 from models.layers.attention import Attention, make_joined_projection
+from models.layers.computing import Computing
 from models.recipe import AttentionSpec
 
 
@@ -32,7 +32,8 @@ class StateLayout:
 
     Attributes:
         names: prefix of our parameters' names -> prefix in the checkpoint, in order.
-        state_layers: see ``LayersDrafter``; not empty for EAGLE-3 only.
+        state_layers: layers of the target model before which states are read; not empty for EAGLE-3
+            only.
         residual_is_normed: whether EAGLE-3's layer adds to the normed state.
         has_embedding, has_head: whether the drafter has its own; else it uses the model's.
         head_size: tokens that the drafter's head predicts; fewer than the vocabulary if ``picks``.
@@ -58,7 +59,7 @@ class StateLayout:
     state_size: int = 0
 
 
-class WideLayer(DecoderLayer):
+class WideLayer(DecoderLayer, Computing):
     """EAGLE-3's layer (arXiv 2503.01840): it attends over the embedding and the state together."""
 
     def __init__(self, config: ModelConfig, residual_is_normed: bool) -> None:
@@ -74,7 +75,7 @@ class WideLayer(DecoderLayer):
         """Return the attention's input, ``[n, 2 * hidden_size]``, and the residual stream."""
         normed = self.hidden_norm(states)
         before, _ = self._mixer_norms
-        joined = ops.join(before(embedded), normed)
+        joined = self.ops.join(before(embedded), normed)
         return joined, normed if self._residual_is_normed else states
 
     def attend(
@@ -88,7 +89,7 @@ class WideLayer(DecoderLayer):
 
 
 class StateDecoder(Decoder):
-    """The layers, and the join of token and state before them."""
+    """The drafter's layers, and the join of token and state before these layers."""
 
     def __init__(self, config: ModelConfig, layout: StateLayout) -> None:
         super().__init__(config)
@@ -151,17 +152,17 @@ class StateDecoder(Decoder):
             assert isinstance(layer, WideLayer)
             delta, residual = layer.attend(*layer.join(embedded, states), rotations, step)
         else:
-            delta, residual = self.fc(ops.join(embedded, states)), None
+            delta, residual = self.fc(self.ops.join(embedded, states)), None
             for layer in self.layers:
                 delta, residual = layer(delta, residual, rotations, step)
         assert residual is not None, "there is a layer"
         if self.layout.goes_on_normed:
             return self.norm.add(delta, residual, self._residual_scale)[0]
-        return ops.scaled_add(delta, residual, self._residual_scale)
+        return self.ops.scaled_add(delta, residual, self._residual_scale)
 
 
 class StateDrafter(DecoderForCausalLM):
-    """See ``LayersDrafter``.
+    """Layers that draft from the target model's state; a ``LayersDrafter``.
 
     Args:
         config: configuration of the drafter's layers.
@@ -201,7 +202,7 @@ class StateDrafter(DecoderForCausalLM):
         self.picked = picked
 
     def checkpoint_name(self, name: str) -> str:
-        """See ``DecoderForCausalLM``."""
+        """Implement ``DecoderForCausalLM.checkpoint_name``."""
         name = super().checkpoint_name(name)
         for ours, theirs in self.layout.names.items():
             if name.startswith(ours):
@@ -209,14 +210,14 @@ class StateDrafter(DecoderForCausalLM):
         return name
 
     def take_states(self, states: Tensor) -> Tensor:
-        """See ``LayersDrafter``; states of several layers are reduced to one."""
+        """Implement ``LayersDrafter.take_states``; states of several layers are reduced to one."""
         if not self.model.is_wide:
             return states
         joined: Tensor = self.model.fc(states)
         return joined
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
-        """See ``LayersDrafter``."""
+        """Implement ``LayersDrafter.compute``."""
         assert states is not None, "it reads states"
         embed = self._embed or self.model.embed
         return self.model.compute(embed(token_ids), states, context)
@@ -230,7 +231,7 @@ class StateDrafter(DecoderForCausalLM):
 
         Args:
             token_ids: ``[n]`` int64.
-            states: see `compute`.
+            states: ``[n, hidden_size]``, states of the tokens before.
             num_drafts: number of tokens to draft; all but the last are computed, too.
             context: forward context of all passes in sequence: positions ``[n + num_drafts - 1]``,
                 and groups of each pass.
@@ -247,7 +248,7 @@ class StateDrafter(DecoderForCausalLM):
                 own = [one[first:end] for one in angles]
                 step = replace(passes, groups=groups)
                 hidden = self.model.compute_layers(embed(ids), hidden, own, step)[-1:]
-                ids = ops.largest(self.compute_logits(hidden))
+                ids = self.ops.largest(self.compute_logits(hidden))
                 drafts.append(ids)
                 first, end = end, end + 1
             return tuple(drafts)
@@ -260,7 +261,7 @@ class StateDrafter(DecoderForCausalLM):
         ).tolist()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See ``LayersDrafter``."""
+        """Implement ``LayersDrafter.compute_logits``."""
         if self.layout.final_norm and not self.layout.goes_on_normed:
             hidden = self.model.norm(hidden)
         if self._logits is not None:

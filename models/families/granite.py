@@ -27,7 +27,8 @@ from models.rope_config import NO_ROPE
 _MULTIPLIERS = frozenset(
     {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
 )
-# The experts' size; Granite 4's files call it intermediate_size, elsewhere the size of an MLP.
+# Name for the size of experts: Granite 4's files call it intermediate_size, which elsewhere is the
+# size of an MLP.
 _EXPERT_SIZE = "expert_intermediate_size"
 _HYBRID_NAMES = {
     ".mlp.gate.": ".block_sparse_moe.router.layer.",
@@ -129,7 +130,7 @@ _GGUF_JOINS = (
 
 
 def _gguf_scales(keys: Keys) -> Mapping[str, Any]:
-    """Return the multipliers."""
+    """Return Granite's multipliers, under their names in config.json."""
     return {
         "embedding_multiplier": keys.decimal("embedding_scale", 1.0),
         "residual_multiplier": keys.decimal("residual_scale", 1.0),
@@ -162,7 +163,7 @@ def _gguf_of_moe(keys: Keys) -> Mapping[str, Any]:
 
 
 def _turns(keys: Keys) -> bool:
-    """Return whether heads turn."""
+    """Return whether RoPE rotates heads."""
     return keys.boolean("rope.scaling.finetuned", True)
 
 

@@ -1,6 +1,6 @@
 """Mistral, a Llama without biases; all or some layers may have a sliding window.
 
-Ministral 8B's ``layer_types`` tells which layers have one. Mixtral has experts, too.
+Ministral 8B's ``layer_types`` tells which layers have a window. Mixtral has experts, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen2, 2.5 and 3, dense and with experts, and the text part of those that see images.
+"""Qwen2, 2.5 and 3, dense and with experts, and the text part of models that see images.
 
 Qwen2 has biases on queries, keys and values; Qwen3 has a norm on each query and key head instead.
 """
@@ -80,7 +80,7 @@ def _qwen2_moe(model: ModelFields) -> Recipe:
 
 def _qwen3_moe(model: ModelFields) -> Recipe:
     window = model.sliding_window if model.use_sliding_window else None
-    # As in transformers: no layer types.
+    # Layer types are ignored, as in transformers.
     mixers = _qwen3_attention(model, [window] * model.num_layers)
     # transformers writes either name; as there, the second wins when a file has both.
     count = "num_local_experts" if model.fields.has("num_local_experts") else "num_experts"

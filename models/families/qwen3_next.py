@@ -113,7 +113,7 @@ def _qwen3_5_experts(fields: Fields) -> ExpertsSpec:
 
 def _qwen3_5_moe(model: ModelFields) -> Recipe:
     experts = _qwen3_5_experts(model.fields)
-    dense_layers(model)  # its fields are checked, though every layer has experts
+    dense_layers(model)  # called only to check its fields
     return _recipe(model, _delta_net(model.fields, stored_by_key_head=False), experts)
 
 

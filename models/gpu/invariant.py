@@ -34,12 +34,12 @@ class InvariantPacker:
     cache_key: ClassVar[None] = None
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
-        """See ``WeightPacker``; there is no entry."""
+        """Implement ``WeightPacker.start``; ``entry`` is None."""
         return _Packing(model, None if self.int8 is None else self.int8.start(model))
 
 
 class _Packing:
-    """A ``PackingModel``."""
+    """Make one model's linear layers batch-invariant; a ``PackingModel``."""
 
     takes_float8 = False
 
@@ -47,15 +47,17 @@ class _Packing:
         self._model, self._int8 = model, int8
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.take_kept``."""
         return False
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.take``."""
         return self._int8 is not None and self._int8.take(owner, parts)
 
     def finish(self) -> None:
-        """See ``PackingModel``; a tied head becomes a layer of its own, over the same memory."""
+        """Implement ``PackingModel.finish``; a tied head becomes a layer that shares the
+        embedding's memory.
+        """
         if self._int8 is not None:
             self._int8.finish()
         model = self._model

@@ -60,12 +60,12 @@ class GpuPacker:
     cache_key: ClassVar[None] = None
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
-        """See ``WeightPacker``; a GPU's weights are not cached, so ``entry`` is None."""
+        """Implement ``WeightPacker.start``; a GPU's weights are not cached: ``entry`` is None."""
         return _Packing(self, model)
 
 
 class _Packing:
-    """A ``PackingModel``."""
+    """Keep one model's linear layers in few bits; a ``PackingModel``."""
 
     def __init__(self, packer: GpuPacker, model: DecoderForCausalLM) -> None:
         self._packer = packer
@@ -80,11 +80,11 @@ class _Packing:
         self._left_alone = {layer for one in experts for layer in (one.gate_up, one.down)}
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.take_kept``."""
         return False
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.take``."""
         if not isinstance(owner, nn.Linear) or isinstance(owner, ExactLinear | LatentProjection):
             return False
         if owner in self._left_alone:
@@ -96,7 +96,7 @@ class _Packing:
         return True
 
     def finish(self) -> None:
-        """See ``PackingModel``."""
+        """Implement ``PackingModel.finish``."""
         kinds = Counter(map(_kind, self._packed.values()))
         for parent in list(self._model.modules()):
             for name, child in parent.named_children():

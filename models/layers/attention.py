@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import baton_kernels as ops
 from models.base import ForwardContext, Rotations
+from models.layers.computing import Computing
 from models.layers.linear import (
     HeadsInPairs,
     HeadsWithGates,
@@ -23,7 +24,7 @@ from models.parallel.shards import Rank, scaled
 from models.recipe import AttentionSpec
 
 
-class Attention(nn.Module):
+class Attention(Computing):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions.
 
     Args:
@@ -60,7 +61,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some heads."""
+        """Implement ``Shareable.shard``: each rank keeps some heads."""
         kv_size = self.qkv_proj.part_sizes[1]
         heads, kv_heads = rank.heads(self._num_heads, kv_size // self._head_dim)
         query, kv = scaled(heads, self._head_dim), scaled(kv_heads, self._head_dim)
@@ -80,7 +81,7 @@ class Attention(nn.Module):
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
             rotations: the step's rotations; the layer picks its own.
-            context: the step.
+            context: the step's forward context.
 
         Returns:
             ``[num_tokens, hidden_size]``.
@@ -92,7 +93,7 @@ class Attention(nn.Module):
         if kv_cache.dtype != ops.FP8:
             k_scale = v_scale = 1.0
         projected = self.qkv_proj(hidden)  # [num_tokens, heads and, perhaps, gates]
-        query = ops.norm_rotary_store(
+        query = self.ops.norm_rotary_store(
             projected,
             self._num_heads,
             cos,
@@ -118,7 +119,7 @@ class Attention(nn.Module):
             attended = attended * v_scale
         mixed = attended.flatten(1)  # [num_tokens, num_heads * head_dim]
         if self._has_gate:
-            mixed = ops.gate_mul(projected[:, -mixed.shape[1] :], mixed, "sigmoid")
+            mixed = self.ops.gate_mul(projected[:, -mixed.shape[1] :], mixed, "sigmoid")
         out: Tensor = self.o_proj(mixed)
         return out
 

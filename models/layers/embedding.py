@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baton_kernels as ops
+from models.layers.computing import Computing
 
 
-class PackedEmbedding(nn.Module):
+class PackedEmbedding(Computing):
     """An embedding that reads the head's panels, so that the weight is in memory once.
 
     Args:
@@ -26,7 +27,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """``[num_tokens]`` -> ``[num_tokens, hidden_size]``."""
-        return ops.unpack_rows(self._packed, input_ids, self._dtype)
+        return self.ops.unpack_rows(self._packed, input_ids, self._dtype)
 
 
 class NarrowEmbedding(nn.Module):

@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import baton_kernels as ops
 from models.base import Rotations, StateContext
+from models.layers.computing import Computing
 from models.layers.gated_norm import GatedRMSNorm
 from models.layers.linear import JoinedLinear, RegroupedLinear
 from models.layers.short_conv import ShortConv
 from models.recipe import DeltaNetSpec
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Computing):
     """Gated delta net: a mixer with a state, in place of attention.
 
     In checkpoints of Qwen3-Next, the rows of a projection are grouped by key head, each with its
@@ -71,7 +71,7 @@ class GatedDeltaNet(nn.Module):
         gate_end = gate_start + self._value_size
         mixed = self.conv1d(projected[:, :gate_start], conv_states, metadata)
         by_key = (num_tokens, spec.num_key_heads, spec.key_dim)
-        recalled = ops.gated_delta_rule(
+        recalled = self.ops.gated_delta_rule(
             mixed[:, : self._key_size].view(by_key),
             mixed[:, self._key_size : keys_end].view(by_key),
             mixed[:, keys_end:].view(num_tokens, num_heads, spec.value_dim),

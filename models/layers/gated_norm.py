@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import baton_kernels as ops
+from models.layers.computing import Computing
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(Computing):
     """Root-mean-square norm of groups, times ``silu(gate)``.
 
     Args:
@@ -29,7 +29,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm ``[num_tokens, size]`` with a gate of the same shape; return the same shape."""
-        return ops.gated_rms_norm(
+        return self.ops.gated_rms_norm(
             *(x, gate, self.weight, self._eps),
             group_size=self._group_size,
             norm_before_gate=self._norm_before_gate,

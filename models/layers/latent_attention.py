@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import baton_kernels as ops
 from baton_kernels.attention.base import as_keys_and_values
 from models.base import ForwardContext, Rotations
+from models.layers.computing import Computing
 from models.layers.linear import keep_inputs, keep_outputs
 from models.layers.norm import RMSNorm
 from models.parallel.shards import Rank, Span, scaled
@@ -57,7 +58,7 @@ class LatentProjection(nn.Linear):
         out.copy_(torch.einsum("thr,hvr->thv", attended, self.parts(self.weight)[1]))
 
 
-class PackedLatentProjection(nn.Module):
+class PackedLatentProjection(Computing):
     """A ``LatentProjection`` on a CPU; each of its two matrices is packed once.
 
     Args:
@@ -78,15 +79,15 @@ class PackedLatentProjection(nn.Module):
         return self._keys, self._values
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
-        """See ``LatentProjection``."""
-        ops.grouped_packed_linear(query, self._keys, out)
+        """Implement `LatentProjection`."""
+        self.ops.grouped_packed_linear(query, self._keys, out)
 
     def expand(self, attended: Tensor, out: Tensor) -> None:
-        """See ``LatentProjection``."""
-        ops.grouped_packed_linear(attended, self._values, out)
+        """Implement `LatentProjection`."""
+        self.ops.grouped_packed_linear(attended, self._values, out)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Computing):
     """Multi-head latent attention.
 
     Args:
@@ -116,7 +117,7 @@ class LatentAttention(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some heads.
+        """Implement ``Shareable.shard``: each rank keeps some heads.
 
         All ranks compute and keep the latents, and each makes keys and values of its own heads.
         """
@@ -147,7 +148,7 @@ class LatentAttention(nn.Module):
         shape = heads.shape[:2]
         query = heads.new_empty(*shape, spec.width)
         self.kv_b_proj.absorb(heads[..., :nope], query[..., :rank])
-        ops.norm_rotary_store_latent(
+        self.ops.norm_rotary_store_latent(
             *(heads[..., nope:], self.kv_a_proj_with_mqa(hidden), cos, sin),
             *(cache, attention.slot_mapping),
             weight=self.kv_a_layernorm.weight,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baton_kernels as ops
+from models.layers.computing import Computing
 from models.parallel.shards import Kept, KeptParts, Span
 
 
@@ -30,7 +31,7 @@ class JoinedLinear(nn.Linear):
     Args:
         in_features: inputs of all parts.
         parts: name of each part in the checkpoint -> its rows, in output order.
-        bias: whether each part has one.
+        bias: whether each part has a bias.
         stored_joined: whether checkpoints have the parts joined already, under this layer's name.
     """
 
@@ -104,7 +105,7 @@ class HeadsInPairs(JoinedLinear):
         turning: parts whose heads rotate.
         head_dim: rows of a head.
         rotary_dim: rows of a head that are rotated.
-        bias: whether each part has one.
+        bias: whether each part has a bias.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class HeadsInPairs(JoinedLinear):
         self._turning, self._head_dim, self._rotary_dim = tuple(turning), head_dim, rotary_dim
 
     def row_order(self, name: str) -> Tensor | None:
-        """See ``JoinedLinear``."""
+        """Implement ``JoinedLinear.row_order``."""
         if name not in self._turning:
             return None
         heads = torch.arange(self._parts[name], device="cpu").view(-1, self._head_dim)
@@ -139,7 +140,7 @@ class HeadsWithGates(JoinedLinear):
         in_features: inputs of all parts.
         parts: name of each part in the checkpoint -> its rows here, without gates; queries first.
         head_dim: rows of a head.
-        bias: whether each part has one.
+        bias: whether each part has a bias.
     """
 
     _GATES = "gates"
@@ -152,15 +153,15 @@ class HeadsWithGates(JoinedLinear):
         super().__init__(in_features, {**parts, self._GATES: parts[self._query]}, bias=bias)
 
     def stored_name(self, name: str) -> str:
-        """See ``JoinedLinear``."""
+        """Implement ``JoinedLinear.stored_name``."""
         return self._query if name == self._GATES else name
 
     def stored_rows(self, name: str) -> int:
-        """See ``JoinedLinear``."""
+        """Implement ``JoinedLinear.stored_rows``."""
         return self._num_rows if self.row_order(name) is not None else super().stored_rows(name)
 
     def row_order(self, name: str) -> Tensor | None:
-        """See ``JoinedLinear``."""
+        """Implement ``JoinedLinear.row_order``."""
         if name not in (self._query, self._GATES):
             return None
         rows = torch.arange(self._num_rows, device="cpu").view(-1, 2, self._head_dim)
@@ -177,7 +178,7 @@ class RegroupedLinear(JoinedLinear):
         in_features: inputs of all parts.
         num_groups: groups of each projection.
         parts: name of each part in the checkpoint -> rows of its pieces within a group.
-        bias: whether each part has one.
+        bias: whether each part has a bias.
     """
 
     def __init__(
@@ -189,22 +190,22 @@ class RegroupedLinear(JoinedLinear):
         self._pieces = dict(parts)
 
     def row_order(self, name: str) -> Tensor:
-        """See ``JoinedLinear``."""
+        """Implement ``JoinedLinear.row_order``."""
         pieces = self._pieces[name]
         rows = torch.arange(self._num_groups * sum(pieces), device="cpu")
         by_group = torch.split(rows.view(self._num_groups, -1), list(pieces), dim=1)
         return torch.cat([piece.flatten() for piece in by_group])
 
 
-class GatedLinear(JoinedLinear):
+class GatedLinear(JoinedLinear, Computing):
     """``activation(first part) * second part`` of one product; both parts have equal sizes.
 
     Args:
-        in_features: see ``JoinedLinear``.
-        parts: see ``JoinedLinear``.
-        bias: see ``JoinedLinear``.
-        activation: see ``ops.gated_mul``.
-        stored_joined: see ``JoinedLinear``.
+        in_features: inputs of both parts.
+        parts: name of each part in the checkpoint -> its rows, in output order.
+        bias: whether each part has a bias.
+        activation: activation of the first part, one of ``ops.ACTIVATIONS``.
+        stored_joined: whether checkpoints have the parts joined already, under this layer's name.
     """
 
     def __init__(
@@ -221,10 +222,10 @@ class GatedLinear(JoinedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` -> ``[..., out_features / 2]``."""
-        return ops.gated_mul(super().forward(x), self.activation)
+        return self.ops.gated_mul(super().forward(x), self.activation)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(Computing):
     """A linear layer on a CPU with its weight in panels; made from a loaded layer.
 
     Args:
@@ -234,7 +235,7 @@ class PackedLinear(nn.Module):
 
     Attributes:
         packed: the weight.
-        activation: as given.
+        activation: the argument, unchanged.
     """
 
     def __init__(
@@ -255,17 +256,17 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the original layer's result from its packed weight."""
         if self._is_exact:
-            return ops.packed_scores(x, self.packed)
+            return self.ops.packed_scores(x, self.packed)
         if self.activation is None:
-            return ops.packed_linear(x, self.packed)
-        return ops.packed_gated_linear(x, self.packed, self.activation)
+            return self.ops.packed_linear(x, self.packed)
+        return self.ops.packed_gated_linear(x, self.packed, self.activation)
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(Computing):
     """A linear layer on a GPU with 4 or 8 bits per number; made from a loaded layer.
 
     Args:
-        weight: on the device of the layer.
+        weight: the weight, on the device of the layer.
         bias: ``[out_features]``.
         activation: activation of the original ``GatedLinear``; None: another kind of layer.
     """
@@ -284,11 +285,11 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the original layer's result from its rounded weight."""
-        out = ops.quantized_linear(x, self.quantized, self.bias)
-        return out if self._activation is None else ops.gated_mul(out, self._activation)
+        out = self.ops.quantized_linear(x, self.quantized, self.bias)
+        return out if self._activation is None else self.ops.gated_mul(out, self._activation)
 
 
-class InvariantLinear(nn.Module):
+class InvariantLinear(Computing):
     """A linear layer on a GPU whose result for a token does not depend on the batch.
 
     Args:
@@ -325,9 +326,9 @@ class InvariantLinear(nn.Module):
         """Compute the original layer's result."""
         if self._is_exact:
             bias = None if self.bias is None else self.bias.float()
-            return ops.invariant_linear(x.float(), self.weight.float(), bias, self._arrived)
-        out = ops.invariant_linear(x, self.weight, self.bias, self._arrived)
-        return out if self._activation is None else ops.gated_mul(out, self._activation)
+            return self.ops.invariant_linear(x.float(), self.weight.float(), bias, self._arrived)
+        out = self.ops.invariant_linear(x, self.weight, self.bias, self._arrived)
+        return out if self._activation is None else self.ops.gated_mul(out, self._activation)
 
 
 def keep_outputs(linear: nn.Linear, *spans: Span) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import baton_kernels as ops
 from models.base import Rotations, StateContext
+from models.layers.computing import Computing
 from models.layers.gated_norm import GatedRMSNorm
 from models.layers.short_conv import ShortConv
 from models.recipe import Mamba2Spec
 
 
-class Mamba2(nn.Module):
+class Mamba2(Computing):
     """Mamba 2: a mixer with a state, in place of attention.
 
     One projection makes all inputs of a token; the convolution takes ``x``, ``b`` and ``c``::
@@ -57,7 +57,7 @@ class Mamba2(nn.Module):
         mixed = self.conv1d(mixed, conv_states, metadata)  # [num_tokens, num_channels]
         by_group = (len(hidden), spec.num_groups, spec.state_dim)
         b_end = inner_size + spec.num_groups * spec.state_dim
-        scanned = ops.selective_scan(
+        scanned = self.ops.selective_scan(
             mixed[:, :inner_size].view(len(hidden), spec.num_heads, spec.head_dim),
             dt,
             mixed[:, inner_size:b_end].view(by_group),

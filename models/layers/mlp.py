@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-import baton_kernels as ops
+from models.layers.computing import Computing
 from models.layers.linear import GatedLinear, keep_inputs, keep_outputs
 from models.parallel.shards import Rank
 
@@ -18,9 +18,9 @@ class GatedMLP(nn.Module):
     Args:
         hidden_size: size of input and output.
         intermediate_size: size of the gated middle.
-        bias: whether the three projections have one.
-        activation: see ``ops.gated_mul``.
-        stored_joined: see ``JoinedLinear``.
+        bias: whether each of the three projections has a bias.
+        activation: activation of the gate, see ``ops.gated_mul``.
+        stored_joined: whether checkpoints have gate and up projection joined.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GatedMLP(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some of the middle."""
+        """Implement ``Shareable.shard``: each rank keeps some of the middle."""
         span = rank.wide_span(self.down_proj.in_features)
         keep_outputs(self.gate_up_proj, span, span)
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
@@ -53,13 +53,13 @@ class GatedMLP(nn.Module):
         return out
 
 
-class SquaredReluMLP(nn.Module):
+class SquaredReluMLP(Computing):
     """``down(relu(up(x)) ** 2)``: no gates (So et al., arXiv:2109.08668).
 
     Args:
         hidden_size: size of input and output.
         intermediate_size: size of the middle.
-        bias: whether both projections have one.
+        bias: whether each of the two projections has a bias.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
@@ -70,7 +70,7 @@ class SquaredReluMLP(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: each rank keeps some of the middle."""
+        """Implement ``Shareable.shard``: each rank keeps some of the middle."""
         span = rank.wide_span(self.down_proj.in_features)
         keep_outputs(self.up_proj, span)
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
@@ -78,5 +78,5 @@ class SquaredReluMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
         up = self.up_proj(x)
-        out: Tensor = self.down_proj(ops.gate_mul(up, up, "relu"))
+        out: Tensor = self.down_proj(self.ops.gate_mul(up, up, "relu"))
         return out

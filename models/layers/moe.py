@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
+from models.layers.computing import Computing
 from models.layers.linear import (
     ExactLinear,
     ExpertsLinear,
@@ -23,7 +24,7 @@ from models.parallel.shards import Rank
 from models.recipe import RELU2, ExpertsSpec
 
 
-class SparseMoe(nn.Module):
+class SparseMoe(Computing):
     """Each token goes through few of many gated MLPs (Shazeer et al., arXiv:1701.06538).
 
     The weights of all experts are one parameter, so that they are packed and multiplied together.
@@ -83,7 +84,9 @@ class SparseMoe(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """See ``Shareable``: ranks divide each expert's middle; each routes all tokens."""
+        """Implement ``Shareable.shard``: ranks divide each expert's middle, and each routes all
+        tokens.
+        """
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self._inner_size)
@@ -95,14 +98,14 @@ class SparseMoe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
-        ids, weights = ops.route(self.gate(x), self._routing, self.e_score_correction_bias)
+        ids, weights = self.ops.route(self.gate(x), self._routing, self.e_score_correction_bias)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
             return self._mix(x, ids, weights, shared, gate)
         mixed = self._mix(self.fc1_latent_proj(x), ids, weights, None, None)
         expanded: Tensor = self.fc2_latent_proj(mixed)
-        return expanded if shared is None else ops.scaled_add(expanded, shared)
+        return expanded if shared is None else self.ops.scaled_add(expanded, shared)
 
     def _mix(
         self,
@@ -115,7 +118,7 @@ class SparseMoe(nn.Module):
         """Send ``[num_tokens, width]`` through the experts, and add the shared experts' result."""
         if isinstance(self.gate_up, PackedLinear) and isinstance(self.down, PackedLinear):
             packed = (self.gate_up.packed, self.down.packed)
-            return ops.packed_experts(
+            return self.ops.packed_experts(
                 x, ids, weights, *packed, shared, gate, activation=self._activation
             )
         assert isinstance(self.gate_up, nn.Linear)
@@ -129,7 +132,7 @@ class SparseMoe(nn.Module):
                 self.gate_up.bias.view(-1, first_size),
                 self.down.bias.view(-1, self._width),
             )
-        return ops.experts(
+        return self.ops.experts(
             *(x, ids, weights, gate_up, down, shared, gate),
             biases=biases,
             activation=self._activation,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import baton_kernels as ops
+from models.layers.computing import Computing
 from models.recipe import NormWeight
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Computing):
     """Root-mean-square norm over the last dimension.
 
     Args:
@@ -32,21 +32,21 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` -> ``[..., size]``."""
-        return ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return ``(norm(sum), sum)`` of ``residual + x * factor``, each ``[num_tokens, size]``."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps, factor)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, factor)
 
 
-class NoNorm(nn.Module):
+class NoNorm(Computing):
     """Placeholder in places where other architectures have a norm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what it was given."""
+        """Return the input unchanged."""
         return x
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return ``residual + x * factor`` twice: as the normed value and as the sum."""
-        total = ops.scaled_add(x, residual, factor)
+        total = self.ops.scaled_add(x, residual, factor)
         return total, total

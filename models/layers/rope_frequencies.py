@@ -39,7 +39,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         case "longrope":
             return _longrope(rope, dim)
         case _:
-            # Also for "dynamic": up to rope.max_len its NTK-scaled base equals the unscaled one.
+            # Includes "dynamic": up to rope.max_len, its NTK-scaled base equals the unscaled one.
             return _plain(rope, dim)
 
 

@@ -22,7 +22,7 @@ class RotaryEmbedding(nn.Module):
     """Rotary position embedding of one model.
 
     Args:
-        rope: type and scaling.
+        rope: type and scaling of the rotation.
         head_dim: size of one attention head.
         max_model_len: number of positions.
     """

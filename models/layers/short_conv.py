@@ -10,16 +10,17 @@ from torch import Tensor, nn
 
 import baton_kernels as ops
 from models.base import Rotations, StateContext
+from models.layers.computing import Computing
 from models.recipe import ShortConvSpec
 
 
-class ShortConv(nn.Module):
+class ShortConv(Computing):
     """A short convolution, depthwise and causal.
 
     Args:
         num_channels: channels of input and of output.
         kernel_size: inputs that a token sees, its own included.
-        bias: whether each channel has one.
+        bias: whether each channel has a bias.
         has_silu: whether ``silu`` is applied to the result.
     """
 
@@ -47,7 +48,7 @@ class ShortConv(nn.Module):
         """Convolve ``[num_tokens, num_channels]``; see ``baton_kernels.recurrent.causal_conv``."""
         num_channels, _, kernel_size = self.weight.shape
         weight = self.weight.view(num_channels, kernel_size)
-        return ops.causal_conv(
+        return self.ops.causal_conv(
             *(x, weight, self.bias, states, metadata),
             has_silu=self._has_silu,
             in_gate=in_gate,

@@ -59,7 +59,7 @@ def split_fused_experts(
     Args:
         tensors: tensors by name.
         num_experts: number of experts in each layer with experts.
-        rename: turns a module's name into a checkpoint's.
+        rename: turns a module's name into the checkpoint's name for it.
         by_turns: whether fused experts are stored as in gpt-oss.
         as_linears: whether they are stored as in Granite 4.
     """
@@ -182,7 +182,7 @@ def _copied(stored: StoredTensor, found: Tensor, outputs: Tensor, half: int | No
         stored: the fused tensor.
         found: the expert's part of it.
         outputs: a view of ``found``, ``[out, ...]``.
-        half: 0 for gates, 1 for ups, None for all.
+        half: 0: rows of gates; 1: rows of ups; None: all rows.
     """
     if half is not None:
         _check_halves(stored, len(outputs))

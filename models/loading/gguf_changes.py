@@ -132,7 +132,8 @@ def _latents(*parts: Tensor) -> Tensor:
     """Join the matrices that make keys and values of latents.
 
     Args:
-        parts: for keys ``[num_heads, rank, key_dim]``, for values ``[num_heads, value_dim, rank]``.
+        parts: the matrix of keys, ``[num_heads, rank, key_dim]``, then that of values,
+            ``[num_heads, value_dim, rank]``.
 
     Returns:
         ``[num_heads * (key_dim + value_dim), rank]``.

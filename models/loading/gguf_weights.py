@@ -86,7 +86,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             return numbers.view(sixteen_bits).view(place.shape)
         rows = blocks.reshape(*place.shape[:-1], -1)  # [..., bytes of a row]
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType(place.type_id))
-        # Copied, as the loader cannot release pages of the file itself.
+        # Copy, as the loader cannot release pages of the file itself.
         return torch.from_numpy(numpy.array(values)).view(place.shape)
 
     def read(tensor: _Tensor) -> Tensor:
@@ -124,7 +124,9 @@ def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
 
 
 def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedIntegers | None:
-    """Unpack matrices of one storage type, one below the other; None: not as integers."""
+    """Unpack matrices of one storage type, one below the other; None: they are not stored as
+    integers.
+    """
     kinds = {(part.type_id, part.shape[1:]) for part in parts}
     if len(kinds) > 1 or len(parts[0].shape) != 2:
         return None
@@ -182,7 +184,7 @@ class _Tensors:
     def _named(
         self, name: str, places: Sequence[Place], words: tuple[str, str, str]
     ) -> Iterator[_Tensor]:
-        """Name a tensor, or one for each expert."""
+        """Yield a tensor under its new name, or a tensor for each expert."""
         layer, part, kind = words
         changes = needed(self._row.changes_of(part, kind), self._config)
         full = self._row.inner_name(part, kind)

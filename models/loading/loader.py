@@ -29,11 +29,13 @@ from baton.checkpoint.gguf.folder import weight_files as gguf_files
 from baton.checkpoint.model_folder import MODELOPT_FILE
 from baton.checkpoint.weights_cache import CacheEntry, WeightsCache, WeightsCacheError
 from baton_kernels import Float8Rows, GroupedIntegers
+from baton_kernels.ops import Ops
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
 from models.fields import Fields
 from models.layers.attention import Attention
+from models.layers.computing import use_ops
 from models.layers.latent_attention import LatentAttention
 from models.layers.linear import JoinedLinear
 from models.layers.norm import RMSNorm
@@ -68,10 +70,27 @@ def load_model(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     packer: WeightPacker | None = None,
+    ops: Ops | None = None,
     ranks: Ranks = ALONE,
     cache: WeightsCache | None = None,
 ) -> CausalLM:
-    """See ``models.load_model``."""
+    """Load a model folder: config.json, generation_config.json and the safetensors weights.
+
+    Args:
+        folder: a local folder as ``save_pretrained`` writes it.
+        dtype: type of weights and activations; None: the checkpoint's own.
+        device: device of the weights.
+        max_model_len: see ``ModelConfig.from_folder``.
+        packer: keeps linear layers in a form of their own, such as
+            ``models.cpu.packing.CpuPacker``; None: as torch's parameters.
+        ops: compute what the layers do; None: the fastest ops for their device.
+        ranks: ranks that share the model; each loads its part; by default, one rank has all of it.
+        cache: keeps packed weights in files that processes share; None: they are this process's.
+
+    Raises:
+        ModelLoadError: the folder is missing, incomplete, broken or of an unsupported kind; one
+            line that names the file and the field or tensor.
+    """
     path = Path(folder)
     config = ModelConfig.from_folder(path, max_model_len=max_model_len)
     with on_meta_device():
@@ -99,6 +118,8 @@ def load_model(
         if cache is not None and packer is not None:
             entry = _hold_entry(cache, path, model, packer, ranks, files)
         _load_weights(model, path, stored, dtype, torch.device(device), packer, entry)
+    if ops is not None:
+        use_ops(model, ops)
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
@@ -147,6 +168,7 @@ def fill_model(
     dtype: torch.dtype,
     device: torch.device,
     packer: WeightPacker | None,
+    ops: Ops | None = None,
 ) -> None:
     """Load the weights of a folder into a model that was made without weights.
 
@@ -156,6 +178,8 @@ def fill_model(
     if missing:
         raise ModelLoadError(f"{folder}: weights are missing: {_first_of(missing)}")
     _load_weights(model, folder, stored, dtype, device, packer, None)
+    if ops is not None:
+        use_ops(model, ops)
     model.to(device).eval().requires_grad_(requires_grad=False)
 
 
@@ -268,11 +292,6 @@ class _Names(NamedTuple):
 
     places: Sequence[str]
     scales: Sequence[str]  # optional
-
-
-def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a model's checkpoint must have, by its name there."""
-    return {name: place.shape for name, place in _checkpoint_parameters(model)}
 
 
 def _kv_scales(model: DecoderForCausalLM) -> dict[str, tuple[Attention | LatentAttention, str]]:
@@ -406,7 +425,7 @@ def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[st
         return {stored.name: stored for stored in read_gguf(gguf, config)}
     tensors = open_safetensors(_weight_files(folder), files)
     if config.quantization is not None:
-        # (The names in the file tell which layers are quantized.)
+        # The names in the file tell which layers are quantized.
         tensors = {one.name: one for one in read_quantized(tensors, config.quantization)}
     return text_tensors(tensors) if config.is_text_part else tensors
 

@@ -43,8 +43,9 @@ class Storage:
         parts: required tensors, by suffix of their names.
         may_have: optional tensors, by suffix.
         restore: makes ``weight`` from the parts, ``[out, in]``; raises ValueError for bad shapes.
-        keep: returns them as integers that kernels multiply, or None if they are not.
-        keep_float8: returns them as float8, or None if they are not.
+        keep: returns the parts as integers that kernels multiply; None if they are no such
+            integers.
+        keep_float8: returns the parts as float8; None if they are not float8.
     """
 
     parts: frozenset[str]

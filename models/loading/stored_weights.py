@@ -36,9 +36,10 @@ class StoredTensor:
         read: reads the tensor as numbers; raises ModelLoadError.
         is_mapped: whether the read tensor is pages of the file.
         shape: the tensor's sizes as read; None if unknown before.
-        read_integers: reads the tensor as stored; None, or returns None: not stored as integers in
-            groups that kernels multiply. Raises ModelLoadError.
-        read_float8: reads the tensor as stored; None, or returns None: not stored as float8.
+        read_integers: reads the tensor as integers in groups that kernels multiply; is None, or
+            returns None, if the tensor is not stored in this way. Raises ModelLoadError.
+        read_float8: reads the tensor as float8; is None, or returns None, if the tensor is not
+            stored in this way.
     """
 
     path: Path
@@ -98,7 +99,9 @@ class WeightPart:
 def integers_alike(
     parts: Sequence[WeightPart],
 ) -> tuple[list[GroupedIntegers], CodeLayout | None]:
-    """Return all parts' integers in one layout; None if some are not integers or cannot have it."""
+    """Return all parts' integers in one layout; None if some are not integers, or have no common
+    layout.
+    """
     kept = [part.content for part in parts if isinstance(part.content, GroupedIntegers)]
     if len(kept) < len(parts):
         return [], None

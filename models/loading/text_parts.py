@@ -20,8 +20,8 @@ Stored = TypeVar("Stored")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
 _ROPES = ("rope_scaling", "rope_parameters")
-# Prefixes of the text network's tensors, and a text model's prefixes for them: as transformers
-# wrote them before 4.52, and since.
+# Prefixes of the text network's tensors -> prefixes of these tensors in a text model. The last row
+# has names that transformers has written since version 4.52, the others its names before that.
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -35,7 +35,7 @@ def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
 
     Args:
         fields: read from a file with an object for the text part, or (early Qwen2-VL) without.
-        is_tied: as in `TextPart`.
+        is_tied: whether the head uses the embedding's weight, if the file does not say.
     """
     text = fields.child("text_config") if fields.has("text_config") else fields
     shared = {

@@ -42,7 +42,7 @@ def open_shared(num_groups: int, size: int) -> int | None:
 
 
 class SharedGroup:
-    """See ``Collective``.
+    """Ranks of one machine that add up tensors in shared memory; a ``Collective``.
 
     Args:
         others: a group of these ranks, for operations that this one lacks.
@@ -61,28 +61,28 @@ class SharedGroup:
         self._group = RankGroup(self.rank, self.size, SLOT_BYTES, spins, _TIMEOUT_S, address, 0)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.all_reduce``."""
         return tensor if self._collect(tensor) else self._others.all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.all_gather``."""
         gathered = tensor.new_empty(self.size, *tensor.shape)
         return gathered if self._collect(tensor, gathered) else self._others.all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.broadcast``."""
         return self._others.broadcast(tensor, source)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """See ``Collective``."""
+        """Implement ``Collective.send``."""
         self._others.send(tensor, to)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.receive``."""
         return self._others.receive(tensor, source)
 
     def abort(self) -> None:
-        """See ``Collective``."""
+        """Implement ``Collective.abort``."""
         ops = native_ops()
         if ops is not None:
             ops.abort_ranks(self._group)

@@ -31,8 +31,8 @@ class TorchGroup:
     Args:
         rank: this process's rank.
         size: size of the group.
-        meeting: where only its ranks find each other: a folder of theirs, or ``tcp://HOST:PORT``, a
-            ``TCPStore`` of the rank that leads.
+        meeting: place where only this group's ranks find each other: a folder, or
+            ``tcp://HOST:PORT``, a ``TCPStore`` of the leading rank.
         name: the group's name, unique at that meeting place.
         device: the tensors' device.
     """
@@ -56,39 +56,39 @@ class TorchGroup:
             self._backend = dist.ProcessGroupGloo(store, rank, size, device_options)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.all_reduce``."""
         _refuse_tapes(tensor)
         self._wait(self._backend.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.all_gather``."""
         _refuse_tapes(tensor)
         gathered = tensor.new_empty(self.size, *tensor.shape)
         self._wait(self._backend.allgather([list(gathered)], [tensor]))
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.broadcast``."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._wait(self._backend.broadcast([tensor], options))
         return tensor
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """See ``Collective``; waits until earlier tensors to that rank are sent."""
+        """Implement ``Collective.send``; waits until earlier tensors to that rank are sent."""
         before = self._sending.pop(to, None)
         if before is not None:
             self._wait(before[0])
         self._sending[to] = self._backend.send([tensor], to, 0), tensor
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """See ``Collective``."""
+        """Implement ``Collective.receive``."""
         self._wait(self._backend.recv([tensor], source, 0))
         return tensor
 
     def abort(self) -> None:
-        """See ``Collective``."""
+        """Implement ``Collective.abort``."""
         self._backend.abort()
 
     def _wait(self, work: Any) -> None:
@@ -140,13 +140,13 @@ def connect(
     device: torch.device,
     shared: int | None = None,
 ) -> Ranks:
-    """Find the other ranks of a model, which call this, too.
+    """Connect the ranks of a model; every rank calls this.
 
     Args:
         rank: rank of this process.
         num_ranks: number of ranks in all stages together.
         stage_size: ranks of one stage.
-        meeting: see ``TorchGroup``.
+        meeting: place where only these ranks find each other, see ``TorchGroup``.
         device: the tensors' device.
         shared: descriptor of memory that ranks of this machine share (`open_shared`); not used for
             sums on GPUs.

@@ -99,9 +99,9 @@ NOT_SERVED = (
     "/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify",
     "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/v1/audio/transcriptions",
 )  # fmt: skip
-# Rest of a request body is read and dropped this long, so that the client gets its answer.
+# For this long, the rest of a request body is read and dropped, so that the client gets its answer.
 _LINGERING_S = 2.0
-# Roles required for unknown paths, so that unauthenticated callers learn nothing of paths.
+# Roles required for unknown paths: a key of any role, so that strangers learn nothing of the paths.
 _UNKNOWN_PATH = ANY
 _RATE_WORDS = {REQUESTS: "requests", TOKENS: "tokens"}
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -212,7 +212,7 @@ class HttpServer:
             prepare_decoding(kind)
         await self._runner.setup()
         server = self._runner.server
-        assert server is not None  # set up
+        assert server is not None  # made by `setup`
         server.request_factory = _with_plain_paths(server.request_factory)
         server.request_handler = _checking_expectations(server.request_handler)
         try:
@@ -243,7 +243,7 @@ class HttpServer:
 
     def _make_protocol(self) -> asyncio.Protocol:
         server = self._runner.server
-        assert server is not None  # set up
+        assert server is not None  # made by `setup`
         return server()
 
     # ------------------------------------------------------------------ all responses

@@ -14,19 +14,20 @@ from router.fleet.prefix.prompt_hashes import PromptHashes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Hold what a client asks besides the prompt and the sampling parameters.
+    """Hold a request's terms, other than its prompt and its sampling parameters.
 
     Attributes:
         received_at: when the request reached the router, by `time.perf_counter`.
-        timeout_s: until the client's deadline, counted from then; None: no deadline.
+        timeout_s: seconds from ``received_at`` to the client's deadline; None: no deadline.
         session_id: requests of one session share a prefix, and some policies send them to the same
             nodes; empty: no session.
         priority: order among waiting requests; smaller goes first.
         principal: the caller.
-        cache_word: only prompts with an equal word share cached blocks; empty: no word.
+        cache_word: client's word for its cached blocks: only prompts with equal words share them;
+            empty: no word.
         adapter: digest of the adapter that the request's name stands for; empty: none. Commands
             carry no adapter yet, so `NameTable.resolve` refuses such names.
-        text_options: how tokens become text.
+        text_options: options for turning tokens into text.
         trace: the client's trace context; None: not traced.
     """
 
@@ -46,10 +47,11 @@ class Call:
     """Hold a checked request.
 
     Attributes:
-        sampling_params: always with a seed.
+        sampling_params: the sampling parameters, with a seed.
         terms: the client's terms.
         timeout_s: seconds left until the deadline, from now.
-        leaves_room: whether to avoid nodes with queued work, since its tenant has its fair share.
+        leaves_room: whether to avoid nodes with queued work, as the call's tenant already has its
+            fair share.
         cache_salt: selects which prompts may share cached blocks; empty: all.
         is_chat: whether the prompt was a conversation.
         hashes: the prompt's block hashes; copies of this call share them.
@@ -67,7 +69,7 @@ class Call:
 
     def __post_init__(self) -> None:
         # Hashing a long prompt takes 50 ms, so several outputs of one prompt must share the hashes.
-        # (`dataclasses.replace` passes them on.)
+        # `dataclasses.replace` passes them on.
         if self.hashes is None or not self.hashes.are_of(self.prompt_token_ids, self.cache_salt):
             hashes = PromptHashes(self.prompt_token_ids, self.cache_salt)
             object.__setattr__(self, "hashes", hashes)

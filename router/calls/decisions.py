@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from router.fleet.load.forecast import PrefillForecast
 from router.policies.base import Candidate, Placement, RouteQuery
 
-MAX_DECISIONS = 32  # per request: more than it can have attempts
+MAX_DECISIONS = 32  # per request; no request has so many attempts
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Decision:
         num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
         candidates: the best places that the policy considered, the chosen one first.
         is_probe: see `Placement`.
-        forecast: the prompt's expected times, and measured ones after token 1; None: not placed.
+        forecast: expected times of the prompt, with measured times after token 1; None: not placed.
     """
 
     request_id: str

@@ -77,7 +77,7 @@ class Dispatcher:
         pool: has the nodes and their links.
         policy: picks each attempt's nodes.
         recoveries: retries failed calls; with default limits if not given.
-        admission: decides when a call may begin; the default one if not given.
+        admission: decides when a call may begin; by default, an `Admission` with default options.
 
     Attributes:
         placer: picks nodes; has the policy and the log of its decisions.
@@ -197,7 +197,7 @@ class Dispatcher:
     def abort(self, request_id: str, why: str, *, tenant: str | None = None) -> bool:
         """Cancel a call from outside and return whether it was open; its client gets CANCELLED.
 
-        Raises what `RunningCalls.find` does.
+        Raises the errors of `RunningCalls.find`.
         """
         call = self._running.find(request_id, tenant)
         if call is None:
@@ -230,7 +230,7 @@ def num_tokens_used(receipt: Receipt, num_uncached_tokens: int) -> int:
 
     Args:
         receipt: the request's cost so far.
-        num_uncached_tokens: prompt tokens to count until a node reports what it computed.
+        num_uncached_tokens: prompt tokens to count as computed until a node reports its own number.
     """
     prefill, decode = receipt.prefill, receipt.decode
     if not receipt.num_attempts:

@@ -1,6 +1,6 @@
 """OpenCall: one call, its successive attempts, and the single stream they produce.
 
-Knows nothing of what follows a failed attempt (`router/calls/recovery/`).
+Does not decide what follows a failed attempt: see `router/calls/recovery/`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class OpenCall:
         self._ended_by = error
         if self._attempt is not None:
             delta = failed_delta(self._call.request_id, self._attempt.epoch, error)
-            self._attempt.fail(LegDelta(NodeRole.DECODE, delta))  # this role ends the call
+            # an error of this role ends the call
+            self._attempt.fail(LegDelta(NodeRole.DECODE, delta))
 
     # ------------------------------------------------------------------ attempts
 

@@ -20,14 +20,15 @@ from baton.link.words import RequestDelta
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
 
-# One leg's link may stall until its node counts as silent, while the other leg goes on.
+# Most output tokens by which a delta may come too early: one leg's link may stall until its node
+# counts as silent, while the other leg goes on.
 MAX_EARLY = 4096
 # Most tokens of one piece: making text of more blocks the event loop for tens of milliseconds.
 MAX_TAKEN = 1024
 
 
 class DeltaOrder:
-    """Pass on each token once and in output order; of duplicates, the first that came.
+    """Pass on each token once and in output order; later duplicates are dropped.
 
     Args:
         next_index: output index where the attempt begins.
@@ -94,7 +95,7 @@ class OutputBuffer:
 
     Attributes:
         token_ids: the whole output so far.
-        decode_receipt: None until the last token came.
+        decode_receipt: the decode node's receipt; None until the last token came.
         failure: reason why the attempt ended; the reader must clear it before tokens are added.
     """
 
@@ -109,7 +110,7 @@ class OutputBuffer:
         self._finish_reason: FinishReason | None = None
         self._logprobs: list[TokenLogprobs] = []  # logprobs of tokens that the reader has not taken
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-        self._waiter: asyncio.Future[None] | None = None  # wakes on a first token
+        self._waiter: asyncio.Future[None] | None = None  # wakes at once on a first token
         self._sleeper: asyncio.Future[None] | None = None
 
     # ------------------------------------------------------------------ the writer
@@ -136,7 +137,7 @@ class OutputBuffer:
         self._wake()
 
     def _wake(self) -> None:
-        """Wake the reader at once, also if the next wave would."""
+        """Wake the reader at once, even if it waits for the next wave."""
         if self._sleeper is not None and not self._sleeper.done():
             self._sleeper.set_result(None)
 

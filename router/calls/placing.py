@@ -53,7 +53,7 @@ class Placer:
 
         Args:
             output_token_ids: the call's output so far, computed again with its prompt.
-            remaining_s: until the call's deadline.
+            remaining_s: seconds until the call's deadline.
             narrow: keeps only the nodes that suit this call best.
             is_first: whether this is the call's first attempt.
         """
@@ -76,7 +76,7 @@ class Placer:
             fleet = fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
             return self.policy.pick(query, narrow(fleet))
 
-        # (In this order: making a new fleet may change what the rollout knows of its revisions.)
+        # Make the fleet first, as this may change the revisions that the rollout knows.
         fleet = pool.fleet
         chosen = pool.rollout.choose(call.terms.session_id) if is_first else None
         placement = (pick(chosen) if chosen is not None else None) or pick(fleet)

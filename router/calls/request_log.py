@@ -16,7 +16,8 @@ from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.telemetry.spans import TraceContext
 from router.calls.call import Call
 
-# Most characters kept of an error: thousands are kept, and nodes choose some of the texts.
+# Most characters kept of an error. Thousands of errors are kept, and nodes choose some of the
+# texts.
 MAX_CODE_CHARS, MAX_ERROR_CHARS = 64, 2048
 
 
@@ -25,9 +26,9 @@ class AttemptRecord:
     """One attempt's record; times are seconds since the request reached the router.
 
     Attributes:
-        prefill_node: empty: the decode node computed the prompt.
+        prefill_node: name of the prefill node; empty: the decode node computed the prompt.
         trace: the attempt's span; None: not traced.
-        failed_s: None: did not fail so far.
+        failed_s: when the attempt failed; None: it has not failed.
     """
 
     began_s: float
@@ -49,9 +50,9 @@ class RequestRecord:
         started_at: arrival, by the log's clock.
         accepted_s: when it was checked and tokenized.
         admitted_s: when the gate admitted it; None: not yet.
-        call: kept for traced requests only.
+        call: the call; None unless the request is traced.
         trace: the request's span; None: not traced.
-        finish_reason: None: did not finish without error so far.
+        finish_reason: why the output ended; None: it has not ended without error.
         error_code: name of a gRPC status code.
     """
 
@@ -107,7 +108,7 @@ class RequestLog:
         self.on_traced: Callable[[RequestRecord], None] = lambda record: None
         self.began_at = clock()
         self._max_requests = max_requests
-        # By tenant and request id.
+        # Records by tenant and request id.
         self._records: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()
         self._open: dict[int, RequestRecord] = {}
         self._num_ended_output_tokens = 0
@@ -172,7 +173,7 @@ class RequestLog:
             self.num_retried += len(record.attempts) > 1
         if record.trace is not None:
             self.on_traced(record)
-            record.call = None  # the call holds the prompt
+            record.call = None  # releases the prompt
 
 
 class Following:
@@ -206,7 +207,7 @@ class Following:
 
     @property
     def accepted_s(self) -> float:
-        """See `RequestRecord.accepted_s`."""
+        """Return `RequestRecord.accepted_s` of this call."""
         return self._record.accepted_s
 
     def note_admitted(self) -> None:

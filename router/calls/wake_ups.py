@@ -33,8 +33,8 @@ class WakeUps:
     last wave, and `LONGEST_REST_S` after that wave at the latest.
 
     Args:
-        clock: seconds; tests bring their own.
-        cpu_clock: CPU seconds that the process has used.
+        clock: returns seconds.
+        cpu_clock: returns the CPU seconds that the process has used.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class WakeUps:
     def add_waiter(self, waiter: asyncio.Future[None]) -> None:
         """Wake this reader with the next wave."""
         self._waiters.append(waiter)
-        if len(self._waiters) == 1:  # so all tokens of one link message join the wave
+        # call `_look` later, so that all tokens of one link message join the wave
+        if len(self._waiters) == 1:
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:

@@ -23,7 +23,7 @@ class BasePools:
 
     Args:
         pools: one per base model; they share a gate.
-        models: text that named each base model in the options, for errors.
+        models: each base model's text in the router's options, for errors.
 
     Raises:
         ConfigError: two base models cannot be told apart by what nodes say of their model.
@@ -41,7 +41,7 @@ class BasePools:
 
     @property
     def gate(self) -> JoinGate:
-        """Decides which nodes may join now, over all base models."""
+        """Gate that decides which nodes may join now, over all base models."""
         return self._pools[0].gate
 
     @property

@@ -38,12 +38,12 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
             self_prefilling=_loads_of(alone, without) if may_self_prefill else (),
         )
 
-    # (The healthy nodes may not reach each other; then all are used.)
+    # The healthy nodes may not reach each other; then all are used.
     return make(unwanted) or make(set())
 
 
 def ejected(nodes: Sequence[Node]) -> Sequence[Node]:
-    """Return the nodes of one role to leave out now: ejected ones before new ones."""
+    """Return the nodes of one role to leave out now: first ejected nodes, then new nodes."""
     unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
     unwanted.sort(key=lambda node: (node.health.state is not HealthState.EJECTED, node.name))
     return unwanted[: len(nodes) // 2]

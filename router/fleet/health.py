@@ -17,7 +17,7 @@ from enum import Enum
 
 logger = logging.getLogger(__name__)
 
-FAILURES = 3  # without a success between them
+FAILURES = 3  # failures without a success between them, after which a node is ejected
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 WARMING_S = 10.0
 LEAST_WEIGHT = 0.2
@@ -39,7 +39,7 @@ class NodeHealth:
         name: the node's name, for the log.
         on_change: called when the node's share of requests may have changed.
         is_canary: whether the node must first succeed with one request at a time.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         why: reason of the last ejection; empty if there was none.

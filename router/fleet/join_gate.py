@@ -24,7 +24,7 @@ MAX_NODES = 4096
 # Most bytes of registrations: what nodes tell their peers through the router, some kB each.
 MAX_KEPT_BYTES = 96 * 2**20
 MAX_KEPT_BYTES_OF_ADDRESS = 32 * 2**20
-# A whole cluster may return at once, but nobody joins this often for long.
+# Joins allowed per address: a burst, for a whole cluster that returns, and a steady rate.
 JOIN_BURST, JOINS_PER_S = 2048.0, 20.0
 MAX_ADDRESSES = 1024
 MAX_EXPELLED = 4096
@@ -34,7 +34,7 @@ class JoinGate:
     """Decide for one router which nodes may join now.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -30,7 +30,7 @@ RETURN_S = 15.0
 
 
 class Fate(Enum):
-    """Fate of a lost node."""
+    """What became of a lost node."""
 
     OPEN = "open"
     RETURNED = "returned"
@@ -58,7 +58,7 @@ class LostNodes:
     """Remember the nodes that one router lost.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         return_s: a node that stays away for this many seconds counts as dead.
     """
 

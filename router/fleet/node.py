@@ -38,8 +38,8 @@ from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 # A prefill node is stalled if it makes no progress for this long, and this much longer than its
 # queued work should take.
 STALLED_S, STALLED_FACTOR = 5.0, 10.0
-# A round is no sign of a stuck thread unless it takes several times longer than the node's longest
-# round so far. Rounds longer than the limit do not count as a measure.
+# A thread looks stuck if its round takes this many times longer than the node's longest round.
+# Rounds longer than `LONGEST_ROUND_S` do not count as the longest.
 ROUND_FACTOR, LONGEST_ROUND_S = 3.0, 15.0
 
 
@@ -99,7 +99,7 @@ class Node:
             joins, like ``health`` and ``clock``.
         health: decides whether the node should get requests.
         legs: open attempts here, by epoch.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         is_stuck: whether one of the node's threads makes no progress, though the node sends beats.
         replies: the node's answers to operators.
         identity: entries that decide which tokens the node's model makes.
@@ -175,7 +175,8 @@ class Node:
     def looks_stuck(self, timeout_s: float) -> bool:
         """Return whether a thread's current round lasts suspiciously long.
 
-        That is at least ``timeout_s``, and several times the longest round that ended before.
+        The round must last at least ``timeout_s``, and several times longer than the longest round
+        that ended before.
         """
         longest_s = min(self.beat.longest_round_s, LONGEST_ROUND_S)
         return self.beat.stalled_s >= max(timeout_s, ROUND_FACTOR * longest_s)

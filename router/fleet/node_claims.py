@@ -40,7 +40,8 @@ MAX_RATE = 1e15  # bytes per second
 MAX_SECONDS = 1e9
 MAX_TEXT_CHARS = 2**16  # longest text of an error or of a peer's problem
 MAX_KV_HASHES = 2**17  # per message; Baton's nodes send half of that at most
-# A running request holds a block; routers bound how many requests wait.
+# Most requests that a node may report: each running request holds a block, and routers bound how
+# many wait.
 MAX_REQUESTS = 2**24
 
 
@@ -49,8 +50,8 @@ class Vocabulary:
     """Hold the limits of token ids and lengths.
 
     Attributes:
-        size: token ids are below this.
-        max_model_len: the model's; no output is longer.
+        size: number of token ids, which begin at 0.
+        max_model_len: the model's limit of tokens per request; no output is longer.
     """
 
     size: int
@@ -220,7 +221,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     if delta.prefill is not None:
         prefill = delta.prefill
         times += prefill.queue_s, prefill.prefill_s, prefill.send_s
-        # (A preempted request may count tokens several times: `NodeLoad` bounds the number.)
+        # A preempted request may count tokens several times: `NodeLoad` bounds the number.
         if prefill.num_cached_tokens > vocabulary.max_model_len:
             return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"
     if delta.decode is not None:

@@ -53,7 +53,8 @@ from router.fleet.served_identity import ServedIdentity
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_CHARS = 1024  # longest kept text of a node's report on a peer
-# Nodes hang up on a router that is silent for about a second, which takes them a moment.
+# Nodes hang up on a router that is silent for about a second. A router that was held up for
+# `HELD_UP_S` expects such hang-ups for another `HELD_UP_FOR_S`.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
@@ -63,17 +64,19 @@ class NodePool:
     Args:
         own_identity: entries of `model_identity` known from the router's own folder. Nodes with
             another ``model`` are refused; nodes that differ otherwise do not serve.
-        max_model_len: the model's; nodes may have a smaller one.
+        max_model_len: most tokens of one request, by the model; nodes may allow fewer.
         max_missed_beats: a node that misses more beats in a row is lost.
         eligibility: predicates; a node that fails one gets no new requests. When a result changes,
             `note_eligibility_change` must be called.
         may_self_prefill: whether decode nodes may compute prompts.
         engine_timeout_s: a node is stuck if one of its threads has been in one round for this long,
             and much longer than in any round before.
-        vocab_size: the model's; nodes that send larger token ids are hung up on.
-        clock: monotonic seconds.
-        router_id: None: a random one.
-        gate: None: a gate of this pool's own. Pools of one router share a gate.
+        vocab_size: size of the model's vocabulary; the router hangs up on nodes that send larger
+            token ids.
+        clock: returns monotonic seconds.
+        router_id: id of the router; None: a random one.
+        gate: decides which nodes may join now; None: a gate of this pool's own. Pools of one router
+            share a gate.
 
     Attributes:
         router_id: distinguishes this router's requests from other routers'.
@@ -107,7 +110,8 @@ class NodePool:
         self.rollout = Rollout(clock)
         self._own_model = own_identity["model"]
         self.vocabulary = Vocabulary(vocab_size, max_model_len)
-        self._max_model_len = max_model_len  # the last fleet's; before the first fleet, the model's
+        # Longest request that the last fleet could take; before the first fleet, the model's limit.
+        self._max_model_len = max_model_len
         self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
         self._roles_seen: set[NodeRole] = set()
@@ -138,7 +142,7 @@ class NodePool:
 
     @property
     def forecasts(self) -> ForecastCounts:
-        """How good forecasts of prompts were, over all nodes."""
+        """Counts of the ratio of forecast to measured times of prompts, over all nodes."""
         return self._rates.forecasts
 
     @property
@@ -166,7 +170,7 @@ class NodePool:
         return self._roles_seen == set(NodeRole)
 
     def awaited_until(self, return_s: float) -> float:
-        """Return until when a node missing for a pair may come back; -inf if none may.
+        """Return the time until which a node that a pair lacks may return; -inf if none may.
 
         Args:
             return_s: how long calls wait for a crashed node.
@@ -337,14 +341,14 @@ class NodePool:
             node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
-            # (The first does not count: this interval's beat may be on its way.)
+            # The first missed beat does not count: it may be on its way.
             if node.num_missed_beats > self._max_missed_beats + 1:
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
 
     @property
     def _is_late(self) -> bool:
-        """Return whether missed beats have not been counted for too long."""
+        """Return whether missed beats were last counted too long ago."""
         return self._counted_at is not None and self.clock() - self._counted_at > HELD_UP_S
 
     @property

@@ -17,7 +17,7 @@ MAX_SAID_CHARS = 128
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     """Return why two nodes must not be paired: the first entry that differs; empty if none."""
     keys = one.compatibility.keys() | other.compatibility.keys()
-    # First, since other entries may differ because of it.
+    # Compare the revision first, as other entries may differ because of it.
     for key in sorted(keys, key=lambda key: (key != REVISION, key)):
         mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
         if mine != theirs:
@@ -42,7 +42,7 @@ def introduce(node: Node, peers: Iterable[Node]) -> None:
             report = PeerReport("", False, problem=problem)
             node.reports[other.engine_id] = other.reports[node.engine_id] = report
             is_other_revision = node.registration.revision != other.registration.revision
-            # Expected during a rollout.
+            # Nodes of different revisions are expected during a rollout.
             level = logging.DEBUG if is_other_revision else logging.WARNING
             logger.log(level, "%s and %s are not paired: %s", node.name, other.name, problem)
             continue
@@ -60,15 +60,15 @@ def are_peers(one: Node, other: Node) -> bool:
 def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
     """Count compatible pairs that are not connected.
 
-    One end reports that it does not reach the other, or went away by itself. A lost node reports
-    nothing, and its peers have forgotten it, so lost nodes are counted by role.
+    A pair is down if one end reports that it does not reach the other, or went away by itself. A
+    lost node reports nothing, and its peers have forgotten it, so lost nodes are counted by role.
     """
     nodes = list(nodes)
     down = set()
     for node in nodes:
         is_prefill = node.registration.role is NodeRole.PREFILL
         for engine_id, report in node.reports.items():
-            # (reports on incompatible nodes have no id).
+            # Reports on incompatible nodes have no id.
             if report.engine_id and not report.connected:
                 ends = (node.engine_id, engine_id)
                 down.add(ends if is_prefill else ends[::-1])

@@ -39,9 +39,9 @@ class RevisionView:
     """Describe one revision as of now.
 
     Attributes:
-        name: empty for nodes without a revision.
+        name: the revision's name; empty for nodes without a revision.
         state: serving, incomplete or undone.
-        share: its share of new requests.
+        share: the revision's share of new requests.
         num_prefill, num_decode: nodes that may get requests.
         num_placed: first attempts placed there while there were several revisions.
     """
@@ -58,7 +58,7 @@ class Rollout:
     """Divide requests among the revisions of one base model's nodes.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,7 @@ class Rollout:
     def note_joined(self, revision: str, here: Collection[str] = ()) -> None:
         """Note a node that joined; a new revision becomes the newest one.
 
-        Only revisions without nodes that are not undone may be forgotten.
+        Only a revision that has no node and is not undone may be forgotten.
 
         Args:
             here: revisions of all nodes that have joined.
@@ -148,7 +148,7 @@ class Rollout:
         shares = _shares_of_capacity(self._parts)
         if self._held is not None:
             held = {name: self._held.get(name, 0.0) for name in shares}
-            if sum(held.values()) > 0:  # otherwise none of them is left
+            if sum(held.values()) > 0:  # if 0, no held revision is left
                 shares = held
         total = sum(shares.values())
         return {name: share / total for name, share in shares.items()}
@@ -176,7 +176,7 @@ class Rollout:
         """Place nothing new on a revision while another is complete, until `resume`.
 
         Args:
-            revision: None: the newest one.
+            revision: name of the revision; None: the newest one.
 
         Returns its name. Raises NotFoundError, or InvalidRequestError if there is only one.
         """

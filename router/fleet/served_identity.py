@@ -36,11 +36,11 @@ class ServedIdentity:
 
     Args:
         own: entries known from the base model's folder; ``weights`` only if it has them.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         served: the identity that is served, even while its nodes are lost; None: none so far.
-        num_changes_total: how often another identity replaced it.
+        num_changes_total: how often the served identity was replaced by another one.
     """
 
     def __init__(self, own: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +48,7 @@ class ServedIdentity:
         self.num_changes_total = 0
         self._own = {key: own[key] for key in IDENTITY_KEYS if key in own}
         self._clock = clock
-        self._settled_at = math.inf  # until the first node joins
+        self._settled_at = math.inf  # infinite until the first node joins
         self._is_given_up = False  # the last node of `served` drained or was removed
 
     @property

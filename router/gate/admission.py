@@ -5,9 +5,9 @@
                tenant's requests go by (priority, arrival)
             -> begins
 
-So overload waits or is refused here, where the order is known, and not inside a node or a hand-off.
-`Capacity` says how much the nodes can take, `FairQueue` which request is next, and the routing
-policy which nodes take it.
+Under overload, requests wait or are refused here, where their order is known, and not inside a node
+or a hand-off. `Capacity` says how much the nodes can take, `FairQueue` which request is next, and
+the routing policy which nodes take it.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Admission:
 
         Args:
             request_id: id for `withdraw`.
-            timeout_s: until the request's deadline.
-            priority: a smaller one begins first.
+            timeout_s: seconds until the request's deadline.
+            priority: order of the tenant's requests; smaller begins first.
             principal: the caller.
             find_cached_tokens: returns how many prompt tokens some node has cached; called if
                 needed.
@@ -311,7 +311,7 @@ class Admission:
         """Begin requests one after the other while any wait and nodes have room."""
         try:
             while self._queue.num_requests:  # noqa: ASYNC110  # nodes do not announce room
-                # One at a time, so that node loads count each one before the next is considered.
+                # Begin one at a time: node loads must count a request before the next is judged.
                 await asyncio.sleep(0 if self._begin_next() else _PUMP_INTERVAL_S)
         finally:
             self._pump = None

@@ -17,8 +17,8 @@ class AdmissionOptions:
     max_queued_requests: int = option(
         4096,
         least=0,
-        help="Most requests that wait while the nodes are full. Beyond it the tenant that waits "
-        "for most, for its weight, loses its least urgent request. 0: no limit.",
+        help="Most requests that wait while the nodes are full; 0: no limit. When one more comes, "
+        "the tenant with the most waiting work for its weight loses its least urgent request.",
     )
     max_open_requests: int = option(
         0, least=0, help="Most requests that wait or are in progress; 0: no limit."
@@ -39,14 +39,14 @@ class AdmissionOptions:
         PREFILL_WINDOW_S,
         least=0,
         help="Most work queued at each prefill node, seconds; other requests wait in the router, "
-        "by priority. More hides longer pauses of the router.",
+        "by priority. A larger window hides longer pauses of the router.",
     )
     shared_prefill_window_s: float = option(
         SHARED_PREFILL_WINDOW_S,
         least=0,
-        help="Instead of --prefill-window-s while several tenants send requests, for those that "
-        "have much work queued at nodes: bounds how long another tenant's next request waits for "
-        "them.",
+        help="Replaces --prefill-window-s, while several tenants send requests, for tenants with "
+        "much work queued at nodes, seconds. It bounds how long another tenant's next request "
+        "waits for that work.",
     )
 
     def __post_init__(self) -> None:

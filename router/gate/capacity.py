@@ -110,7 +110,9 @@ class Capacity:
         return self.bias * (max(prefill_s, room_s, 0.0) + last_s)
 
     def decode_s(self, max_tokens: int) -> float:
-        """Return the seconds from an output's first token to its last, if it is a long one."""
+        """Return the seconds from the first to the last token of an output that is longer than
+        most.
+        """
         decodes = _receivers(self._fleet())
         if not decodes:
             return 0.0
@@ -131,7 +133,7 @@ class Capacity:
 def _level(queues_s: list[float], work_s: float) -> float:
     """Return when all queues are done if new work always goes to the shortest queue.
 
-    Nodes with longer queues than the result get none of it and do not count: a node's own report
+    Nodes with longer queues than the result get no new work and do not count: a node's own report
     may be arbitrarily large.
     """
     while True:

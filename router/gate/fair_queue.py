@@ -42,9 +42,9 @@ class _Flow:
 
     Attributes:
         start: virtual time at which its next request begins.
-        heads: heap, first request to begin on top; entries whose turn is None are stale.
-        tails: heap, last request to begin on top.
-        charge: sum over the requests that wait.
+        heads: heap with the first request to begin on top; entries whose turn is None are stale.
+        tails: heap with the last request to begin on top.
+        charge: sum of the charges of the requests that wait.
         outstanding: charge of requests that began and have no first token yet.
         num_open: requests that wait, or began and did not end.
         entry: sort key among tenants; None while nothing waits.

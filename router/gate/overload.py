@@ -40,7 +40,7 @@ class Threshold:
     """The values of a signal at which levels are entered.
 
     Attributes:
-        unit: for display; empty for shares of 1.
+        unit: unit for display; empty: the value is a share of 1.
     """
 
     shed: float
@@ -56,8 +56,8 @@ class Threshold:
         return f"{value:.2f} {self.unit}" if self.unit else f"{100 * value:.0f} %"
 
 
-# Lag that persists in the event loop; otherwise shares of what the process may have. Only
-# connections at work count: idle ones make way.
+# The lag is in seconds and counts if it persists; the other signals are shares of the process's
+# limits. Of the connections, only those with a request at work count, as idle connections make way.
 THRESHOLDS: Mapping[str, Threshold] = {
     "loop_lag": Threshold(0.5, 2.0, "s"),
     "descriptors": Threshold(0.85, 0.95),
@@ -91,7 +91,7 @@ class Overload:
     Args:
         on_change: called with each new level.
         thresholds: threshold of each signal, by its name.
-        clock: seconds; used to hold a level.
+        clock: returns seconds; used to hold a level.
     """
 
     on_change: Callable[[Level], None] = lambda level: None
@@ -167,7 +167,7 @@ class Overload:
 
 
 class LoopLag:
-    """Measure how late the event loop is repeatedly; a single pause does not count.
+    """Measure the lag of the event loop; a single pause does not count.
 
     Attributes:
         lag_s: smallest of the last measured lags.

@@ -25,7 +25,7 @@ class Rate:
     """One limit of a key, as of now.
 
     Attributes:
-        limit: per minute.
+        limit: amount allowed per minute.
         remaining: amount that a request could take now.
         reset_s: seconds until the bucket is full.
     """
@@ -49,7 +49,7 @@ class RateLimits:
     """Hold the buckets of all keys that called one router.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

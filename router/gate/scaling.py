@@ -48,7 +48,7 @@ class ScalingSignals:
 
     Args:
         queue_s: returns the expected wait at the router.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ScalingSignals:
         in_use = 1 - load.beat.num_free_blocks / load.num_blocks
         if load.beat.num_waiting:  # more requests than there is room for
             in_use = max(in_use, 1.0) + load.beat.num_waiting / max(load.beat.num_running, 1)
-        # (A step time is known only while something decodes.)
+        # A step time is known only while something decodes.
         step_s = load.step_base_s if load.num_batch and load.step.num_measured else 0.0
         return max(in_use, step_s / self._options.scaling_itl_s)
 

@@ -14,14 +14,14 @@ class ScalingOptions:
     scaling_ttft_s: float = option(
         2.0,
         above=0,
-        help="For the scaling signal of prefill nodes: a prompt's wait for its turn at which "
-        "another node is wanted, seconds.",
+        help="Scaling signal of prefill nodes: another node is wanted when a prompt waits this "
+        "long for its turn, seconds.",
     )
     scaling_itl_s: float = option(
         0.05,
         above=0,
-        help="For the scaling signal of decode nodes: length of a step at which another node is "
-        "wanted, seconds.",
+        help="Scaling signal of decode nodes: another node is wanted when a step takes this long, "
+        "seconds.",
     )
 
     def __post_init__(self) -> None:

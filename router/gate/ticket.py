@@ -13,14 +13,14 @@ class Ticket:
     """Hold what the gate knows of one request.
 
     Attributes:
-        request_id: its scoped id.
+        request_id: the request's scoped id.
         tenant: the tenant whose queue it waits in.
-        weight: its API key's weight.
+        weight: weight of the client's API key.
         order: (priority, arrival); smaller first.
-        num_prompt_tokens: length of its prompt.
-        num_kv_tokens: tokens of KV that it is expected to hold.
+        num_prompt_tokens: length of the prompt.
+        num_kv_tokens: tokens of KV that the request is expected to hold.
         num_uncached_tokens: prompt tokens expected to be computed.
-        num_tokens_used: its actual cost in tokens; None until known.
+        num_tokens_used: actual cost of the request in tokens; None until known.
         expires_at: the request's deadline, by the loop's clock.
         is_charged: whether its turn came and its tenant was charged.
         leaves_room: whether its tenant must leave room to others.
@@ -75,5 +75,7 @@ class Ticket:
 
 
 def charge_of(num_tokens: int, weight: float) -> int:
-    """Return thousandths of a token per weight: integers, so that sums stay exact."""
+    """Return the charge for ``num_tokens`` tokens, in thousandths of a token per weight: an
+    integer, so that sums stay exact.
+    """
     return max(round(1000 * num_tokens / weight), 1)

@@ -43,7 +43,7 @@ async def accept_choices(
     first call has the request's id; the others have ``-1``, ``-2`` and so on appended.
 
     Args:
-        params: with ``n``, the number of outputs per prompt.
+        params: the sampling parameters; ``n`` is the number of outputs per prompt.
         request_id: generated if empty.
 
     Raises:

@@ -58,7 +58,7 @@ class GrammarChecks:
         await self._trials.prepare()
 
     async def check(self, structured_output: StructuredOutput, *, caller: str = "") -> None:
-        """Raise what `GrammarTrials.run` raises if the output cannot be enforced.
+        """Raise the errors of `GrammarTrials.run` if the output cannot be enforced.
 
         Args:
             caller: the tenant. Results of others are not reused: timing would reveal their schemas,

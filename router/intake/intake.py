@@ -45,9 +45,9 @@ class Intake:
 
     Args:
         dispatcher: runs the calls.
-        tokenizer: None for a checkpoint without one, which serves token ids only.
-        vocab_size: the model's.
-        default_timeout_s: for requests that come without a deadline.
+        tokenizer: the checkpoint's tokenizer; None: it has none, and only token ids are served.
+        vocab_size: size of the model's vocabulary.
+        default_timeout_s: seconds until the deadline of requests that come without one.
         metrics: count every request; new counters if not given.
         cache_salts: decide which cached prompts a request may find; per tenant if not given.
         parsers: divide conversations' outputs; chosen by the chat template if not given.
@@ -58,7 +58,7 @@ class Intake:
         logs_prompts: whether prompts and outputs are logged.
 
     Attributes:
-        tokenizer, cache_salts, parsers, sampling_defaults: see above.
+        tokenizer, cache_salts, parsers, sampling_defaults: the arguments, or their defaults.
         reader: tokenizes prompts in worker processes.
         answers: makes the answers that clients get.
     """
@@ -151,7 +151,7 @@ class Intake:
         if params.structured_output is not None:
             await self.reader.check_structured_output(params.structured_output, principal)
         if params.seed is None:
-            # Drawn here, so that both nodes, and retries, sample equally.
+            # Draw the seed here, so that both nodes, and retries, sample equally.
             params = params.with_seed(draw_seed())
         if token_ids is None:
             token_ids = await self.reader.tokenize(prompt, principal)
@@ -171,7 +171,7 @@ class Intake:
     async def stream(
         self, call: Call, parser: OutputParser | None = None
     ) -> AsyncGenerator[TextDelta, None]:
-        """Run a call; ending the iteration early cancels it. Raises what `Dispatcher.run` raises.
+        """Run a call; ending the iteration early cancels it. Raises the errors of `Dispatcher.run`.
 
         Args:
             parser: divides the output; see `CallText`.
@@ -187,7 +187,7 @@ class Intake:
                                 self._dispatcher.note_handed_over(call)
                             yield delta
                             continue
-                        # Counted here, as nodes do not see text and so no stop strings.
+                        # Count here: nodes do not see text, hence no stop strings.
                         record.on_last_delta(delta)
                         assert delta.receipt is not None
                         receipt = answer.shown(delta.receipt)
@@ -203,7 +203,7 @@ class Intake:
     ) -> list[int]:
         """Return a prompt's token ids, and charge the caller's rate limits as for a request.
 
-        Raises OverloadedError, and what `tokenize` does.
+        Raises OverloadedError, and the errors of `tokenize`.
         """
         self.admission.charge(principal)
         token_ids = await self.reader.tokenize(
@@ -217,6 +217,6 @@ def check_name(field: str, name: str, limit: int) -> None:
     """Raise InvalidRequestError if a client's name is too long or not printable."""
     if len(name) > limit:
         raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(name)}")
-    # (Bytes of HTTP headers that are not UTF-8 become surrogates, which are not printable.)
+    # Bytes of HTTP headers that are not UTF-8 become surrogates, which are not printable.
     if not name.isprintable():
         raise InvalidRequestError(field, f"must have printable characters only, got {name!a}")

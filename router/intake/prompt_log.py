@@ -18,7 +18,7 @@ class PromptLog:
     """Log a line per prompt and per output.
 
     Args:
-        tokenizer: None: token ids are logged.
+        tokenizer: the checkpoint's tokenizer; None: token ids are logged.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -42,7 +42,7 @@ class OutputLog:
         self._token_ids: list[int] = []
 
     def note(self, delta: TextDelta) -> None:
-        """Add the next piece."""
+        """Add the next piece of the text."""
         if len(self._text) < MAX_CHARS:
             self._text += delta.text
         if len(self._token_ids) < _MAX_TOKENS:

@@ -42,8 +42,9 @@ class EarlyReaders:
     """Hold a router's tokenizer, and templates of the processes that read requests.
 
     Attributes:
-        tokenizer: None for a checkpoint without one.
-        texts, grammars: for `Texts` and `GrammarTrials`; None if forking was not possible.
+        tokenizer: the checkpoint's tokenizer; None: it has none.
+        texts, grammars: templates for the processes of `Texts` and `GrammarTrials`; None if forking
+            was not possible.
     """
 
     tokenizer: Tokenizer | None
@@ -72,9 +73,9 @@ class PromptReader:
     """Read prompts with one checkpoint's tokenizer.
 
     Args:
-        tokenizer: None for a checkpoint without one, which serves token ids only.
+        tokenizer: the checkpoint's tokenizer; None: it has none, and only token ids are served.
         max_model_len: returns the most tokens of a request now.
-        vocab_size: the model's.
+        vocab_size: size of the model's vocabulary.
         readers: templates of the worker processes; new processes if not given.
         trusts_templates: whether a request may bring a chat template.
         cuts_changing_lines: whether lines that clients change in every prompt are removed.
@@ -149,7 +150,7 @@ class PromptReader:
             principal: the client whose prompt this is.
             add_special_tokens: whether a text gets the checkpoint's special tokens.
 
-        Raises what `Texts.encode` does.
+        Raises the errors of `Texts.encode`.
         """
         max_model_len = self._max_model_len()
         if not isinstance(prompt, str | ChatPrompt):

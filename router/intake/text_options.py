@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# At OpenAI's temperature of 1 small models write nonsense.
+# At OpenAI's temperature of 1, small models write nonsense.
 CALM_SAMPLING = {"temperature": 0.7}
 
 

@@ -27,7 +27,7 @@ from baton.text.tokenizer import Tokenizer
 SHORT_TEXT_CHARS = 4_000
 MAX_MESSAGES = 8_192
 MAX_TOOLS = 1_024
-# For tools and options, which templates may render shorter.
+# Most bytes of tools and options in a prompt, which templates may render shorter.
 _MAX_EXTRA_BYTES = 2**16
 _MAX_CHAR_BYTES = 6  # per character in JSON: "\\u0007"
 _TEXT, _BARE_TEXT, _CHAT = b"t", b"b", b"c"
@@ -38,7 +38,7 @@ class ChatPrompt:
     """A conversation to render with a chat template.
 
     Attributes:
-        messages: with tool calls' arguments as the text that the model wrote.
+        messages: the messages; arguments of tool calls are the text that the model wrote.
         tools: functions that the model may call.
         template_options: additional template variables.
         continues_last: whether the output continues the last message.
@@ -107,10 +107,11 @@ class Texts:
 
         Args:
             max_model_len: most tokens of a request now.
-            caller: the tenant.
+            caller: the tenant whose text this is.
             add_special_tokens: whether to add the checkpoint's special tokens.
 
-        Raises what `WorkerProcesses.run` raises, and InvalidRequestError if it costs too much.
+        Raises the errors of `WorkerProcesses.run`, and InvalidRequestError if the text costs too
+        much.
         """
         self._check_num_chars("prompt", len(text), max_model_len)
         utf8 = _utf8("prompt", text)

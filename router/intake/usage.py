@@ -26,8 +26,8 @@ class OwnPrompts:
     Knows only prompts that recently passed this router, so it may report too few, never too many.
 
     Args:
-        salts: the router's.
-        memory: holds the hashes; a new one if not given.
+        salts: the router's cache salts.
+        memory: holds the hashes; by default, a new memory.
     """
 
     def __init__(self, salts: CacheSalts, memory: PlacementMemory | None = None) -> None:

@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
     Attributes:
         prefill: node name; empty: the decode node computes the prompt.
-        cost: lower is better; the unit is the policy's.
+        cost: cost of the placement in a unit of the policy; lower is better.
         terms: parts of the cost, by name.
         assumed: names of nodes whose speed was not measured yet.
     """
@@ -67,7 +67,7 @@ class Placement:
     """Hold where a request goes.
 
     Attributes:
-        prefill: None: the decode node computes the prompt.
+        prefill: the prefill node; None: the decode node computes the prompt.
         num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
         is_probe: whether a more expensive node was chosen in order to measure it.
         explain: returns the best places considered, as of then, the chosen one first.

@@ -50,7 +50,8 @@ class Cost:
         places = search.places()
         if not places:
             return None
-        # (Of equals the first wins. Few are kept, because explanations stay in memory for a while.)
+        # The first of equal places wins. Few are kept, because explanations stay in memory for a
+        # while.
         shown = heapq.nsmallest(NUM_EXPLAINED, places, key=lambda place: place.cost_s)
         probe = find_probe(search.terms, shown[0])
         if probe is not None:

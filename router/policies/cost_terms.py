@@ -13,7 +13,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
 from router.policies.base import Candidate, RouteQuery
 
-# From the last byte sent until the KV is used: one message.
+# Seconds from the last byte sent until the KV is used: one message.
 LINK_LATENCY_S = 0.001
 DEFAULT_BYTES_PER_S = 10e9
 # Part of a transfer that cannot be hidden: the last layer group of the last chunk.
@@ -38,10 +38,10 @@ class CostTerms:
         cached: prompt tokens cached on nodes, by engine id.
         num_steps: expected decode steps.
         most_steps: decode steps that few requests exceed.
-        timeout_s: until the request's deadline.
+        timeout_s: seconds until the request's deadline.
         leaves_room: whether to avoid decode nodes with queued prompts.
         num_behind: prompts that this one will delay on any prefill node; see BUSY_FACTOR.
-        kv_bytes_per_token: 0 if unknown.
+        kv_bytes_per_token: KV size of a token over all layers; 0: unknown.
     """
 
     fleet: Fleet
@@ -116,7 +116,7 @@ class DecodeTerms:
     Attributes:
         room_s: wait until there is room for the prompt's KV.
         stall_s: time that prompts queued there will take.
-        steps_s: this request's steps, weighted.
+        steps_s: time of the request's decode steps, weighted.
         damage_s: cost to all other requests together, weighted.
     """
 

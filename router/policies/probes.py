@@ -29,7 +29,7 @@ PROBE_AFTER_S = 30.0
 PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
 DEADLINE_SHARE = 0.1  # fraction of the time until the request's deadline
-MAX_LOOKED_AT = 4  # nodes of each role, per request
+MAX_LOOKED_AT = 4  # most nodes of each role that a request looks at
 # Estimates are about this exact: a node that looks slower by less needs no probe.
 LEAST_SLOWNESS = 1.25
 

@@ -31,7 +31,7 @@ def interpreter(client: str) -> Path:
 
 
 def installed_version(python: Path, package: str) -> str:
-    """Which release of a package an environment has."""
+    """Return the version of a package in an environment."""
     program = f"from importlib.metadata import version; print(version({package!r}))"
     return run(str(python), "-P", "-c", program).strip()
 

@@ -16,7 +16,7 @@ class Client:
     """One client.
 
     Attributes:
-        package: what pip calls it, which also names its files.
+        package: name for pip; its files have this name, too.
         timeout_s: most seconds that the script may run.
     """
 
@@ -25,12 +25,12 @@ class Client:
 
     @property
     def script(self) -> Path:
-        """What it is tried with."""
+        """Return the script that tries the client."""
         return SCRIPTS / f"try_{self.package.replace('-', '_')}.py"
 
     @property
     def requirements(self) -> Path:
-        """What its environment is made of."""
+        """Return the requirements file of its environment."""
         return REQUIREMENTS / f"{self.package}.txt"
 
     @property

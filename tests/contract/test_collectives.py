@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def on_all(group: Group, call: Callable[[Collective], Any]) -> list[Any]:
-    """Make one call on all ranks, each on a thread of its own; return their results."""
+    """Make a call on all ranks, each on a thread of its own; return the results."""
     with ThreadPoolExecutor(len(group)) as pool:
         return [future.result() for future in [pool.submit(call, rank) for rank in group]]
 

@@ -31,11 +31,11 @@ class Cluster:
     """The environment that pods run in.
 
     Attributes:
-        folder: where volumes are.
-        secrets: by name; values are texts.
+        folder: folder of the volumes.
+        secrets: texts of the secrets, by name.
         model: mounted as the model's folder.
         cache: folder of the user's model cache on this machine.
-        names: what stands for which addresses, with commas between.
+        names: addresses by the name that stands for them.
         environment: variables of every process, besides its own.
     """
 
@@ -57,7 +57,7 @@ class Cluster:
         return found
 
     def next_address(self) -> tuple[str, str]:
-        """A pod's own, and what its loopback is."""
+        """Return an address for a pod, and an address for its loopback."""
         self._num_pods += 1
         return f"127.0.7.{self._num_pods}", f"127.0.8.{self._num_pods}"
 
@@ -163,7 +163,7 @@ class Pod:
     # ------------------------------------------------------------------ what a kubelet does
 
     def probe(self, kind: str) -> bool:
-        """Whether a probe says yes."""
+        """Return whether a probe succeeds."""
         probe = self.container[f"{kind}Probe"]
         action = probe["httpGet"]
         ports = {port["name"]: port["containerPort"] for port in self.container["ports"]}
@@ -208,12 +208,12 @@ class Pod:
         return time.monotonic() - began
 
     def kill(self) -> None:
-        """Whatever it does."""
+        """Kill the process, whatever it does."""
         self.process.kill()
         self.process.wait()
 
     def listening(self) -> set[tuple[str, int]]:
-        """Protocol and port of each socket that others can reach; not those of its loopback."""
+        """Return protocol and port of each socket that others can reach, without loopback."""
         found = set()
         main = psutil.Process(self.process.pid)
         for one in (main, *main.children(recursive=True)):

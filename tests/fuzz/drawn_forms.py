@@ -106,8 +106,8 @@ class Forms:
     """Draws the bodies of requests in each form, with a judge of the answer.
 
     Args:
-        family: whose calls are read.
-        rng: draws.
+        family: the family whose calls are read.
+        rng: source of the draws.
     """
 
     def __init__(self, family: str, rng: random.Random) -> None:
@@ -115,7 +115,7 @@ class Forms:
         self._rng = rng
 
     def draw(self, form: str) -> tuple[dict[str, Any], Judge]:
-        """Draw the body of a request, without what it says of a thought."""
+        """Draw the body of a request, without its fields about thoughts."""
         made: tuple[dict[str, Any], Judge] = getattr(self, f"_{form}")()
         return made
 
@@ -236,7 +236,7 @@ class DrawnForms:
     Args:
         family: names a row of `FAMILIES`.
         folder: where the checkpoint is made.
-        seed: starts all draws.
+        seed: seed of all draws.
         by: names a row of `WRITERS`.
 
     Attributes:
@@ -361,7 +361,7 @@ class DrawnForms:
         return self._open[-1] in prompt[-2:]
 
     def _answer(self, token_ids: Sequence[int]) -> str:
-        """Return the text behind the thought, without what ends the output."""
+        """Return the text behind the thought, without end tokens."""
         ends = self._writer.end_token_ids
         text = self._tokenizer.decode(
             [one for one in token_ids if one not in ends], skip_special_tokens=False
@@ -378,7 +378,7 @@ class DrawnForms:
 
 
 def _reason(error: InvalidRequestError) -> str:
-    """Return an error without what is said of one request alone."""
+    """Return an error without its parts that belong to a single request."""
     return re.sub(r"'[^']*'|/\S+|\d+", "*", f"{error.field}: {error.problem}")[:120]
 
 

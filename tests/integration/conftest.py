@@ -17,7 +17,7 @@ from tests.fakes.processes.deployments import run_deployment
 
 @pytest.fixture(autouse=True)
 def what_is_killed_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated nodes are processes to those who kill them: what they held is gone with them."""
+    """Treat killed simulated nodes as killed processes, whose engines free nothing."""
     end = Simulation.kill
 
     def end_for_good(self: Simulation) -> None:

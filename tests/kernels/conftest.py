@@ -52,7 +52,7 @@ _CLASH = reason_against_interpreter(_installed_triton()) if DEVICE.type == "cpu"
 
 @pytest.fixture(autouse=True)
 def interpreter() -> None:
-    """Skip what would need a GPU after all, or another interpreter."""
+    """Skip tests that need a GPU, or another interpreter."""
     if _CLASH is not None:
         pytest.skip(_CLASH)
     if _IMPORTED_TOO_EARLY:

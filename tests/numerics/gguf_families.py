@@ -39,7 +39,7 @@ _YARN: Fields = {
 
 
 def no_fields(config: Any) -> Fields:
-    """Write nothing beyond what all architectures have."""
+    """Write no fields beyond those of all architectures."""
     return {}
 
 
@@ -59,7 +59,7 @@ class GgufFamily:
 
 
 def common_fields(config: Any) -> Fields:
-    """Write what converters write of every config."""
+    """Write the fields that converters write for every config."""
     ropes = getattr(config, "rope_parameters", None) or {}
     rope = ropes.get("full_attention", ropes)
     eps = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")

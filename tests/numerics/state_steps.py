@@ -30,7 +30,7 @@ def make_state_metadata(
 
     Args:
         segments: ``(tokens, read slot, write slot)`` by request and segment.
-        padding: tokens behind the last.
+        padding: tokens behind the last segment.
     """
     flat = [segment for request in segments for segment in request]
     lens = tuple(length for length, _, _ in flat)

@@ -151,16 +151,3 @@ def test_an_attention_that_torch_computes_is_not_taped(
     for one, other in zip(found, hidden_states(model, [2] * 5, CpuAttention()), strict=True):
         assert torch.equal(one, other)
     assert not num_runs
-
-
-def test_nothing_runs_from_a_tape_where_native_kernels_are_forbidden(
-    model: DecoderForCausalLM, num_runs: list[int]
-) -> None:
-    hidden_states(model, [1] * 4)
-    assert len(num_runs) == 2
-    dispatch.enable_native_kernels(False)
-    try:
-        hidden_states(model, [1] * 4)
-    finally:
-        dispatch.enable_native_kernels(True)
-    assert len(num_runs) == 2

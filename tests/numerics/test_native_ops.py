@@ -464,12 +464,3 @@ def test_half_precision_activations(native: NativeOps) -> None:
     x = torch.randn(3, 8).half()
     expected = reference.packed_linear(x, packed)
     torch.testing.assert_close(native.packed_linear(x, packed), expected)
-
-
-def test_native_kernels_can_be_switched_off() -> None:
-    try:
-        dispatch.enable_native_kernels(False)
-        assert dispatch.ops_for(torch.zeros(1)) is reference
-    finally:
-        dispatch.enable_native_kernels(True)
-    assert isinstance(dispatch.ops_for(torch.zeros(1)), NativeOps)

@@ -28,6 +28,6 @@ TOLERANCES = {
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Within the tolerance of their dtype, which has to be the same."""
+    """Assert that values have the same dtype, and are equal within its tolerance."""
     tolerance = TOLERANCES[expected.dtype]
     torch.testing.assert_close(actual, expected, rtol=tolerance.rtol, atol=tolerance.atol)

@@ -16,14 +16,13 @@ from baton.kernel_library.ahead import INSTRUCTION_SETS, best_for_cpu, open_libr
 from baton.kernel_library.compilers import BuildError
 from baton.kernel_library.switch import SWITCH_VARIABLE
 
-RUNTIME = "/somewhere/libgomp.so.1"
 SETS = [one for one in INSTRUCTION_SETS if one.machine == platform.machine()]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Libraries for all instruction sets, each with the flags that it is compiled with."""
-    monkeypatch.setattr(build, "find_compiler", lambda runtime: ["cc"])
+    monkeypatch.setattr(build, "find_compiler", lambda: ["cc"])
     monkeypatch.setattr(ahead, "run_tool", lambda command: "cc 1.0\nof somebody")
     monkeypatch.setattr(
         build, "compile_library", lambda sources, compiler, flags, limit: " ".join(flags).encode()
@@ -47,7 +46,7 @@ def wheel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened() -> tuple[str, bytes]:
-    found = open_library_built_ahead(RUNTIME)
+    found = open_library_built_ahead()
     assert found is not None
     with os.fdopen(found.descriptor, "rb") as file:
         assert found.instruction_set == found.path.stem
@@ -83,18 +82,18 @@ def test_all_sets_of_all_machines_are_reachable() -> None:
 
 def test_without_a_folder_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ahead.FOLDER_VARIABLE, raising=False)
-    assert open_library_built_ahead(RUNTIME) is None
+    assert open_library_built_ahead() is None
 
 
 def test_what_others_can_write_is_not_loaded(folder: Path) -> None:
     folder.chmod(0o777)
     with pytest.raises(BuildError, match="must belong to user"):
-        open_library_built_ahead(RUNTIME)
+        open_library_built_ahead()
     folder.chmod(0o755)
     for file in folder.glob("*.so"):
         file.chmod(0o666)
     with pytest.raises(BuildError, match=r"\.so: must belong to user"):
-        open_library_built_ahead(RUNTIME)
+        open_library_built_ahead()
 
 
 def test_what_is_not_what_was_built_is_not_loaded(
@@ -103,22 +102,17 @@ def test_what_is_not_what_was_built_is_not_loaded(
     for file in folder.glob("*.so"):
         file.write_bytes(b"other")
     with pytest.raises(BuildError, match="has changed since it was built"):
-        open_library_built_ahead(RUNTIME)
+        open_library_built_ahead()
     index = json.loads((folder / "libraries.json").read_text())
     (folder / "libraries.json").write_text(json.dumps({**index, "sources": "others"}))
     with pytest.raises(BuildError, match="other sources"):
-        open_library_built_ahead(RUNTIME)
+        open_library_built_ahead()
     (folder / "libraries.json").write_text("[]")
     with pytest.raises(BuildError, match="cannot be read"):
-        open_library_built_ahead(RUNTIME)
+        open_library_built_ahead()
     monkeypatch.setenv(ahead.FOLDER_VARIABLE, str(folder / "nowhere"))
     with pytest.raises(BuildError, match="nowhere: No such file"):
-        open_library_built_ahead(RUNTIME)
-
-
-def test_without_torchs_runtime_there_is_none(folder: Path) -> None:
-    with pytest.raises(BuildError, match="OpenMP"):
-        open_library_built_ahead(None)
+        open_library_built_ahead()
 
 
 @pytest.mark.parametrize("one", SETS, ids=lambda one: one.name)
@@ -129,7 +123,7 @@ def test_the_switch_forces_an_instruction_set(
     monkeypatch.setenv(SWITCH_VARIABLE, one.name.upper())
     name, content = opened()
     assert name == one.name
-    assert content == " ".join([*build.FLAGS, "-fopenmp", *one.flags]).encode()
+    assert content == " ".join([*build.FLAGS, build.THREADS, *one.flags]).encode()
 
 
 def test_a_forced_set_that_this_cpu_lacks_is_an_error(
@@ -138,10 +132,10 @@ def test_a_forced_set_that_this_cpu_lacks_is_an_error(
     monkeypatch.setattr(ahead, "cpu_features", lambda: frozenset[str]())
     monkeypatch.setenv(SWITCH_VARIABLE, SETS[0].name)
     with pytest.raises(BuildError, match=f"no library {SETS[0].name} for this CPU"):
-        open_library_built_ahead(RUNTIME)
+        open_library_built_ahead()
     monkeypatch.setattr(ahead, "find_packaged_libraries", lambda: None)
     with pytest.raises(BuildError, match=f"=.*{SETS[0].name}: no library built ahead"):
-        open_library_built_ahead(RUNTIME)
+        open_library_built_ahead()
 
 
 def test_an_unknown_value_of_the_switch_is_an_error(
@@ -149,7 +143,7 @@ def test_an_unknown_value_of_the_switch_is_an_error(
 ) -> None:
     monkeypatch.setenv(SWITCH_VARIABLE, "sse9")
     with pytest.raises(BuildError, match=r"must be one of 0, 1, build, .*, got sse9"):
-        open_library_built_ahead(RUNTIME)
+        open_library_built_ahead()
 
 
 def build_is_asked_for(monkeypatch: pytest.MonkeyPatch, wheel: Path) -> None:
@@ -181,7 +175,7 @@ def test_a_library_is_built_here_only_if_asked_or_if_the_wheel_has_none(
     monkeypatch.setenv("CC", "gcc")  # a compiler alone does not ask for a build
     assert opened()[0] == SETS[0].name
     change(monkeypatch, wheel)
-    assert open_library_built_ahead(RUNTIME) is None
+    assert open_library_built_ahead() is None
 
 
 def test_a_named_folder_wins_over_the_wheel(
@@ -197,7 +191,7 @@ def test_a_damaged_library_of_the_wheel_is_an_error(wheel: Path) -> None:
     for file in wheel.glob("*.so"):
         file.write_bytes(b"other")
     with pytest.raises(BuildError, match="has changed since it was built"):
-        open_library_built_ahead(RUNTIME)
+        open_library_built_ahead()
 
 
 def test_only_libraries_of_another_recipe_are_built_again(

@@ -33,14 +33,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the library belongs; builds take no time."""
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(build, "find_compiler", lambda runtime: ["cc"])
+    monkeypatch.setattr(build, "find_compiler", lambda: ["cc"])
     monkeypatch.setattr(build, "_key", lambda *arguments: NAME.removesuffix(".so"))
     monkeypatch.setattr(build, "compile_library", lambda *arguments: BUILT)
     return tmp_path / "cache" / "native"
 
 
 def content() -> bytes:
-    opened = open_library(None)
+    opened = open_library()
     with os.fdopen(opened.descriptor, "rb") as file:
         assert opened.path.name == NAME
         return file.read()
@@ -120,7 +120,7 @@ def test_a_folder_that_is_a_link_is_not_followed(
     folder.parent.mkdir()
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    opened = open_library(None)
+    opened = open_library()
     os.close(opened.descriptor)
     assert opened.path.parent == tmp_path / f"baton-native-{os.geteuid()}"
     assert opened.problem.startswith(f"{folder}: ")
@@ -139,14 +139,14 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_for_temporary_fi
 ) -> None:
     """Regression: a read-only home cost the compiled kernels, and tokens came five times slower."""
     folder.parent.write_bytes(b"a file, which not even root makes a folder in")
-    opened = open_library(None)
+    opened = open_library()
     os.close(opened.descriptor)
     assert opened.path == tmp_path / f"baton-native-{os.geteuid()}" / NAME
     assert opened.path.parent.stat().st_mode & 0o777 == 0o700
     assert opened.problem == f"{folder}: File exists"
     monkeypatch.setattr(build, "compile_library", lambda *arguments: b"again")
     assert content() == BUILT
-    assert find_library(None) == opened.path
+    assert find_library() == opened.path
 
 
 def test_a_folder_that_runs_full_costs_no_second_build(
@@ -176,9 +176,9 @@ def test_where_no_folder_can_be_written_one_line_names_them(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
     folder.parent.write_bytes(b"")
     with pytest.raises(BuildError) as caught:
-        open_library(None)
+        open_library()
     assert str(caught.value).count(": File exists") == 2
-    assert find_library(None) is None
+    assert find_library() is None
 
 
 def test_one_process_builds_and_the_others_wait_for_its_library(
@@ -207,12 +207,12 @@ def test_one_process_builds_and_the_others_wait_for_its_library(
 
 
 def test_a_library_that_is_there_is_found_and_nothing_is_built(folder: Path) -> None:
-    assert find_library(None) is None
+    assert find_library() is None
     assert not folder.exists()
     content()
-    assert find_library(None) == folder / NAME
+    assert find_library() == folder / NAME
     (folder / NAME).chmod(0o664)
-    assert find_library(None) is None
+    assert find_library() is None
 
 
 def test_compilers_end_with_the_process_that_started_them(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ class NoOps:
     def place_threads(self, *place: Any) -> bool:
         return True
 
+    def watch_lenders(self, *lenders: Any) -> None:
+        pass
+
 
 @pytest.fixture
 def cores(tmp_path: Path) -> LentCores:

@@ -86,7 +86,7 @@ class Keys:
         return cls(file, str(file.metadata.get("general.architecture")))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value unchecked."""
+        """Return a key's value as the file has it, unchecked."""
         return self.file.metadata.get(f"{self.architecture}.{name}", default)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
@@ -205,7 +205,7 @@ class Architecture:
     """Describe one architecture of GGUF files.
 
     Attributes:
-        model: its name in `models/registry.py`.
+        model: name of the architecture in `models/registry.py`.
         fields: reads the architecture-specific fields of config.json.
         heads: reads the fields about head size and rotation.
         prefix: prefix of a layer's names in a checkpoint.
@@ -214,7 +214,7 @@ class Architecture:
             `.weight` or `.bias` is for that tensor alone, with its complete name.
         joins: names within a layer, each with the file's tensors whose rows it joins.
         changes: changes by tensor of the file or by name of ``joins``, in order of application.
-        may_have_experts: files with experts are accepted.
+        may_have_experts: whether files may have experts.
         variant: returns another row if a file needs one; None: this row serves all files.
     """
 
@@ -237,7 +237,7 @@ class Architecture:
         """Return the checkpoint's name of a layer's tensor, or None if unknown.
 
         Args:
-            part: for example `attn_q`.
+            part: name of the tensor's part of the layer, for example `attn_q`.
             kind: `.weight`, `.bias` or "".
         """
         names = {**COMMON_NAMES, **self.names}

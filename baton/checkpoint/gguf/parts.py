@@ -62,9 +62,9 @@ def read_model(path: Path) -> GgufFile:
 
 
 def read_places(path: Path) -> GgufFile:
-    """Read what `read_model` reads, without long lists such as vocabularies.
+    """Read the same header as `read_model`, but without long lists such as vocabularies.
 
-    A process reads the header of files that do not change once.
+    A process reads the header of unchanged files only once.
 
     Raises:
         ModelLoadError: see `read_model`.
@@ -79,7 +79,7 @@ def read_places(path: Path) -> GgufFile:
 
 @functools.lru_cache(maxsize=4)
 def _known_places(path: Path, _states: tuple[tuple[int, ...], ...]) -> GgufFile:
-    """Read the files, which are in these states."""
+    """Read the files' headers; ``_states`` makes the result of changed files a new one."""
     return _without_lists(path)
 
 
@@ -111,7 +111,7 @@ def linked(path: Path) -> Path:
 
 
 def first_part(path: Path) -> Path:
-    """Return the first part of a part's model; any other file itself."""
+    """Return the first part of a part's model; return any other file unchanged."""
     found = _PART.fullmatch(path.name)
     return path if found is None else path.with_name(_name(found["stem"], 1, int(found["count"])))
 

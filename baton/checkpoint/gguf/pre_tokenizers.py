@@ -65,7 +65,7 @@ class PreTokenizer:
     """How one family of vocabularies splits a text.
 
     Attributes:
-        patterns: each splits what the one before left; matches stay whole.
+        patterns: patterns that split the text in turn; a match stays whole and is not split again.
         composes: whether text is normalized first (Unicode's NFC).
         takes_whole_words: whether a piece that is a token skips merges.
         begins_texts: default for whether texts begin with a BOS token.

@@ -100,7 +100,7 @@ def _of_factors(keys: Keys, factors: Sequence[float]) -> Mapping[str, Any]:
 
 
 def _llama3_factors(theta: float, number: int, factor: float) -> Iterable[float]:
-    """Yield by which factor each frequency is slowed down (Llama 3.1, arXiv:2407.21783)."""
+    """Yield the factor that slows down each frequency (Llama 3.1, arXiv:2407.21783)."""
     for index in range(number):
         wavelength = 2 * math.pi * theta ** (index / number)
         share = (_LLAMA3_LENGTH / wavelength - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)

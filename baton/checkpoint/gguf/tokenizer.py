@@ -93,7 +93,7 @@ class _Vocabulary:
     def _list(
         self, key: str, of: type, default: list[Any] | None = None, length: int | None = -1
     ) -> list[Any]:
-        """Return a list of metadata; ``length`` None: it may differ from the vocabulary's."""
+        """Return a list of metadata, as long as the vocabulary unless ``length`` is None."""
         value = self.get(key, default)
         if not isinstance(value, list) or not value or not isinstance(value[0], of):
             raise self.wrong(key, f"must be a list of {of.__name__}, got {type(value).__name__}")

@@ -38,7 +38,7 @@ def audit(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.
+    """Show who holds the KV blocks of a node, or of all; exit code 5 if a block has no owner.
 
     On a healthy node, the listed owners hold all references that its block pool counts.
     """

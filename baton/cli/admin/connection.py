@@ -39,7 +39,7 @@ class ExitCode(enum.IntEnum):
 
 
 class OutputFormat(enum.Enum):
-    """Format of results."""
+    """Formats in which commands print their results."""
 
     TABLE = "table"
     JSON = "json"
@@ -101,7 +101,7 @@ class AdminConnection:
         return list(response.nodes)
 
     def node(self, name: str) -> admin_pb2.NodeDescription:
-        """Return one node."""
+        """Return the router's description of one node."""
         found: admin_pb2.NodeDescription = self.call("GetNode", node=name)
         return found
 
@@ -156,8 +156,8 @@ def connection(access: OperatorAccess) -> Iterator[AdminConnection]:
 def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]:
     """Yield a connection to each router that the address resolves to, in turn.
 
-    Nodes join all of them: a name with several addresses means several routers, which do not share
-    what they are told. Raises AdminError.
+    A name with several addresses means several routers. Nodes join all of them, but each operator's
+    call reaches only one. Raises AdminError.
     """
     import asyncio
 

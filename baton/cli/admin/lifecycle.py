@@ -42,7 +42,8 @@ def drain(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Have a node take nothing new and end what it has; it stays, for `resume` or `remove`.
+    """Let a node finish its requests and take no new ones; the node stays, for `resume` or
+    `remove`.
 
     With --wait, returns when no request, transfer or block that a peer may write is left there.
     """
@@ -118,7 +119,7 @@ def _poll(
     give_up_at: float,
     show: Callable[[_Node], None],
 ) -> _Node:
-    # By engine id, since a restarted node is another one.
+    # Compare engine ids, since a restarted node is another node.
     while not _has_reached(found, wanted):
         show(found)
         if time.monotonic() > give_up_at:

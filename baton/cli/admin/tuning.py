@@ -58,7 +58,7 @@ def set_policy(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Place requests by another policy from now on; until the router's next start."""
+    """Place requests by another policy, until the router's next start."""
     with connection(access) as admin:
         found = admin.call("SetPolicy", policy=name)
     if is_json(output):
@@ -98,7 +98,7 @@ def log_level(
     *,
     access: OperatorAccess,
 ) -> None:
-    """Set what a node, or the router (its name here is `router`), logs from now on."""
+    """Set the log level of a node, or of the router (named `router`), from now on."""
     node = "" if name == ROUTER else name
     with connection(access) as admin:
         found = admin.call("SetLogLevel", node=node, level=level, module=module)

@@ -21,7 +21,6 @@ from baton.kernel_library.switch import SWITCH_VARIABLE
 from baton.version import __version__
 
 _OF_NODES = ("torch", "numpy", "safetensors", "gguf", "nixl")
-_TORCHS_OPENMP = "libgomp"
 
 
 def version_of(package: str) -> str:
@@ -47,7 +46,7 @@ def look_at_packages() -> Finding:
 def look_at_compiler(kernels: KernelState) -> Finding:
     """Check the compiler for native kernels, which is needed if these are not built."""
     try:
-        compiler = find_compiler(_TORCHS_OPENMP)
+        compiler = find_compiler()
         shown = run_tool([*compiler, "--version"]).partition("\n")[0]
     except BuildError as error:
         needs_none = kernels.path is not None or kernels.is_off

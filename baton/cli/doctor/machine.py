@@ -28,7 +28,7 @@ _LEAST_DESCRIPTORS = 4096
 _NET = Path("/sys/class/net")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ADDRESS_OF_DEVICE = 0x8915  # SIOCGIFADDR
-# By name, because `baton` does not import the engine.
+# Named as text, because `baton` does not import the engine.
 _READERS: Registry[Any] = Registry(
     "figure", {"memory": "engine.worker.host.host_memory:read_host_memory"}
 )

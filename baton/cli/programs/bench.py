@@ -57,7 +57,7 @@ class QuickOptions:
 
 @app.callback()
 def _group() -> None:
-    """Keep the app a group of commands."""
+    """Make Typer keep a group of commands even if it has a single command."""
 
 
 @app.command()

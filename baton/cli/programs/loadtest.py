@@ -18,7 +18,7 @@ app = CommandLine(add_completion=False, help="Measure a deployment under load.")
 
 @app.callback()
 def _root() -> None:
-    """Keep the app a group of commands."""
+    """Make Typer keep a group of commands even if it has a single command."""
 
 
 @app.command()
@@ -26,8 +26,8 @@ def _root() -> None:
 def run(options: RunOptions) -> None:
     """Play one load against one server and measure it.
 
-    Exit codes: 0; 1: it could not be run, or nothing came through; 3: the generator could not
-    keep up, so that the numbers are useless; 130: stopped.
+    Exit codes: 0: success; 1: the load could not be run, or no request succeeded; 3: the generator
+    could not keep up, so that the numbers are useless; 130: stopped.
     """
 
     async def main() -> int:

@@ -19,7 +19,7 @@ from prefill_node.options import PrefillOptions
 if TYPE_CHECKING:
     from baton.text.grammar_trials import EarlyGrammars
 
-# By name: torch is imported only when a node is made.
+# Named as text, so that torch is imported only when a node is made.
 _PROGRAMS: Registry[MakeProgram[Any]] = Registry(
     "node program",
     {"prefill": "prefill_node.program:make_program", "decode": "decode_node.program:make_program"},

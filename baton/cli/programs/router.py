@@ -1,4 +1,4 @@
-"""`baton router`."""
+"""`baton router`: the command that runs a router."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from baton.api.printable import printable
 from baton.deployment.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 from baton.kernel_library.state import ADVICE, BUILDING, SLOWER
 
-_CHECK_S = 0.5  # between checks that all processes run
+_CHECK_S = 0.5  # seconds between checks that all processes run
 _STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
 # A process that ends this often within this time ends the deployment: restarts do not help.
 MAX_RESTARTS = 5
@@ -29,12 +29,12 @@ def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
     told = False
 
     def stop(number: int, frame: object) -> None:
-        # Not an event, whose lock the main thread may hold, and this handler runs on that thread.
+        # A plain flag: this handler runs on the main thread, which may hold an event's lock.
         nonlocal told
         told = True
         raise KeyboardInterrupt
 
-    # Also if SIGINT was ignored from the start, as in background jobs of scripts.
+    # Set the handlers even if SIGINT was ignored from the start, as in background jobs of scripts.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     console = Console(highlight=False)
@@ -116,7 +116,7 @@ def _say_ready(deployment: LocalDeployment, console: Console) -> None:
     console.print(f'[green]ready[/]  {key}baton generate {at} "def add(a, b):"', soft_wrap=True)
     chat = f'baton chat {at} --system "Answer in one short sentence."'
     console.print(f"       {key}{chat}", soft_wrap=True)
-    # (with a random port, the log has it).
+    # A random port is shown in the log only.
     if config.http_listen and not config.http_listen.endswith(":0"):
         root = f"{'https' if tls else 'http'}://{config.http_listen}"
         console.print(f"       OpenAI API:  {root}/v1", soft_wrap=True)

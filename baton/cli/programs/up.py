@@ -36,8 +36,9 @@ class UpOptions:
 
     model: str = option(
         further="more_models",
-        help="Model folder, GGUF file, or hub id. Each one more has nodes of its own; all share "
-        "the machine's cores, and --kv-cache-memory is divided among them.",
+        help="Model folder, GGUF file, or hub id. Repeat it for more base models: each has nodes "
+        "of its own, all share the machine's cores, and --kv-cache-memory is divided among "
+        "them.",
     )
     more_models: tuple[str, ...] = ()
     prefill: int = option(
@@ -155,7 +156,8 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
 def _kv_memory(options: UpOptions) -> list[str]:
     """Return the nodes' option that divides a given KV memory among several base models.
 
-    Without one each node measures at its start what the others left of the machine's memory.
+    Without this option, each node measures at its start how much of the machine's memory the others
+    left.
     """
     num_models = 1 + len(options.more_models)
     if num_models == 1 or options.kv_cache_memory == "auto":

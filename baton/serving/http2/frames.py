@@ -81,7 +81,7 @@ class FrameGuard:
             the frames after it until `feed` is called again. PING, and WINDOW_UPDATE of open
             streams, still pass. Without an answer to its PING, each side closes the connection
             after a minute; without window updates, answers to earlier calls stall.
-        clock: in seconds.
+        clock: returns seconds.
 
     Attributes:
         hold: why the next frame is held back; None when all whole frames have passed.
@@ -106,7 +106,7 @@ class FrameGuard:
         self.streams = deque[int](maxlen=_KEPT_STREAMS)
         self._num_searched = 0  # bytes of the held frames in which nothing may overtake
         self._last_stream = 0  # highest id of an opened stream
-        self._num_data_bytes = 0  # still to come of a DATA frame
+        self._num_data_bytes = 0  # bytes of a DATA frame still to come
         self._budget = float(self._limits.small_burst)  # cost of small frames that may come now
         self._refilled_at = clock()
 
@@ -137,7 +137,7 @@ class FrameGuard:
         return len(self._held)
 
     def note_sent(self, num_bytes: int) -> None:
-        """Allow the client more small frames for what the server sent to it."""
+        """Allow the client more small frames, because the server sent it bytes."""
         limits = self._limits
         allowed = self._budget + num_bytes / limits.sent_bytes_per_small
         self._budget = min(allowed, limits.small_burst)

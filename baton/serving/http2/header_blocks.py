@@ -16,7 +16,7 @@ _STATIC_NAME_BYTES = 27
 _STATIC_ENTRY_BYTES = _ENTRY_BYTES + 28
 # Most entries in a dynamic table of 4,096 bytes, the size that gRPC offers.
 _MAX_DYNAMIC = 4096 // _ENTRY_BYTES
-# More digits than any length or index within a block can need.
+# Most bytes of an integer. No length or index within a block needs more.
 _MAX_INTEGER_BYTES = 4
 
 
@@ -32,7 +32,7 @@ class HeaderMeter:
     """
 
     def __init__(self) -> None:
-        # The length of each entry's name, and the size of the entry; the newest entry first.
+        # For each entry, the length of its name and its size; the newest entry comes first.
         self._dynamic: deque[tuple[int, int]] = deque(maxlen=_MAX_DYNAMIC)
 
     def measure(self, block: bytes, max_bytes: int) -> int:

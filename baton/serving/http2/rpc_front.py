@@ -30,14 +30,15 @@ from baton.serving.http2.frames import FrameGuard, Hold, Http2Error, cancel_fram
 
 logger = logging.getLogger(__name__)
 
-# For the names of connections to the private socket; the longest is an IPv6 address with a number.
+# Longest name of a connection to the private socket: an IPv6 address with a number.
 _MAX_NAME_CHARS = 60
 _PREFIX = "baton-rpc-"
-_MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS  # for the folder: macOS allows 104 in all, Linux 108
+# Longest path of the folder. macOS allows 104 characters for the whole address, Linux 108.
+_MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
 _MAX_SENT_BYTES = 2**17  # bytes that wait for a client before gRPC must wait
-_FEW_STREAMS = 16  # this many calls gRPC may cancel at once
+_FEW_STREAMS = 16  # most calls that gRPC may cancel at once
 # Most bytes read while a call waits for its turn, to find acknowledgements after it.
 _MAX_HELD_BYTES = 2**18
 
@@ -284,7 +285,7 @@ class _ClientSide(asyncio.Protocol):
         assert self._client is not None
         self._is_refused = True
         self._front.listener.note_refused(self, f"a connection to gRPC is closed: it {why}")
-        if self._connecting is None:  # nothing was sent yet, so a frame may begin
+        if self._connecting is None:  # nothing was sent yet, so no frame is cut in two
             self._client.write(goodbye(why))
             self._client.close()
         else:

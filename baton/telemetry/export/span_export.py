@@ -45,7 +45,6 @@ class SpanExporter:
     Raises:
         ConfigError: OpenTelemetry is not installed, the endpoint is not a URL, or an environment
             variable has an invalid value.
-            environment has a value that the exporter cannot use.
     """
 
     def __init__(self, endpoint: str, service: str, resource: dict[str, str]) -> None:

@@ -79,7 +79,7 @@ def _all(*schemas: Any) -> Any:
 
 
 def _without_dependencies(schema: Schema) -> Schema:
-    """Return alternatives for what the presence of a property requires."""
+    """Write dependencies as alternatives: a property is absent, or what it requires holds."""
     found, needs = dict(schema), list[tuple[str, Any]]()
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         needs += found.pop(keyword, {}).items()
@@ -194,7 +194,9 @@ class _Opposites:
         raise _UnknownOppositeError
 
     def _of_properties(self, properties: Any, beside: Schema, depth: int) -> list[Any]:
-        """Return one schema per property, for objects whose value of that property does not fit."""
+        """Return, for each property, the schema of objects in which that property's value does not
+        fit.
+        """
         declared = beside.get("properties", {})
         ways = []
         for name, one in properties.items():

@@ -25,7 +25,7 @@ def written_out(schema: Schema, root: Schema) -> Schema:
     """Return a schema of lists without ``uniqueItems`` and ``contains``, where that can be written.
 
     Args:
-        root: the whole schema, which references are of.
+        root: the whole schema, to which references point.
     """
     return _contains(_unique(dict(schema), root))
 

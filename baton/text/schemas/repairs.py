@@ -24,7 +24,7 @@ from baton.text.schemas.rewrites import rewritten
 _OF_NAMES = ("properties", "$defs", "definitions", "dependentSchemas")
 _OF_THE_SAME = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 _VALUES = ("enum", "const")
-# Keywords that constrain, and that no rewriting has replaced: each with what may help.
+# Keywords that constrain values but are not enforced unless rewritten, each with advice.
 _UNENFORCED = {
     "uniqueItems": f": list at most {MAX_LISTED} values in enum, or leave maxItems at 1",
     "contains": f": give type array, and items as a schema; of maxItems, {MAX_PLACES} are tried",
@@ -145,7 +145,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
         return
     is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
     properties, required = schema.get("properties"), schema.get("required")
-    num_certain = 1  # the first of the other names, if any, is unique
+    num_certain = 1  # any first name is new
     if isinstance(properties, dict) and isinstance(required, list):
         num_certain += sum(isinstance(name, str) and name in properties for name in required)
     if is_open and wanted > num_certain:

@@ -49,14 +49,14 @@ _MONTH_DAY = (
     "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
     "|02-(0[1-9]|1[0-9]|2[0-8]))"
 )
-_OF_FOUR = "(0[48]|[2468][048]|[13579][26])"  # multiples of 4, but for 0
+_OF_FOUR = "(0[48]|[2468][048]|[13579][26])"  # multiples of 4, except 0
 _DAY = f"({_YEAR}-{_MONTH_DAY}|([0-9]{{2}}{_OF_FOUR}|{_OF_FOUR}00)-02-29)"
 _HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
-# Leap seconds are left out: they exist at the ends of some days alone.
+# Leap seconds are left out: they exist only at the ends of some days.
 _CLOCK = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+\-]{_HOUR})"
 
 _ATOM = "[A-Za-z0-9_+\\-]"
-# At most 64 characters before the sign, as mail servers have it.
+# At most 64 characters come before the @, because mail servers take no more.
 _MAILBOX = rf"({_ATOM}{{1,31}}(\.{_ATOM}{{1,31}})?|{_ATOM}{{1,15}}(\.{_ATOM}{{1,15}}){{1,3}})"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
 
@@ -119,7 +119,7 @@ def rewritten(schema: Schema, root: Schema, beside: Schema | None = None) -> Sch
 
     Args:
         root: the whole schema, for references.
-        beside: the types and properties that the value has by enclosing schemas.
+        beside: types and properties that enclosing schemas require of the value.
     """
     if schema.get("not") in ({}, True):
         return False
@@ -130,7 +130,7 @@ def rewritten(schema: Schema, root: Schema, beside: Schema | None = None) -> Sch
 
 
 def _multiple(schema: Schema, root: Schema) -> None:
-    """Have multiples of a whole number be integers.
+    """Require integers where values must be multiples of a whole number.
 
     The library panics where a special token follows a number of this kind, written ``95.0`` or not.
     """

@@ -96,7 +96,7 @@ class ThoughtFinder:
     """Find an output's position in a thought from its prompt.
 
     Args:
-        tokenizer: the checkpoint's.
+        tokenizer: the checkpoint's tokenizer.
         marks: the family's marks.
     """
 
@@ -131,7 +131,7 @@ class ThoughtFinder:
         """Return an engine's parameters for the thought, or None if the prompt allows none.
 
         Args:
-            must_open: see `Thinking`.
+            must_open: whether the output must begin with a thought (`Thinking`).
             before_calls: whether a grammar of calls in the family's form follows, and no answer.
         """
         marks = self._marks

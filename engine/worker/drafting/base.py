@@ -88,7 +88,8 @@ class Drafting(Protocol):
         Args:
             states: `[num_tokens, ...]`, the states of the model that the drafter reads, of all
                 computed tokens.
-            sampled: see `ModelRunnerOutput.sampled_token_ids`.
+            sampled: the step's sampled tokens, by request id
+                (`ModelRunnerOutput.sampled_token_ids`).
             after_layer: called with the number of each layer of the drafter once its KV is written.
         """
 
@@ -100,14 +101,14 @@ class DraftChooser:
 
     Args:
         rejects: whether drafts are accepted by rejection sampling (`engine/sampling/rejection.py`).
-            If so, drafts are sampled with their own noise. If not, with the noise that their
-            position's token will be sampled with: a draft equals that token if the two
-            distributions are close enough.
+            If so, drafts are sampled with their own noise. If not, drafts are sampled with the
+            noise of their positions' tokens: a draft equals its token if the two distributions are
+            close enough.
     """
 
     def __init__(self, *, rejects: bool = False) -> None:
         self._rejects = rejects
-        # By row of the input batch and position: drafts and their distributions.
+        # Drafts and their distributions, by row of the input batch and position.
         self._drawn: dict[int, dict[int, tuple[int, Floats]]] = {}
 
     def choose(

@@ -54,9 +54,9 @@ class LayersDrafting:
 
     Args:
         drafter: computes states and logits of drafts.
-        passes: makes the contexts of its passes.
+        passes: makes the contexts of the drafter's passes.
         num_layers: number of the model's layers; the drafter's layers are numbered after these.
-        max_model_len: number of positions.
+        max_model_len: most tokens of one request.
         chooser: samples the drafts.
         read_states: returns states between the model's layers in the latest step, if the drafter
             needs those; None: it uses the states after the last norm.
@@ -91,7 +91,7 @@ class LayersDrafting:
         sampled: Sampled,
         after_layer: Callable[[int], None] | None = None,
     ) -> Drafts:
-        """See `Drafting`."""
+        """Implement `Drafting.after_step`."""
         if self._read_states is not None:
             states = self._read_states()
         drafts: Drafts = {}

@@ -11,7 +11,7 @@ from baton.api.errors import ConfigError
 from baton.engine_config import DRAFTERS as METHODS
 from baton.engine_config import EngineConfig
 from baton.kv.layers import LayerKV
-from engine.worker.device_choice import BackendNames, choose_packer
+from engine.worker.device_choice import BackendNames, choose_ops, choose_packer
 from engine.worker.drafting.base import DraftChooser, Drafting
 from engine.worker.drafting.heads import HeadsDrafting
 from engine.worker.drafting.layers import LayersDrafting
@@ -53,6 +53,7 @@ def load_drafter(
         device=device,
         # Drafts change no token, as batch_invariant refuses rejection sampling.
         packer=choose_packer(replace(config, batch_invariant=False), device, dtype),
+        ops=choose_ops(config, device),
         max_model_len=config.max_model_len,
     )
     return DRAFTERS.load(config.speculative_method)(source)
@@ -88,7 +89,7 @@ def make_drafting(
     """Connect a drafter to its model and to the KV memory, whose last layers are the drafter's.
 
     Args:
-        rejects: see `DraftChooser`.
+        rejects: whether drafts are accepted by rejection sampling.
     """
     if drafter is None:
         return None

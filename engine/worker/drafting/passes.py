@@ -119,7 +119,7 @@ class Passes:
         """Describe passes over one request: first ``num_tokens`` tokens, then one token per pass.
 
         Args:
-            block_tables: see `context`.
+            block_tables: one per group, `[num_requests, max_blocks]`.
             request: the request's row of the block tables.
             start: position of the first token.
             num_tokens: tokens of the first pass, each of which counts as a request.

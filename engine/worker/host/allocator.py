@@ -17,9 +17,9 @@ _ROOM = KEPT_BYTES // 2  # larger free space would be given back
 def keep_freed_memory() -> bool:
     """Keep freed memory in the process, and get new memory in huge pages.
 
-    By default, activations of some MiB are given back after each layer and come as new pages, which
-    the kernel clears, which takes a tenth of some prompts' time. Up to `KEPT_BYTES` of free memory
-    at the heap's end are kept. Has no effect with other C libraries (musl, macOS).
+    By default, activations of some MiB are given back after each layer and come as new pages. The
+    kernel clears these, which takes a tenth of some prompts' time. Up to `KEPT_BYTES` of free
+    memory at the heap's end are kept. Has no effect with other C libraries (musl, macOS).
 
     Returns:
         Whether the allocator could be set up.

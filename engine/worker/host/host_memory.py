@@ -54,7 +54,7 @@ def read_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory
 
 
 def peak_growth(call: Callable[[], None], proc: Path = _PROC) -> int:
-    """Return by how many bytes the resident set grew, at most, while ``call`` ran.
+    """Run ``call``, and return the most bytes by which the resident set grew meanwhile.
 
     The kernel's peak of the resident set is reset before (proc_pid_clear_refs(5)). Where that is
     forbidden, the peak counts from the process's start, and the result is an upper bound.

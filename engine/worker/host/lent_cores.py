@@ -1,19 +1,26 @@
 """Idle cores of a node, lent to other nodes on the machine.
 
-    0-7.busy    in a shared folder: locked by the owner of the cores while it has work
+    0-7.busy    in a shared folder: locked by the owner of the cores while it has work. Its first
+                byte is 1 meanwhile, its second one while the borrower computes on the cores
     0-7.lent    locked by the node that computes on the cores meanwhile
 
-No node waits. A node that finds its cores lent computes at once, beside what still runs there: a
-layer of a prompt, or a decode step. Locks end with their process, so a dead node leaves none.
+The borrower reads the first byte before each part of a step that threads divide, and leaves the
+cores when it is set. An owner with new work waits until such a part has ended, which takes some
+milliseconds. Otherwise a thread on the borrowed core may get no turn for a second, where Linux
+divides cores between sessions. Locks end with their process, so a dead node leaves none.
 
 Refuses to know: the computation, nodes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import logging
+import mmap
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,14 +34,17 @@ from baton_kernels.native.ops import NativeOps
 logger = logging.getLogger(__name__)
 
 _BUSY, _LENT = ".busy", ".lent"
+_IS_BUSY, _IS_USED = 0, 1  # bytes of the file
+_LONGEST_WAIT_S = 0.02
+_POLL_S = 0.0002
 AfterLayer = Callable[[int], None]
 
 
 class LentCores:
     """One node's part: its own cores, and other nodes' cores that it borrows.
 
-    Used by the thread that computes, whose number of threads it sets. The own cores are lent
-    until the first `borrow`.
+    Used by the thread that computes, whose number of threads it sets. Its own cores are
+    lent until the first `borrow`.
 
     Args:
         folder: the machine's folder of locks, which must exist.
@@ -50,6 +60,7 @@ class LentCores:
         self._num_own_threads = torch.get_num_threads()
         self._busy = _open(folder / f"{own}{_BUSY}")
         self._lent = _open(folder / f"{own}{_LENT}")
+        self._bytes = _map_bytes(self._busy)
         self._is_busy = False
         self._may_borrow = True
         self._has_failed = False
@@ -57,9 +68,11 @@ class LentCores:
         self._borrowed: list[_Share] = []
 
     def borrow(self) -> None:
-        """Mark the own cores as busy, and compute on the cores of idle nodes as well."""
+        """Mark this node's cores as busy, and compute on the cores of idle nodes as well."""
         if not self._is_busy:
             self._is_busy = _lock(self._busy)  # fails only while another node checks the lock
+            self._bytes[_IS_BUSY] = 1
+            self._wait_for_borrower()
             self._find_others()
         if not self._may_borrow:
             return
@@ -68,14 +81,15 @@ class LentCores:
         self._use(kept + [share for share in new if share.borrow()])
 
     def rest(self) -> None:
-        """Lend the own cores, as there is nothing to compute, and give back borrowed ones."""
+        """Lend this node's cores, as there is nothing to compute; give back borrowed cores."""
         self._use([])
         if self._is_busy:
+            self._bytes[_IS_BUSY] = 0
             fcntl.flock(self._busy, fcntl.LOCK_UN)
             self._is_busy = False
 
     def are_taken(self) -> bool:
-        """Return whether another node computes on the own cores."""
+        """Return whether another node computes on this node's cores."""
         if not _lock(self._lent, fcntl.LOCK_SH):
             return True
         fcntl.flock(self._lent, fcntl.LOCK_UN)
@@ -92,7 +106,7 @@ class LentCores:
         return borrow_too
 
     def close(self) -> None:
-        """Give back borrowed cores and lend the own ones, for good."""
+        """Give back borrowed cores and lend this node's cores, for good."""
         self.rest()
         os.close(self._busy)
         os.close(self._lent)
@@ -100,20 +114,30 @@ class LentCores:
             share.close()
         self._others.clear()
 
+    def _wait_for_borrower(self) -> None:
+        """Wait until no other node computes on the own cores, but not for long."""
+        give_up_at = time.monotonic() + _LONGEST_WAIT_S
+        while self._bytes[_IS_USED] and time.monotonic() < give_up_at:
+            if not self.are_taken():  # the borrower died while it computed
+                self._bytes[_IS_USED] = 0
+            time.sleep(_POLL_S)
+
     def _use(self, shares: list[_Share]) -> None:
-        """Compute on these and on the own cores from now on."""
+        """Compute on these cores and on this node's own cores from now on."""
         if shares == self._borrowed:
             return
         for share in self._borrowed:
             if share not in shares:
                 share.give_back()
         self._borrowed = shares
+        self._ops.watch_lenders(self._num_own_threads, [])  # all threads have to be placed
         lent = frozenset[int]().union(*(share.cores for share in shares))
         if lent and not self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent):
             logger.warning("may not run on borrowed cores: computing on its own cores only")
             for share in shares:
                 share.give_back()
             self._borrowed, self._may_borrow, lent = [], False, frozenset()
+        self._ops.watch_lenders(self._num_own_threads, [share.address for share in self._borrowed])
         torch.set_num_threads(self._num_own_threads + len(lent))
 
     def _find_others(self) -> None:
@@ -139,21 +163,28 @@ class LentCores:
 
 
 class _Share:
-    """Another node's cores."""
+    """Another node's cores.
+
+    Attributes:
+        address: address of the bytes in the file of the owner's lock.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.cores = parse_cpu_list(name)
-        self._busy = _open(folder / f"{name}{_BUSY}")
-        try:
+        with contextlib.ExitStack() as opened:
+            self._busy = _open(folder / f"{name}{_BUSY}")
+            opened.callback(os.close, self._busy)
             self._lent = _open(folder / f"{name}{_LENT}")
-        except OSError:
-            os.close(self._busy)
-            raise
+            opened.callback(os.close, self._lent)
+            self._bytes = _map_bytes(self._busy)
+            opened.pop_all()
+        self.address = ctypes.addressof(self._bytes)
 
     def is_busy(self) -> bool:
         """Return whether the owner of the cores computes."""
         if not _lock(self._busy, fcntl.LOCK_SH):
             return True
+        self._bytes[_IS_BUSY] = 0  # an owner that died while it computed has left 1
         fcntl.flock(self._busy, fcntl.LOCK_UN)
         return False
 
@@ -176,7 +207,7 @@ def lent_cores(config: EngineConfig) -> LentCores | None:
     """
     if not config.core_locks:
         return None
-    ops = native_ops()
+    ops = native_ops() if config.native_kernels else None
     if ops is None or config.num_ranks > 1:
         logger.warning("core_locks: needs native kernels and one rank; cores stay as they are")
         return None
@@ -191,6 +222,12 @@ def lent_cores(config: EngineConfig) -> LentCores | None:
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _map_bytes(descriptor: int) -> ctypes.Array[ctypes.c_int8]:
+    """Return the two bytes of a file, shared with all processes that map the file."""
+    os.ftruncate(descriptor, 2)
+    return (ctypes.c_int8 * 2).from_buffer(mmap.mmap(descriptor, 2))
 
 
 def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:

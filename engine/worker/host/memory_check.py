@@ -25,7 +25,7 @@ def check_memory(
     Args:
         model_folder: the model to load on a CPU.
         config: options of its engine.
-        dtype: name of the dtype that it computes in.
+        dtype: name of the dtype that the model computes in.
         host_memory: memory of this process.
     """
     if not config.check_memory:

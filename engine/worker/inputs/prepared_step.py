@@ -15,7 +15,7 @@ from models.base import AdapterSpan
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """Inputs of one forward."""
+    """Tensors that one forward pass of the model reads."""
 
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64

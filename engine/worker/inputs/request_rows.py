@@ -28,7 +28,7 @@ class RequestRows:
         is_staged: whether steps may be staged for replays, which read `kernel_parameters`.
 
     Attributes:
-        parameters: `[num_rows]` of `PARAMETERS`.
+        parameters: `[num_rows]` of `PARAMETERS`, sampling parameters of each row.
         kernel_parameters: the parameters in the sampling kernel's layout; only for staged steps.
         request_ids: ids by row; empty: the row was never used.
         num_placed: row assignments since the start.
@@ -124,7 +124,7 @@ class RequestRows:
         )
 
     def sample_again(self, before: SamplingInput, rows: Ints, sampled_at: Ints) -> SamplingInput:
-        """Return the sampler's input of a step with the same requests as the one before."""
+        """Return the sampler's input of a step with the same requests as the step before."""
         if before.is_greedy:  # a greedy input depends on no position
             return before
         parameters = before.parameters

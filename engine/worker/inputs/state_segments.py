@@ -24,7 +24,7 @@ class Segments:
         rows: row of the input batch.
         starts: position of the first token.
         blocks: logical block that contains the run.
-        lens: number of tokens.
+        lens: number of tokens of the run.
     """
 
     num_requests: int

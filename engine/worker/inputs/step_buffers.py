@@ -20,7 +20,7 @@ class KeptDecodes:
         rows: rows of the step's requests: `[num_requests]`.
         num_changes: `BlockTable.num_changes` of each group.
         step: the latest step in these buffers.
-        constrained: see `StepPlan`.
+        constrained: ids of requests that sample by a grammar (`StepPlan.constrained`).
     """
 
     num_placed: int

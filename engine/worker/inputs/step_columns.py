@@ -17,8 +17,9 @@ class StepColumns:
         sampling: `[num_sampling]`, index of the request of each sampled token; ascending.
         sampled_at: `[num_sampling]`, position of each sampled token.
         num_behind: `[num_sampling]`, drafts computed from that position on; None: no drafts.
-        draft_token_ids: see `SamplingInput`.
-        constrained: see `StepPlan`.
+        draft_token_ids: `[num_sampling]`, drafts at the sampled tokens' positions
+            (`SamplingInput`).
+        constrained: ids of requests that sample by a grammar (`StepPlan.constrained`).
     """
 
     def __init__(self, plan: StepPlan, max_decode_rows: int) -> None:

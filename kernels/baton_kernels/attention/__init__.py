@@ -48,6 +48,7 @@ def choose_attention_backend(
     sinks: bool = False,
     half: bool = False,
     invariant: bool = False,
+    native: bool = True,
 ) -> tuple[str, str]:
     """Pick the attention backend for a device.
 
@@ -60,6 +61,7 @@ def choose_attention_backend(
         sinks: whether each head has an attention sink.
         half: whether queries and cache have 16 bits.
         invariant: whether a query's result must not depend on the rest of the batch.
+        native: whether native kernels may be chosen.
 
     Returns:
         ``(name, reason)``; the reason is one phrase for the log.
@@ -70,7 +72,7 @@ def choose_attention_backend(
     if invariant:
         override = _invariant(device, override)
     if latent:
-        return _choose_for_latents(device, override, block_size, fp8=fp8)
+        return _choose_for_latents(device, override, block_size, fp8=fp8, native=native)
     if override is not None:
         _check(override, block_size, device)
         if override in _OVER_LATENTS.values():
@@ -81,7 +83,7 @@ def choose_attention_backend(
         if problem is not None:
             raise ConfigError(f"kv_cache_dtype: fp8 with {override}: {problem}")
         return override, "asked for by the user"
-    name, reason = _fastest(device)
+    name, reason = _fastest(device, native=native)
     if name == "triton" and half and not (fp8 or sinks):
         from baton_kernels.attention.flash_triton import reason_against
 
@@ -102,7 +104,12 @@ def _invariant(device: torch.device | str, override: str | None) -> str:
 
 
 def _choose_for_latents(
-    device: torch.device | str, override: str | None, block_size: int, *, fp8: bool
+    device: torch.device | str,
+    override: str | None,
+    block_size: int,
+    *,
+    fp8: bool,
+    native: bool,
 ) -> tuple[str, str]:
     if fp8:
         raise ConfigError("kv_cache_dtype: fp8 is not supported for latents (MLA)")
@@ -112,16 +119,16 @@ def _choose_for_latents(
         if override not in _LATENT_BACKENDS:
             raise ConfigError(f"attention_backend: {override} does not take latents (MLA)")
         return override, "asked for by the user"
-    name, reason = _fastest(device)
+    name, reason = _fastest(device, native=native)
     return _OVER_LATENTS.get(name, name), reason
 
 
-def _fastest(device: torch.device | str) -> tuple[str, str]:
+def _fastest(device: torch.device | str, *, native: bool) -> tuple[str, str]:
     kind = str(device).partition(":")[0]
     if kind == "cpu":
         from baton_kernels.dispatch import native_ops  # here, because it imports torch
 
-        if native_ops() is not None:
+        if native and native_ops() is not None:
             return "native", "the KV cache is on the CPU"
         return "cpu", "the KV cache is on the CPU, and there are no native kernels"
     if kind != "cuda":

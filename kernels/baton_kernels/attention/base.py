@@ -52,7 +52,7 @@ class AttentionBackend(Protocol):
     depend on the other requests of the step, up to float rounding.
     ``baton_kernels.reference.paged_attention`` defines the result.
 
-    Every backend takes a cache of the query's dtype; `reason_against_fp8` tells about float8.
+    Every backend takes a cache of the query's dtype; for float8, ask `reason_against_fp8`.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class AttentionBackend(Protocol):
             query: ``[num_tokens, num_heads, head_dim]``.
             kv_cache: this layer's ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, a
                 strided view: memory is block-major with all layers inside a block.
-            metadata: the object ``plan`` was given.
+            metadata: the object that ``plan`` received.
             scale: factor on the dot products.
             sliding_window: each query sees at most this many newest keys, its own included.
             soft_cap: bends scores, see ``baton_kernels.reference.paged_attention``.

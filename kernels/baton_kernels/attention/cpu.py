@@ -35,10 +35,10 @@ class CpuAttention:
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``.
+        """Implement ``AttentionBackend.plan``.
 
-        Only the cache tells the block size. The plan assumes that of the last step, and ``run``
-        plans again if the cache has another, as in the very first step.
+        Only the cache tells the block size. The plan assumes the block size of the last step. If
+        the cache has another one, as in the very first step, ``run`` plans again.
         """
         self._metadata = metadata
         self._masks.clear()
@@ -57,7 +57,7 @@ class CpuAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``."""
+        """Implement ``AttentionBackend.run``."""
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         if kv_cache.shape[3] != self._planned_block_size:
             self._planned_block_size = kv_cache.shape[3]
@@ -65,8 +65,8 @@ class CpuAttention:
             self._plan = plan_step(metadata, self._planned_block_size)
         if sliding_window is not None and sliding_window >= metadata.max_seq_len:
             sliding_window = None
-        # [2, num_kv_heads, num_blocks, block_size, head_dim]: one gather along dim 2 then lands
-        # in the order that SDPA reads, without a second copy.
+        # [2, num_kv_heads, num_blocks, block_size, head_dim]. A gather along dim 2 then gives
+        # the order that SDPA reads, without a second copy.
         cache = kv_cache.permute(1, 2, 0, 3, 4)
         out = query.new_empty(*query.shape[:2], value_dim or query.shape[2])
         if self._plan.num_rows < len(out):
@@ -148,7 +148,7 @@ class CpuAttention:
                 self._buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)
         gathered = self._buffer[:size].view(shape)
         torch.index_select(cache, 2, block_ids, out=gathered)
-        return gathered.view(2, num_kv_heads, -1, head_dim).to(dtype)  # a copy of float8 only
+        return gathered.view(2, num_kv_heads, -1, head_dim).to(dtype)  # copies only float8
 
     def _prompt_mask(
         self, index: int, chunk: PromptChunk, window: int | None, query: Tensor
@@ -190,16 +190,16 @@ def _attend(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Call SDPA; with a soft cap or sinks, which SDPA lacks, compute its definition in float32.
+    """Call SDPA; with a soft cap or sinks, which SDPA lacks, compute in float32 without it.
 
     Args:
         query: ``[n, num_heads, query_len, head_dim]``.
         key: ``[n, num_kv_heads, seq_len, head_dim]``.
-        value: like ``key``.
+        value: ``[n, num_kv_heads, seq_len, head_dim]``.
         mask: broadcasts to ``[n, num_heads, query_len, seq_len]``, added to the scores.
         is_causal: whether SDPA applies its own causal mask; ``query_len`` equals ``seq_len``.
         scale: factor on the dot products.
-        soft_cap: see ``AttentionBackend.run``.
+        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
         sinks: ``[num_heads]``; ``[num_heads, query_len]`` if the rows of ``query`` are heads.
     """
     group = query.shape[1] // key.shape[1]

@@ -34,7 +34,7 @@ def block_size_multiple(version: int) -> int:
 class FlashAttention:
     """``AttentionBackend`` over ``flash_attn_with_kvcache`` (3) or ``flash_attn_varlen_func`` (2).
 
-    Only float16 and bfloat16, as the packages have nothing else.
+    Takes only float16 and bfloat16, like the packages.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class FlashAttention:
         return "it takes a cache of the model's dtype only"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``."""
+        """Implement ``AttentionBackend.plan``."""
         self._num_rows = sum(metadata.query_lens)
         ends = metadata.seq_lens.cumsum(0, dtype=torch.int32)
         self._key_starts = torch.cat((ends.new_zeros(1), ends))
@@ -67,7 +67,7 @@ class FlashAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``; latents and sinks are not supported."""
+        """Implement ``AttentionBackend.run``; latents and sinks are not supported."""
         assert value_dim is None, "values are as long as keys"
         assert sinks is None, "refused when the backend is chosen"
         # [num_blocks, block_size, num_kv_heads, head_dim] each

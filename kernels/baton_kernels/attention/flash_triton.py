@@ -32,7 +32,7 @@ def reason_against(device: torch.device | str) -> str | None:
 class FlashTritonAttention:
     """``AttentionBackend`` over both; if a step has a prompt, FlashAttention computes all of it.
 
-    float16 and bfloat16, without sinks, as the library has nothing else.
+    Takes only float16 and bfloat16, and no sinks, like the library.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class FlashTritonAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return the library's reason."""
+        """Return FlashAttention's reason."""
         return FlashAttention.reason_against_fp8(device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``; plans only the backend that computes the step."""
+        """Implement ``AttentionBackend.plan``; plans only the backend that computes the step."""
         self._is_captured = False
         if metadata.max_query_len > 1:
             self._flash.plan(metadata)
@@ -53,20 +53,20 @@ class FlashTritonAttention:
             self._triton.plan(metadata)
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
-        """See ``TritonAttention.plan_captured``."""
+        """Implement ``TritonAttention.plan_captured``."""
         self._is_captured = True
         self._triton.plan_captured(metadata)
 
     def fill_captured(
         self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> None:
-        """See ``TritonAttention.fill_captured``."""
+        """Implement ``TritonAttention.fill_captured``."""
         self._triton.fill_captured(num_tokens, query_lens, seq_lens)
 
     def run(
         self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, **options: Any
     ) -> Tensor:
-        """See ``AttentionBackend.run``."""
+        """Implement ``AttentionBackend.run``."""
         is_flash = metadata.max_query_len > 1 and not self._is_captured
         backend = self._flash if is_flash else self._triton
         return backend.run(query, kv_cache, metadata, **options)

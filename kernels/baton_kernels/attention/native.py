@@ -43,7 +43,7 @@ class NativeAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``."""
+        """Implement ``AttentionBackend.run``."""
         if self._ops is not None:
             out = self._ops.attention(
                 *(query, kv_cache, metadata),

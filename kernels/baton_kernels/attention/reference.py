@@ -35,7 +35,7 @@ class ReferenceAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``."""
+        """Implement ``AttentionBackend.run``."""
         return reference.paged_attention(
             query,
             kv_cache,

@@ -68,7 +68,7 @@ class TritonAttention:
         return "float8 needs a GPU of compute capability 8.9 or newer"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
+        """Implement ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
         self._metadata = metadata
         self._planned.clear()
         self._tiles.clear()
@@ -111,7 +111,7 @@ class TritonAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``; there is none over latents."""
+        """Implement ``AttentionBackend.run``; latents are not supported."""
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         # The layers of a group have caches of one shape; bound launches check the first layer's.

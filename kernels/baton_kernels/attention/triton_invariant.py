@@ -37,7 +37,7 @@ class InvariantTritonAttention:
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
+        """Implement ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
         self._metadata = metadata
         self._tiles.clear()
         self._bound.clear()
@@ -54,7 +54,7 @@ class InvariantTritonAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``; latents are not supported."""
+        """Implement ``AttentionBackend.run``; latents are not supported."""
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         options = (scale, sliding_window, soft_cap)

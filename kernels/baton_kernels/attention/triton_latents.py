@@ -39,7 +39,7 @@ class TritonLatentAttention:
         return "latents are not kept in float8"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """See ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
+        """Implement ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
         self._metadata = metadata
         self._tiles, self._is_planned = None, False
         self._num_rows = sum(metadata.query_lens)
@@ -56,7 +56,7 @@ class TritonLatentAttention:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``; the cache is a view by ``as_keys_and_values``."""
+        """Implement ``AttentionBackend.run``; the cache is a view by ``as_keys_and_values``."""
         assert value_dim is not None, "layers that keep one vector per token"
         unknown = (sliding_window, soft_cap, sinks)
         assert all(one is None for one in unknown), "no network over latents has them"

@@ -1,4 +1,4 @@
-"""The loaded library: its functions' types, and the OpenMP runtime that it shares with torch.
+"""The loaded library, and the types of its functions.
 
 Refuses to know: tensors.
 """
@@ -9,12 +9,9 @@ import ctypes
 import functools
 import logging
 import os
-import re
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from baton.kernel_library.ahead import open_library_built_ahead
 from baton.kernel_library.build import find_sources, open_library
@@ -24,15 +21,13 @@ from baton_kernels.native.layouts import check_layouts
 
 logger = logging.getLogger(__name__)
 
-_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$")
-
 
 def _fields(ctype: type, names: str) -> list[tuple[str, type]]:
     return [(name, ctype) for name in names.split()]
 
 
 class LinearCall(Structure):
-    """``linear_call`` in linear.h."""
+    """The C struct ``linear_call`` in linear.h."""
 
     _fields_ = (
         *_fields(c_int64, "x_type w_type out_type num_threads gated"),
@@ -44,7 +39,7 @@ class LinearCall(Structure):
 
 
 class GroupedLinearCall(Structure):
-    """``grouped_call`` in linear.c."""
+    """The C struct ``grouped_call`` in linear.c."""
 
     _fields_ = (
         ("first", LinearCall),
@@ -53,7 +48,7 @@ class GroupedLinearCall(Structure):
 
 
 class ExpertsCall(Structure):
-    """``experts_call`` in experts.c."""
+    """The C struct ``experts_call`` in experts.c."""
 
     _fields_ = (
         ("gate_up", LinearCall),
@@ -64,7 +59,7 @@ class ExpertsCall(Structure):
 
 
 class RouteCall(Structure):
-    """``route_call`` in route.c."""
+    """The C struct ``route_call`` in route.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_tokens num_experts top_k scoring normalize"),
@@ -75,7 +70,7 @@ class RouteCall(Structure):
 
 
 class PackCall(Structure):
-    """``pack_call`` in pack.c."""
+    """The C struct ``pack_call`` in pack.c."""
 
     _fields_ = (
         *_fields(c_int64, "in_type w_type num_threads first_row num_rows depth in_stride"),
@@ -85,7 +80,7 @@ class PackCall(Structure):
 
 
 class IntegersCall(Structure):
-    """``integers_call`` in pack.c."""
+    """The C struct ``integers_call`` in pack.c."""
 
     _fields_ = (
         *_fields(c_int64, "w_type num_threads first_row num_rows depth least"),
@@ -94,7 +89,7 @@ class IntegersCall(Structure):
 
 
 class UnpackCall(Structure):
-    """``unpack_call`` in pack.c."""
+    """The C struct ``unpack_call`` in pack.c."""
 
     _fields_ = (
         *_fields(c_int64, "type out_type num_threads num_rows num_columns depth"),
@@ -103,7 +98,7 @@ class UnpackCall(Structure):
 
 
 class NormCall(Structure):
-    """``norm_call`` in rows.c."""
+    """The C struct ``norm_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size"),
@@ -115,7 +110,7 @@ class NormCall(Structure):
 
 
 class GatedCall(Structure):
-    """``gated_call`` in rows.c."""
+    """The C struct ``gated_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size gate_stride up_stride"),
@@ -125,7 +120,7 @@ class GatedCall(Structure):
 
 
 class SoftenCall(Structure):
-    """``soften_call`` in rows.c."""
+    """The C struct ``soften_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size"),
@@ -135,7 +130,7 @@ class SoftenCall(Structure):
 
 
 class JoinCall(Structure):
-    """``join_call`` in rows.c."""
+    """The C struct ``join_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "num_rows first_bytes second_bytes"),
@@ -144,7 +139,7 @@ class JoinCall(Structure):
 
 
 class LargestCall(Structure):
-    """``largest_call`` in rows.c."""
+    """The C struct ``largest_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size"),
@@ -153,7 +148,7 @@ class LargestCall(Structure):
 
 
 class StoreCall(Structure):
-    """``store_call`` in rows.c."""
+    """The C struct ``store_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_tokens num_heads num_kv_heads head_dim"),
@@ -168,7 +163,7 @@ class StoreCall(Structure):
 
 
 class LatentStoreCall(Structure):
-    """``latent_call`` in rows.c."""
+    """The C struct ``latent_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_tokens num_heads rank rotary_dim interleaved"),
@@ -181,7 +176,7 @@ class LatentStoreCall(Structure):
 
 
 class AttentionCall(Structure):
-    """``attention_call`` in attention.h."""
+    """The C struct ``attention_call`` in attention.h."""
 
     _fields_ = (
         *_fields(c_int64, "type cache_type num_threads num_tokens num_requests max_blocks"),
@@ -194,7 +189,7 @@ class AttentionCall(Structure):
 
 
 class GatedNormCall(Structure):
-    """``gated_norm_call`` in rows.c."""
+    """The C struct ``gated_norm_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size group_size weight_size"),
@@ -211,7 +206,7 @@ _STATE_STEP = (
 
 
 class ConvCall(Structure):
-    """``conv_call`` in states.c."""
+    """The C struct ``conv_call`` in states.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_channels kernel_size has_silu"),
@@ -223,7 +218,7 @@ class ConvCall(Structure):
 
 
 class RecurrenceCall(Structure):
-    """``recurrence_call`` in states.c."""
+    """The C struct ``recurrence_call`` in states.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_heads num_key_heads key_dim value_dim"),
@@ -235,7 +230,7 @@ class RecurrenceCall(Structure):
 
 
 class RankGroup(Structure):
-    """``rank_group`` in ranks.c."""
+    """The C struct ``rank_group`` in ranks.c."""
 
     _fields_ = (
         *_fields(c_int64, "rank size slot_bytes spins timeout_s"),
@@ -245,7 +240,7 @@ class RankGroup(Structure):
 
 
 class CollectiveCall(Structure):
-    """``collective_call`` in ranks.c."""
+    """The C struct ``collective_call`` in ranks.c."""
 
     _fields_ = (
         *_fields(c_int64, "type kind count"),
@@ -254,7 +249,7 @@ class CollectiveCall(Structure):
 
 
 class PlacesCall(Structure):
-    """``places_call`` in cores.c."""
+    """The C struct ``places_call`` in cores.c."""
 
     _fields_ = (
         *_fields(c_int64, "num_threads num_own_threads num_bytes"),
@@ -262,8 +257,17 @@ class PlacesCall(Structure):
     )
 
 
+class LendersCall(Structure):
+    """``lenders_call`` in team.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "num_own_threads num_lenders"),
+        *_fields(c_void_p, "bytes"),
+    )
+
+
 class TapeEntry(Structure):
-    """``tape_entry`` in tape.c."""
+    """The C struct ``tape_entry`` in tape.c."""
 
     _fields_ = (*_fields(c_void_p, "function call"),)
 
@@ -291,6 +295,7 @@ _STRUCTS: dict[str, type[Structure]] = {
     "rank_group": RankGroup,
     "collective_call": CollectiveCall,
     "places_call": PlacesCall,
+    "lenders_call": LendersCall,
     "tape_entry": TapeEntry,
 }
 
@@ -319,6 +324,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baton_attention": (c_int, [POINTER(AttentionCall)]),
     "baton_collective": (c_int, [POINTER(CollectiveCall)]),
     "baton_place_threads": (c_int, [POINTER(PlacesCall)]),
+    "baton_watch_lenders": (c_int, [POINTER(LendersCall)]),
     "baton_abort_ranks": (None, [POINTER(RankGroup)]),
     "baton_find_run": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
 }
@@ -329,11 +335,7 @@ def load_library() -> ctypes.CDLL | None:
     """Load the library, and build it if needed; if that fails, log a line and return None."""
     try:
         check_layouts(find_sources(), _STRUCTS)
-        runtime = _openmp_runtime()
-        if runtime is not None:
-            # Two OpenMP runtimes in a process would compete for its cores, so ours uses torch's.
-            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        opened = open_library_built_ahead(runtime) or open_library(runtime, _tell_of_build)
+        opened = open_library_built_ahead() or open_library(_tell_of_build)
         library = _load(opened.descriptor, opened.path)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
@@ -343,10 +345,9 @@ def load_library() -> ctypes.CDLL | None:
         return None
     if opened.problem:
         logger.warning("native kernels are kept in %s: %s", opened.path.parent, opened.problem)
-    threads = "OpenMP" if runtime else "no"
     ahead, name = opened.instruction_set, opened.path.name
     origin = f"built ahead for {ahead}" if ahead else f"built on this machine ({name})"
-    logger.info("native kernels: %s, %s threads", origin, threads)
+    logger.info("native kernels: %s", origin)
     return library
 
 
@@ -361,14 +362,3 @@ def _load(descriptor: int, path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(opened if opened.exists() else path))
     finally:
         os.close(descriptor)
-
-
-def _openmp_runtime() -> str | None:
-    """Find the file of the OpenMP runtime that torch has loaded."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    lines = maps.read_text(encoding="utf-8").splitlines()
-    mapped = sorted({line.split(maxsplit=5)[-1] for line in lines if _OPENMP.search(line)})
-    torchs = [path for path in mapped if path.startswith(str(Path(torch.__file__).parent.parent))]
-    return next(iter(torchs or mapped), None)

@@ -8,7 +8,7 @@ Refuses to know: when these ops are chosen.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from baton_kernels.native.library import (
     JoinCall,
     LargestCall,
     LatentStoreCall,
+    LendersCall,
     LinearCall,
     NormCall,
     PackCall,
@@ -60,7 +61,7 @@ _ACTIVATIONS = {
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_ROW = 2**17  # numbers of a row of `add_rows`, which a job keeps on its stack
 _MAX_KERNEL_SIZE = 16  # longest convolution kernel; a job keeps it on its stack
-_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, which is on the stack, too
+_MAX_KEY_DIM = 512  # largest key_dim of a recurrence; a job keeps it on its stack
 _FORMATS = {
     WeightFormat.FP32: 0,
     WeightFormat.BF16: 1,
@@ -82,7 +83,7 @@ class NativeOps:
         self.panel_width: int = library.baton_panel()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.rms_norm`` with native kernels."""
         size = x.shape[-1]
         if not (_plain(x) and _is_weight(weight, x, (size,))):
             return reference.rms_norm(x, weight, eps)
@@ -98,7 +99,7 @@ class NativeOps:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """See the reference."""
+        """Compute ``reference.add_rms_norm`` with native kernels."""
         size = x.shape[-1]
         alike = _plain(x, residual) and x.shape == residual.shape
         if not (alike and _is_weight(weight, x, (size,))):
@@ -114,7 +115,7 @@ class NativeOps:
         return out, new_residual
 
     def scaled_add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.scaled_add`` with native kernels."""
         if not (_plain(x, residual) and x.shape == residual.shape):
             return reference.scaled_add(x, residual, factor)
         size, total = x.shape[-1], torch.empty_like(x)
@@ -126,7 +127,9 @@ class NativeOps:
         return total
 
     def add_rows(self, x: Tensor, delta: Tensor) -> None:
-        """See the reference. Each row is read before it is written, so ``x`` may be the sum."""
+        """Compute ``reference.add_rows``. Each row is read before it is written, so ``x`` may be
+        the sum.
+        """
         size = x.shape[-1]
         if not (_plain(x, delta) and x.shape == delta.shape and size <= _MAX_ROW):
             reference.add_rows(x, delta)
@@ -138,11 +141,11 @@ class NativeOps:
         self._run(self._library.baton_rms_norm, call, x, delta)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.silu_mul`` with native kernels."""
         return self.gated_mul(gate_up, "silu")
 
     def gated_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.gated_mul`` with native kernels."""
         size = gate_up.shape[-1] // 2
         if not _plain(gate_up):
             return reference.gated_mul(gate_up, activation)
@@ -157,7 +160,7 @@ class NativeOps:
         return out
 
     def gate_mul(self, gate: Tensor, x: Tensor, activation: str) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.gate_mul`` with native kernels."""
         fits = x.dtype in _FLOATS and activation != reference.CLAMPED_SWIGLU
         if not (fits and gate.shape == x.shape and _has_rows(x.dtype, gate, x)):
             return reference.gate_mul(gate, x, activation)
@@ -172,7 +175,7 @@ class NativeOps:
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.soft_cap`` with native kernels."""
         if not (_plain(x) and x.numel()):
             return reference.soft_cap(x, cap)
         size, out = x.shape[-1], torch.empty_like(x)
@@ -184,7 +187,7 @@ class NativeOps:
         return out
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.join`` with native kernels."""
         if not _plain(x, y):
             return reference.join(x, y)
         out = x.new_empty(len(x), x.shape[1] + y.shape[1])
@@ -196,7 +199,7 @@ class NativeOps:
         return out
 
     def largest(self, x: Tensor) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.largest`` with native kernels."""
         if not _plain(x):
             return reference.largest(x)
         num_rows, size = x.shape
@@ -223,7 +226,7 @@ class NativeOps:
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.norm_rotary_store`` with native kernels."""
         weights = [weight for weight in (query_weight, key_weight) if weight is not None]
         _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
         fits = _plain(qkv, cos, sin) and kv_cache.dtype in (qkv.dtype, FP8)
@@ -261,7 +264,7 @@ class NativeOps:
         return out
 
     def pack_rows(self, weight: PackedWeight, first_row: int, rows: Tensor) -> None:
-        """See the reference."""
+        """Compute ``reference.pack_rows`` with native kernels."""
         fits = rows.dtype in _FLOATS and rows.stride(1) == 1
         fits = fits and weight.has_own_groups and weight.width == self.panel_width
         if not fits:
@@ -279,7 +282,7 @@ class NativeOps:
         self._run(self._library.baton_pack_rows, call, rows, weight.panels, scales, *groups)
 
     def pack_float8(self, weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
-        """See the reference."""
+        """Compute ``reference.pack_float8`` with native kernels."""
         numbers = rows.numbers
         if weight.width != self.panel_width or numbers.stride(1) != 1:
             reference.pack_float8(weight, first_row, rows)
@@ -298,7 +301,7 @@ class NativeOps:
     def pack_integers(
         self, weight: PackedWeight, first_row: int, integers: GroupedIntegers
     ) -> None:
-        """See the reference."""
+        """Compute ``reference.pack_integers`` with native kernels."""
         numbers = integers.numbers
         if weight.width != self.panel_width:
             reference.pack_integers(weight, first_row, integers)
@@ -320,7 +323,7 @@ class NativeOps:
     def unpack_rows(
         self, weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.unpack_rows`` with native kernels."""
         if weight.width != self.panel_width or ids.dtype != torch.int64:
             return reference.unpack_rows(weight, ids, dtype)
         ids = ids.contiguous()
@@ -346,7 +349,7 @@ class NativeOps:
         return out
 
     def packed_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.packed_linear`` with native kernels."""
         if x.dtype not in _FLOATS:
             return self.packed_linear(x.float(), weight).to(x.dtype)
         return self._linear(x, weight, weight.out_features, gated=0)
@@ -354,17 +357,19 @@ class NativeOps:
     def quantized_linear(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
     ) -> Tensor:
-        """See the reference, which computes weights that are laid out for GPUs."""
+        """Compute ``reference.quantized_linear`` in torch, as these weights are laid out for
+        GPUs.
+        """
         return reference.quantized_linear(x, weight, bias)
 
     def invariant_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor
     ) -> Tensor:
-        """See the reference; this op exists for GPUs."""
+        """Compute ``reference.invariant_linear`` in torch, as this op exists for GPUs."""
         return reference.invariant_linear(x, weight, bias, arrived)
 
     def packed_scores(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.packed_scores`` with native kernels."""
         if x.dtype not in _FLOATS:
             return self.packed_scores(x.float(), weight)
         out_features = weight.out_features
@@ -373,7 +378,9 @@ class NativeOps:
     def packed_gated_linear(
         self, x: Tensor, weight: PackedWeight, activation: str = "silu"
     ) -> Tensor:
-        """See the reference; takes one pass if both halves are whole panels."""
+        """Compute ``reference.packed_gated_linear``, in one pass if both halves are whole
+        panels.
+        """
         num_columns = weight.out_features // 2
         if x.dtype not in _FLOATS or num_columns % self.panel_width:
             return self.gated_mul(self.packed_linear(x, weight), activation)
@@ -388,7 +395,7 @@ class NativeOps:
         gated: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """``[..., in_features]`` -> ``[..., num_columns]``."""
+        """Multiply ``[..., in_features]`` by a packed weight: ``[..., num_columns]``."""
         rows = x if x.dim() == 2 else x.flatten(0, -2)  # [num_rows, in_features]
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -401,7 +408,7 @@ class NativeOps:
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
     def grouped_packed_linear(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
-        """See the reference."""
+        """Compute ``reference.grouped_packed_linear`` with native kernels."""
         num_tokens, num_groups, in_features = x.shape
         num_columns = out.shape[2]
         fits = x.dtype in _FLOATS and out.dtype == x.dtype and x.stride(2) == out.stride(2) == 1
@@ -438,7 +445,7 @@ class NativeOps:
         interleaved: bool,
         out: Tensor,
     ) -> None:
-        """See the reference."""
+        """Compute ``reference.norm_rotary_store_latent`` with native kernels."""
         rows = (query, latent, cache, out)
         fits = _plain(cos, sin, weight) and all(row.dtype == cos.dtype for row in rows)
         fits = fits and all(row.stride(-1) == 1 for row in rows) and slot_mapping.is_contiguous()
@@ -493,7 +500,7 @@ class NativeOps:
     def route(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See the reference."""
+        """Compute ``reference.route`` with native kernels."""
         if not (_plain(logits) and (bias is None or bias.dtype == torch.float32)):
             return reference.route(logits, routing, bias)
         num_tokens, num_experts = logits.shape
@@ -510,7 +517,7 @@ class NativeOps:
         return ids, weights
 
     def experts(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """See the reference, which computes unpacked weights; fast paths have packed weights."""
+        """Compute ``reference.experts`` in torch, as fast paths have packed weights."""
         return reference.experts(x, *arguments, **options)
 
     def packed_experts(
@@ -525,7 +532,7 @@ class NativeOps:
         *,
         activation: str = "silu",
     ) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.packed_experts`` with native kernels."""
         hidden, middle = x.shape[1], gate_up.in_whole_panels(down.in_features)
         squares = activation == reference.RELU2
         fits = _plain(x) and (base is None or _plain(x, base)) and gate_up.width == self.panel_width
@@ -605,7 +612,7 @@ class NativeOps:
         group_size: int,
         norm_before_gate: bool,
     ) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.gated_rms_norm`` with native kernels."""
         num_rows, size = x.shape
         assert size % group_size == 0
         assert len(weight) in (size, group_size)
@@ -634,7 +641,7 @@ class NativeOps:
         in_gate: Tensor | None = None,
         out_gate: Tensor | None = None,
     ) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.causal_conv`` with native kernels."""
         num_tokens, num_channels = x.shape
         gates = [gate for gate in (in_gate, out_gate) if gate is not None]
         fits = _plain(weight, *([] if bias is None else [bias])) and _has_rows(x.dtype, x, *gates)
@@ -671,7 +678,7 @@ class NativeOps:
         states: Tensor,
         metadata: StateMetadata,
     ) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.selective_scan`` with native kernels."""
         out = self._recurrence(c, b, x, dt, None, a_log, dt_bias, d, states, metadata)
         if out is None:
             return reference.selective_scan(x, dt, b, c, a_log, dt_bias, d, states, metadata)
@@ -689,7 +696,7 @@ class NativeOps:
         states: Tensor,
         metadata: StateMetadata,
     ) -> Tensor:
-        """See the reference."""
+        """Compute ``reference.gated_delta_rule`` with native kernels."""
         out = self._recurrence(query, key, value, a, b, a_log, dt_bias, None, states, metadata)
         if out is None:
             return reference.gated_delta_rule(
@@ -736,7 +743,7 @@ class NativeOps:
         return out
 
     def record(self, compute: Callable[[], Result]) -> tuple[Tape, Result]:
-        """See ``tape.record``: the native calls of this thread in ``compute``."""
+        """Implement ``tape.record``: the native calls of this thread in ``compute``."""
         return record(self._recorder, self._library, compute)
 
     def _run(self, function: Any, call: ctypes.Structure, *tensors: Tensor | None) -> None:
@@ -764,7 +771,7 @@ class NativeOps:
     def place_threads(
         self, num_own_threads: int, own: frozenset[int], num_more: int, lent: frozenset[int]
     ) -> bool:
-        """Place the threads that compute for the calling one, which is the first of them.
+        """Place the threads that compute for the calling thread, which is the first of them.
 
         Args:
             num_own_threads: threads on the cores ``own``.
@@ -780,6 +787,19 @@ class NativeOps:
         num_threads = num_own_threads + num_more
         call = PlacesCall(num_threads, num_own_threads, size, own_set, lent_set)
         return not self._library.baton_place_threads(call)
+
+    def watch_lenders(self, num_own_threads: int, lenders: Sequence[int]) -> None:
+        """Compute on own cores alone while a lender of cores is busy; for the calling thread.
+
+        Args:
+            lenders: addresses of two bytes of each lender, which stay valid until the next call.
+                The lender sets the first one while it computes. The second one is set while this
+                thread computes on the lender's cores. Empty: no cores are borrowed.
+        """
+        addresses = (ctypes.c_void_p * len(lenders))(*lenders)
+        call = LendersCall(num_own_threads, len(lenders), ctypes.addressof(addresses))
+        failed = self._library.baton_watch_lenders(call)
+        assert not failed, f"cores of {len(lenders)} lenders"
 
     def abort_ranks(self, group: RankGroup) -> None:
         """Make every `collect` of a group's ranks fail from now on; any thread may call this."""

@@ -67,7 +67,7 @@ def _paged_shape(
     strides: tuple[int, ...],
     is_fp8: bool,
 ) -> PagedShape:
-    """See `PagedShape.of`.
+    """Make the shape of `PagedShape.of`, once for equal arguments.
 
     Args:
         token: ``(num_heads, head_dim)``.

@@ -110,7 +110,7 @@ def merge_parts(
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,  # GROUP rounded up
-    PARTS: tl.constexpr,  # at once
+    PARTS: tl.constexpr,  # parts merged at once
 ):
     """Combine all parts of one request and KV head by their weights: ``[HEADS, D]``."""
     heads = tl.arange(0, HEADS)
@@ -124,7 +124,7 @@ def merge_parts(
         rows = (first_slot + part)[:, None] * NUM_HEADS + (kv_head * GROUP + heads)[None, :]
         in_tile = present[:, :, None] & (dims < HEAD_DIM)[None, None, :]
         pointers = part_out + rows[:, :, None] * HEAD_DIM + dims[None, None, :]
-        # Other processors wrote them, so this processor's cache may be stale.
+        # Other processors wrote these values, so this processor's cache may be stale.
         lse = tl.load(part_lse + rows, mask=present, other=-float("inf"), cache_modifier=".cg")
         values = tl.load(pointers, mask=in_tile, other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, tl.max(lse, 0))
@@ -305,8 +305,8 @@ class BoundDecodes:
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; prompts' rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: one layer's, see ``PagedShape.of``.
-            sinks: see ``AttentionBackend.run``.
+            kv_cache: cache of one layer, see ``PagedShape.of``.
+            sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
         """
         step, buffers = self.metadata, self.buffers
         self.attend(
@@ -327,11 +327,11 @@ def bind_decodes(
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: one layer's, see ``PagedShape.of``.
-        metadata: the step.
+        kv_cache: cache of one layer, see ``PagedShape.of``.
+        metadata: lengths and blocks of the step's requests.
         buffers: filled by :func:`launch_plan` for this step.
-        scale: see ``AttentionBackend.run``.
-        soft_cap: see ``AttentionBackend.run``.
+        scale: factor on the dot products.
+        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)
     grid = (shape.num_kv_heads, metadata.num_requests + spare_slots(shape, query.device))

@@ -41,7 +41,7 @@ def experts(
     activation: str = "silu",
     invariant: bool = False,
 ) -> Tensor:
-    """See `baton_kernels.reference.experts`."""
+    """Compute `baton_kernels.reference.experts` with Triton."""
     num_tokens, hidden = x.shape
     num_experts, inner = len(gate_up), down.shape[2]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

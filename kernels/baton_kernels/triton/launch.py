@@ -1,7 +1,7 @@
 """Launch Triton kernels without Triton's own search for the compiled variant.
 
 Triton inspects every argument of every launch by name: 20 us of Python for a kernel that runs for
-3 us. Only these matter, and most of them never change while a model lives:
+3 us. Only the following matters, and most of it never changes while a model lives:
 
     constants   a `Launcher` is made once for them
     numbers     strides and sizes, by value; those that Triton does not specialize on may change
@@ -42,7 +42,7 @@ class Launcher:
     Args:
         kernel: the ``@triton.jit`` function, whose arguments are pointers first, then numbers,
             then constants.
-        options: Triton's, such as ``num_warps``, and the kernel's constants, by name.
+        options: Triton's options, such as ``num_warps``, and the kernel's constants, by name.
     """
 
     def __init__(self, kernel: Any, **options: int | float | bool | str | None) -> None:
@@ -58,7 +58,7 @@ class Launcher:
         tensors: Sequence[Tensor | None],
         numbers: Sequence[int | float] = (),
     ) -> None:
-        """Launch it on the current device and stream.
+        """Launch the kernel on the current device and stream.
 
         Args:
             grid: programs, one to three numbers.
@@ -118,7 +118,7 @@ class Launch:
         self._ready: dict[tuple[int, object], _Ready] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch it on the current device and stream.
+        """Launch the kernel on the current device and stream.
 
         Args:
             tensors: the kernel's pointers, in its order; None where it has a branch for that. Each
@@ -234,7 +234,7 @@ class _Numbers:
         self._fixed = [place for place, param in enumerate(params) if not param.do_not_specialize]
 
     def key(self, numbers: Sequence[int | float]) -> list[int | float | bool]:
-        """Return a key of the specialized numbers and of those others that exceed 32 bits.
+        """Return a key of the specialized numbers, and of other numbers that exceed 32 bits.
 
         The key has whole values, though Triton uses only some of their properties: these are a
         model's sizes, so there are few.

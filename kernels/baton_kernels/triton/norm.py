@@ -24,7 +24,7 @@ LARGEST_SIZE = 32768
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `baton_kernels.reference.rms_norm`; the weight is ``[size]``."""
+    """Compute `baton_kernels.reference.rms_norm` with a weight of ``[size]``."""
     out, _ = _norm(x, None, weight, eps, 1.0)
     return out
 
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """See `baton_kernels.reference.add_rms_norm`; the sum is a new tensor."""
+    """Compute `baton_kernels.reference.add_rms_norm`; the sum is a new tensor."""
     return _norm(x, residual, weight, eps, factor)
 
 

@@ -37,7 +37,7 @@ def norm_rotary_store(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """See `baton_kernels.reference.norm_rotary_store`; one launch.
+    """Compute `baton_kernels.reference.norm_rotary_store` in one launch.
 
     Norms over all heads together are launched first. The reference computes a float8 cache on a GPU
     without float8.
@@ -119,7 +119,7 @@ def _launcher(
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """See `baton_kernels.reference.rotary`."""
+    """Compute `baton_kernels.reference.rotary` with Triton."""
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
 
@@ -146,7 +146,7 @@ def store_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """See `baton_kernels.reference.store_kv`."""
+    """Compute `baton_kernels.reference.store_kv` with Triton."""
     num_tokens, num_kv_heads, head_dim = key.shape
     assert key.stride(2) == value.stride(2) == kv_cache.stride(4) == 1
     if num_tokens:

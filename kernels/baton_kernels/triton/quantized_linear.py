@@ -97,7 +97,7 @@ def num_parts(
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """See `baton_kernels.reference.quantized_linear`."""
+    """Compute `baton_kernels.reference.quantized_linear` with Triton."""
     rows = x.reshape(-1, weight.in_features)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -254,7 +254,7 @@ def rounded_linear(
 
 
 def round_inputs(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """See `baton_kernels.quantized.rounded_rows`; scales are ``[groups, num_tokens]`` here."""
+    """Compute `baton_kernels.quantized.rounded_rows`, but with scales ``[groups, num_tokens]``."""
     num_tokens, size = x.shape
     num_groups = -(-size // group_size)
     numbers = torch.empty(num_tokens, size, dtype=dtype, device=x.device)
@@ -314,8 +314,8 @@ def _options(tile: ProductTile) -> dict[str, int]:
 def _nibbles(kind: str, base: int, one: int, less: int) -> str:
     """Return assembly code that makes two numbers of each of eight planes of two words.
 
-    A code in the bits below ``base``, whose last bit counts 1, is ``base`` plus the code; ``less``
-    is subtracted. Constants are two numbers of ``kind``, side by side.
+    The last bit of ``base`` counts 1. So ``base`` with a code in its low bits is ``base`` plus the
+    code. Then ``less`` is subtracted. Constants are two numbers of ``kind``, side by side.
     """
     names = [f"plane{place}" for place in range(8)]
     halves = {0: "prmt.b32 plane0, $8, $9, 0x5410;", 4: "prmt.b32 plane4, $8, $9, 0x7632;"}
@@ -333,7 +333,7 @@ def _nibbles(kind: str, base: int, one: int, less: int) -> str:
 def _bytes_bf16(less: int) -> str:
     """Return assembly code that makes two numbers of each of four planes of two words, via float32.
 
-    A code in the lowest bits of the float 2^23 is 2^23 plus the code; ``less`` is added.
+    The float 2^23 with a code in its lowest bits is 2^23 plus the code; ``less`` is added.
     """
     lines = [".reg .b32 base; .reg .f32 first, second;", "mov.b32 base, 0x4b000000;"]
     for place in range(4):
@@ -517,7 +517,7 @@ def numbers_of(
 def store_sums(
     total, scale, sum_ptr, bias_ptr, out_ptr, arrived_ptr, token, row, num_tokens, out_features
 ):
-    """Store ``[rows, tokens]``, or keep a part's; the last part to arrive adds all of them.
+    """Store sums ``[rows, tokens]``, or keep those of a part; the last part adds all parts.
 
     ``scale``: factor of the whole sum, or None.
     """

@@ -23,12 +23,12 @@ BLOCK = 1024  # columns of a program: 16 bytes of bfloat16 per thread and load, 
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `baton_kernels.reference.silu_mul`."""
+    """Compute `baton_kernels.reference.silu_mul` with Triton."""
     return gated_mul(gate_up, "silu")
 
 
 def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """See `baton_kernels.reference.gated_mul`."""
+    """Compute `baton_kernels.reference.gated_mul` with Triton."""
     shape, launch = _bind(gate_up.shape, gate_up.stride(), gate_up.dtype, activation)
     if launch is None:  # rows have gaps
         return gated_mul(gate_up.contiguous(), activation)
@@ -38,7 +38,7 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
-    """See `baton_kernels.reference.gate_mul`."""
+    """Compute `baton_kernels.reference.gate_mul` with Triton."""
     num_rows, size = x.shape
     assert gate.shape == x.shape
     assert gate.stride(1) == x.stride(1) == 1

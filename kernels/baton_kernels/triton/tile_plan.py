@@ -58,7 +58,7 @@ def plan_tiles(
             it.
         block_size: tokens per block of the KV cache; parts begin with one.
         num_programs: programs per KV head that fill the GPU.
-        sliding_window: see ``AttentionBackend.run``.
+        sliding_window: each query sees at most this many newest keys; None: all.
         least_new: fewest new tokens of a request to cut; a kernel of its own computes the others.
     """
     tiles: list[tuple[int, int, int, int]] = []  # request, first new token, first key, end key

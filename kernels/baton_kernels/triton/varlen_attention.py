@@ -142,7 +142,7 @@ def varlen_attention(
     q = tl.load(query + token[:, None] * query_stride + places, mask=in_tile, other=0.0)
 
     positions = num_earlier + new
-    diagonal = start  # a window masks everywhere, as each row's begins elsewhere
+    diagonal = start  # all keys are masked: each row's window begins elsewhere
     if not HAS_WINDOW:
         seen_by_all = tl.minimum(num_earlier + first_new + 1, end)
         diagonal += tl.maximum(seen_by_all - start, 0) // TILE * TILE
@@ -277,7 +277,7 @@ def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str
 class CapturedTiles:
     """Tiles at fixed addresses, for all steps of up to a number of tokens and requests.
 
-    Every request is in tiles, also those with one new token. Parts that a step does not need are
+    Every request is in tiles, also those with one new token. Parts that a step does not need get
     tokens that no request has.
 
     Args:
@@ -354,8 +354,8 @@ class BoundTiles:
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: one layer's, see ``PagedShape.of``.
-            sinks: see ``AttentionBackend.run``.
+            kv_cache: cache of one layer, see ``PagedShape.of``.
+            sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
         """
         step, tiles = self.metadata, self.tiles
         self.attend(
@@ -379,12 +379,12 @@ def bind_tiles(
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: one layer's, see ``PagedShape.of``.
-        metadata: the step.
+        kv_cache: cache of one layer, see ``PagedShape.of``.
+        metadata: lengths and blocks of the step's requests.
         tiles: tiles of :func:`plan_step` for this step and window.
-        scale: see ``AttentionBackend.run``.
-        sliding_window: see ``AttentionBackend.run``.
-        soft_cap: see ``AttentionBackend.run``.
+        scale: factor on the dot products.
+        sliding_window: each query sees at most this many newest keys; None: all.
+        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)
     num_rows = varlen_rows(shape, query.element_size())

@@ -51,7 +51,7 @@ def _words(error: Exception) -> str:
 
 
 class NixlAgent:
-    """One agent with its registered memory.
+    """NIXL's agent of this process, with the memory that it has registered.
 
     When told to forget a peer, NIXL does not close the peer's connection. So a released peer is
     kept instead, and found again by its name and metadata. A name belongs to one process start, so

@@ -95,12 +95,12 @@ class _NixlWrite:
 
 
 class NixlTransport:
-    """See `KVTransport` for the contract.
+    """Copy blocks with NIXL; a `KVTransport`.
 
     Args:
         engine_id: the node's engine id. Together with the rank it names the agent, so it must be
             new at every process start.
-        memory: registered once, and must stay where it is.
+        memory: the KV memory; registered once, and must stay where it is.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class NixlTransport:
             self._release_unused()
 
     def _release_unused(self) -> None:
-        """Release tables of our own memory that only peers which are gone have used."""
+        """Release tables of our own memory that no present peer uses."""
         used = {id(table.local) for peer in self._peers.values() for table in peer.tables.values()}
         for own in [own for own, table in self._tables.items() if id(table) not in used]:
             self._agent.release(self._tables.pop(own))
@@ -188,7 +188,7 @@ class NixlTransport:
         check_block_ids(remote_block_ids, peer.info.num_blocks)
         check_layers(layers, self._manifest.layers_per_unit)
         if layers == (0, self._manifest.layers_per_unit):
-            layers = None  # means the same, so it uses the same tables
+            layers = None  # so that equal ranges use the same tables
         local = np.asarray(local_block_ids, dtype=np.int32)
         remote = np.asarray(remote_block_ids, dtype=np.int32)
         posts = []

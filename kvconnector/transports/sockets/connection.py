@@ -166,7 +166,7 @@ class Connection:
         """Tell the other end that no more bytes follow; bytes sent before still arrive."""
         if not self.problem:
             try:
-                # (The method of SSLSocket would drop the keys, and the other end may still send.)
+                # The method of SSLSocket would drop the keys, but the other end may still send.
                 socket.socket.shutdown(self.socket, socket.SHUT_WR)
             except (OSError, ValueError) as error:
                 self.close(describe(error))

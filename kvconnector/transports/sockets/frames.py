@@ -39,7 +39,7 @@ class FrameError(TransferError):
 
 
 class Kind(IntEnum):
-    """Kind of a frame."""
+    """Kinds of frames."""
 
     HELLO = 1
     MESSAGE = 2
@@ -55,7 +55,7 @@ WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.PROBE})
 
 
 class HelloHead(msgspec.Struct, frozen=True, array_like=True):
-    """The process start that dials, and the process start that it wants to reach."""
+    """The engine id of the process that dials, and of the process that it wants to reach."""
 
     engine_id: str
     peer_id: str
@@ -98,7 +98,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Sink(Protocol):
-    """Destination of a payload."""
+    """The memory that receives a frame's payload."""
 
     def buffer(self) -> memoryview:
         """Return the memory for the next bytes; not empty while bytes are missing."""

@@ -25,7 +25,7 @@ from kvconnector.transports.base import CertificateFiles, Certificates
 
 logger = logging.getLogger(__name__)
 
-MAX_CERTIFICATE_BYTES = 4096  # Baton's own have some 400
+MAX_CERTIFICATE_BYTES = 4096  # certificates that Baton makes have some 400
 MAX_FORGOTTEN = 64
 _VALID_DAYS = 36500  # more than a process lives; peers then forget the certificate
 
@@ -56,7 +56,7 @@ def identity_of(files: CertificateFiles | None) -> Identity:
 
 
 class PinnedIdentity:
-    """See `Identity`: a certificate of this process alone, which peers know in full."""
+    """Identify this process by a certificate of its own, which peers know in full."""
 
     def __init__(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
@@ -129,7 +129,7 @@ class PinnedIdentity:
 
 
 class NamedIdentity:
-    """See `Identity`: a certificate that a CA has signed, recognized by its name."""
+    """Identify this process by a certificate that a CA has signed, recognized by its name."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files

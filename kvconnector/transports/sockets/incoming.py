@@ -34,7 +34,7 @@ from kvconnector.transports.sockets.identity import Identity
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 3.0
-MAX_STRANGERS = 32  # most connections without a believed HELLO; a new one replaces the oldest
+MAX_STRANGERS = 32  # most connections without a valid HELLO; a new one replaces the oldest
 MAX_ACCEPTS = 8  # most accepted connections per round
 # Most per peer: one that dials again may not know that an older connection has ended.
 MAX_PER_PEER = 4

@@ -85,7 +85,7 @@ class Discard:
 
 
 class HostMemory:
-    """See `BlockMemory`."""
+    """Read and write blocks in host memory."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self._block_bytes = blocks[0].nbytes
@@ -116,7 +116,7 @@ class HostMemory:
 
 
 class StagedMemory:
-    """See `BlockMemory`; for any device, by a copy in host memory, which is pinned for a GPU."""
+    """Read and write blocks on any device by a copy in host memory, which is pinned for a GPU."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         num_blocks, self._num_layers = blocks.shape[:2]

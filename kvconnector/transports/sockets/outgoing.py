@@ -44,7 +44,7 @@ RENEW_BYTES = 2**37
 
 @dataclass(slots=True)
 class PostedWrite:
-    """See `PendingWrite`."""
+    """A write whose bytes are queued on a connection."""
 
     out: Outgoing
     is_over: bool = False
@@ -97,7 +97,8 @@ class Outgoing:
         # Sends nothing more; its last bytes may be on their way.
         self._ended: Connection | None = None
         self._is_welcome = False
-        self._was_welcome = False  # whether it was ever welcome; a failure afterwards is for good
+        # whether the peer ever accepted this node; a failure afterwards is final
+        self._was_welcome = False
         self._dialled_at = self._failing_since = 0.0
         self._retry_at = 0.0
         self._back_off_s = FIRST_BACK_OFF_S

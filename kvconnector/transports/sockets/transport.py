@@ -44,7 +44,7 @@ class _Where(msgspec.Struct, frozen=True):
 
 
 class TlsTransport:
-    """See `KVTransport` for the contract.
+    """Copy blocks over TLS connections; a `KVTransport`.
 
     Args:
         engine_id: name of this end.
@@ -183,7 +183,7 @@ class TlsTransport:
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Return arrived messages; drives all progress, longer while block bytes move."""
-        # (not from the injected clock, as this waits for sockets).
+        # Not by the injected clock, because this waits for sockets.
         until = time.monotonic() + ROUND_S
         self._look(0.0)
         self._progress()

@@ -31,7 +31,7 @@ MAMBA2_CHANGES: Mapping[str, tuple[Change, ...]] = {
 
 
 def window(keys: Keys) -> Mapping[str, Any]:
-    """Return the window; the file has 0 where there is none."""
+    """Return the sliding window of the file, or None if it has 0."""
     return {"sliding_window": keys.integer("attention.sliding_window", 0, minimum=0) or None}
 
 

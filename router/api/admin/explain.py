@@ -30,7 +30,7 @@ def explain_now(
     """Return the placement that a prompt would get now.
 
     Args:
-        token_ids: the prompt's; None: assume that nothing of it is cached.
+        token_ids: the prompt's token ids; None: assume that no part of the prompt is cached.
         cache_salt: selects whose cached blocks count.
 
     Raises NodeUnavailableError if there is no place.
@@ -59,7 +59,7 @@ def explain_now(
     candidates = placement.explain()
     if hasattr(dispatcher.placer.policy, "explain"):
         every = cast("_ListsAll", dispatcher.placer.policy).explain(query, fleet)
-        # (Sorting is stable: the chosen one first, then by cost.)
+        # Put the chosen place first; the others stay sorted by cost.
         candidates = sorted(every, key=lambda one: (one.prefill, one.decode) != (prefill, decode))
     return Decision(
         request_id="",

@@ -82,7 +82,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     # ------------------------------------------------------------------ nodes
 
-    async def ListNodes(  # gRPC's naming
+    async def ListNodes(  # gRPC prescribes this name
         self, request: admin_pb2.ListNodesRequest, context: Context
     ) -> admin_pb2.ListNodesResponse:
         """Return all joined nodes with load and peers, and missing nodes."""
@@ -98,7 +98,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         models = ", ".join(base.model for base in self._bases)
         return admin_pb2.ListNodesResponse(nodes=nodes, model=models)
 
-    async def GetNode(  # gRPC's naming
+    async def GetNode(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
         """Return one node, joined or missing."""
@@ -108,7 +108,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     return describe_lost(registration)
         return self._describe(self._find(request.node))
 
-    async def Drain(  # gRPC's naming
+    async def Drain(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
         """Drain a node: it takes nothing new and finishes what it has. Returns at once."""
@@ -117,7 +117,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         node.send(DrainCommand())
         return self._describe(node)
 
-    async def Resume(  # gRPC's naming
+    async def Resume(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
         """Let a draining or drained node serve again."""
@@ -126,7 +126,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         node.send(DrainCommand(resume=True))
         return self._describe(node)
 
-    async def Remove(  # gRPC's naming
+    async def Remove(  # gRPC prescribes this name
         self, request: admin_pb2.RemoveRequest, context: Context
     ) -> admin_pb2.NodeDescription:
         """Drain a node and stop its process; by force, disconnect it now and for good."""
@@ -141,7 +141,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     # ------------------------------------------------------------------ requests
 
-    async def GetStats(  # gRPC's naming
+    async def GetStats(  # gRPC prescribes this name
         self, request: admin_pb2.GetStatsRequest, context: Context
     ) -> admin_pb2.GetStatsResponse:
         """Return counts since the start, and latencies of recently finished requests."""
@@ -154,7 +154,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         response.overload.CopyFrom(describe_overload(self._overload.state()))
         return response
 
-    async def ListRequests(  # gRPC's naming
+    async def ListRequests(  # gRPC prescribes this name
         self, request: admin_pb2.ListRouterRequestsRequest, context: Context
     ) -> admin_pb2.ListRouterRequestsResponse:
         """Return the last requests of this router, newest first."""
@@ -166,14 +166,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         chosen = itertools.islice(own, request.limit or _DEFAULT_LIMIT)
         return admin_pb2.ListRouterRequestsResponse(requests=map(describe_request, chosen))
 
-    async def Trace(  # gRPC's naming
+    async def Trace(  # gRPC prescribes this name
         self, request: admin_pb2.TraceRequest, context: Context
     ) -> admin_pb2.RequestTrace:
         """Return the life of a recent request."""
         tenant = _whose(context, request.tenant, Role.LOOK)
         return describe_request(self._record(request.request_id, tenant)[1])
 
-    async def Explain(  # gRPC's naming
+    async def Explain(  # gRPC prescribes this name
         self, request: admin_pb2.ExplainRequest, context: Context
     ) -> admin_pb2.ExplainResponse:
         """Return why a past request was placed where it was, or where a prompt would go now."""
@@ -209,7 +209,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             decisions=[describe_decision(decision) for decision in decisions], policy=self._policy
         )
 
-    async def Abort(  # gRPC's naming
+    async def Abort(  # gRPC prescribes this name
         self, request: admin_pb2.AbortRequest, context: Context
     ) -> admin_pb2.AbortResponse:
         """Cancel an open request, also on its nodes; its client gets CANCELLED."""
@@ -223,13 +223,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         _note(context, f"abort {request.request_id}")
         return admin_pb2.AbortResponse()
 
-    async def ListQuarantine(  # gRPC's naming
+    async def ListQuarantine(  # gRPC prescribes this name
         self, request: admin_pb2.ListQuarantineRequest, context: Context
     ) -> admin_pb2.ListQuarantineResponse:
         """Return the requests that are refused because equal ones crashed nodes."""
         return describe_quarantine([base.dispatcher.recoveries.suspects for base in self._bases])
 
-    async def ReleaseQuarantine(  # gRPC's naming
+    async def ReleaseQuarantine(  # gRPC prescribes this name
         self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
     ) -> admin_pb2.ReleaseQuarantineResponse:
         """Stop refusing some quarantined requests, or all."""
@@ -241,13 +241,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     # ------------------------------------------------------------------ the router
 
-    async def GetPolicy(  # gRPC's naming
+    async def GetPolicy(  # gRPC prescribes this name
         self, request: admin_pb2.GetPolicyRequest, context: Context
     ) -> admin_pb2.PolicyDescription:
         """Return the routing policy in use, and those available."""
         return admin_pb2.PolicyDescription(policy=self._policy, known=POLICIES.names())
 
-    async def SetPolicy(  # gRPC's naming
+    async def SetPolicy(  # gRPC prescribes this name
         self, request: admin_pb2.SetPolicyRequest, context: Context
     ) -> admin_pb2.PolicyDescription:
         """Use another routing policy from now on; placed requests stay where they are."""
@@ -262,13 +262,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._on_policy(request.policy)
         return await self.GetPolicy(admin_pb2.GetPolicyRequest(), context)
 
-    async def GetRollout(  # gRPC's naming
+    async def GetRollout(  # gRPC prescribes this name
         self, request: admin_pb2.GetRolloutRequest, context: Context
     ) -> admin_pb2.RolloutDescription:
         """Return the nodes' revisions and their shares of a base model's requests."""
         return _describe_rollout(self._names.find_base(request.model))
 
-    async def ChangeRollout(  # gRPC's naming
+    async def ChangeRollout(  # gRPC prescribes this name
         self, request: admin_pb2.ChangeRolloutRequest, context: Context
     ) -> admin_pb2.RolloutDescription:
         """Freeze revisions' shares, undo a revision, or let shares follow capacity."""
@@ -290,7 +290,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         base.pool.note_eligibility_change()
         return _describe_rollout(base)
 
-    async def GetVersion(  # gRPC's naming
+    async def GetVersion(  # gRPC prescribes this name
         self, request: admin_pb2.GetVersionRequest, context: Context
     ) -> admin_pb2.GetVersionResponse:
         """Return the versions of this router and its nodes."""
@@ -299,13 +299,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     # ------------------------------------------------------------------ names
 
-    async def ListNames(  # gRPC's naming
+    async def ListNames(  # gRPC prescribes this name
         self, request: admin_pb2.ListNamesRequest, context: Context
     ) -> admin_pb2.ListNamesResponse:
-        """Return what clients may call models, the default name first."""
+        """Return the model names that clients may use, the default name first."""
         return describe_names(self._names)
 
-    async def SetName(  # gRPC's naming
+    async def SetName(  # gRPC prescribes this name
         self, request: admin_pb2.SetNameRequest, context: Context
     ) -> admin_pb2.NameDescription:
         """Let a name stand for something else from now on; running requests go on."""
@@ -314,7 +314,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         _note(context, f"name {served.name!r} is {served.base.model} {served.adapter}".rstrip())
         return describe_name(served)
 
-    async def RemoveName(  # gRPC's naming
+    async def RemoveName(  # gRPC prescribes this name
         self, request: admin_pb2.RemoveNameRequest, context: Context
     ) -> admin_pb2.ListNamesResponse:
         """Remove a name; its running requests go on."""
@@ -324,13 +324,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     # ------------------------------------------------------------------ asked of nodes
 
-    async def ListNodeRequests(  # gRPC's naming
+    async def ListNodeRequests(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.ListRequestsResponse:
         """Return one node's open requests, of all routers."""
         return await _calls(context).list_requests(self._find(request.node))
 
-    async def Audit(  # gRPC's naming
+    async def Audit(  # gRPC prescribes this name
         self, request: admin_pb2.AuditRequest, context: Context
     ) -> admin_pb2.AuditResponse:
         """Return which requests hold which blocks, on one node or all."""
@@ -347,7 +347,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             nodes=await asyncio.gather(*map(ask, self._chosen(request.node)))
         )
 
-    async def FlushCache(  # gRPC's naming
+    async def FlushCache(  # gRPC prescribes this name
         self, request: admin_pb2.AdminFlushCacheRequest, context: Context
     ) -> admin_pb2.AdminFlushCacheResponse:
         """Empty the prefix cache of one node or all."""
@@ -364,7 +364,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
         return admin_pb2.AdminFlushCacheResponse(nodes=await asyncio.gather(*map(ask, nodes)))
 
-    async def SetLogLevel(  # gRPC's naming
+    async def SetLogLevel(  # gRPC prescribes this name
         self, request: admin_pb2.AdminSetLogLevelRequest, context: Context
     ) -> admin_pb2.SetLogLevelResponse:
         """Set the log level of the router or of one node."""
@@ -376,7 +376,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         _note(context, f"log-level {request.level!r} {request.module!r} on {node.name}")
         return await _calls(context).set_log_level(node, request.level, request.module)
 
-    async def Profile(  # gRPC's naming
+    async def Profile(  # gRPC prescribes this name
         self, request: admin_pb2.AdminProfileRequest, context: Context
     ) -> admin_pb2.ProfileResponse:
         """Profile the router, or a node's engine, for some seconds."""

@@ -10,6 +10,7 @@ from baton.link import wire
 from baton.link.words import NodeRegistration
 from baton.v1 import admin_pb2
 from baton.wire import types as wire_types
+from baton.wire.fields import to_message
 from router.api.admin.request_stats import NodeFigures, Percentiles, WindowStats
 from router.calls.decisions import Decision
 from router.calls.recovery.suspects import Suspects
@@ -47,13 +48,7 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
         and peer.load.revision == node.load.revision
     ]
     for name, report in sorted(peers, key=lambda one: one[0]):
-        description.peers.add(
-            node_name=name,
-            connected=report.connected,
-            transport=report.transport,
-            problem=report.problem,
-            bandwidth_bytes_per_s=report.bandwidth_bytes_per_s,
-        )
+        description.peers.append(to_message(admin_pb2.PeerDescription, report, node_name=name))
     return description
 
 
@@ -98,48 +93,22 @@ def describe_lost(registration: NodeRegistration) -> admin_pb2.NodeDescription:
 
 
 def _describe(registration: NodeRegistration) -> admin_pb2.NodeDescription:
-    return admin_pb2.NodeDescription(
-        node_name=registration.node_name,
+    return to_message(
+        admin_pb2.NodeDescription,
+        registration,
         revision=registration.revision,
-        engine_id=registration.engine_id,
         role=wire.role_to_proto(registration.role),
-        address=registration.address,
-        version=registration.version,
-        num_blocks=registration.num_blocks,
-        block_size=registration.block_size,
-        tensor_parallel_size=registration.tensor_parallel_size,
-        pipeline_parallel_size=registration.pipeline_parallel_size,
-        max_model_len=registration.max_model_len,
     )
 
 
 def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
     """Describe a request's life so far."""
-    trace = admin_pb2.RequestTrace(
-        request_id=record.request_id,
-        tenant=record.tenant,
-        received_at=record.received_at,
+    trace = to_message(
+        admin_pb2.RequestTrace,
+        record,
         state=record.state,
-        num_prompt_tokens=record.num_prompt_tokens,
-        max_tokens=record.max_tokens,
-        num_output_tokens=record.num_output_tokens,
-        accepted_s=record.accepted_s,
-        first_token_s=record.first_token_s,
-        ended_s=record.ended_s,
         finish_reason=record.finish_reason.value if record.finish_reason else "",
-        error_code=record.error_code,
-        error=record.error,
-        attempts=[
-            admin_pb2.AttemptTrace(
-                began_s=attempt.began_s,
-                prefill_node=attempt.prefill_node,
-                decode_node=attempt.decode_node,
-                failed_s=attempt.failed_s,
-                error_code=attempt.error_code,
-                error=attempt.error,
-            )
-            for attempt in record.attempts
-        ],
+        attempts=[to_message(admin_pb2.AttemptTrace, attempt) for attempt in record.attempts],
     )
     if record.receipt is not None:
         trace.receipt.CopyFrom(wire_types.receipt_to_proto(record.receipt))
@@ -155,15 +124,7 @@ def describe_quarantine(of_models: Sequence[Suspects]) -> admin_pb2.ListQuaranti
     now = of_models[0].clock()
     return admin_pb2.ListQuarantineResponse(
         requests=[
-            admin_pb2.QuarantinedRequest(
-                fingerprint=one.fingerprint,
-                request_id=one.request_id,
-                principal=one.principal,
-                num_prompt_tokens=one.num_prompt_tokens,
-                engine_ids=one.engine_ids,
-                left_s=one.expires_at - now,
-                num_refused=one.num_refused,
-            )
+            to_message(admin_pb2.QuarantinedRequest, one, left_s=one.expires_at - now)
             for suspects in of_models
             for one in suspects.quarantined
         ],
@@ -215,35 +176,29 @@ def describe_stats(
 
 def describe_overload(state: OverloadState) -> admin_pb2.OverloadDescription:
     """Describe how close the router is to its own limits."""
-    return admin_pb2.OverloadDescription(
+    return to_message(
+        admin_pb2.OverloadDescription,
+        state,
         level=state.level.name.lower(),
-        reason=state.reason,
         signals=state.signals,
-        num_refused=state.num_refused,
     )
 
 
 def _describe_figures(name: str, figures: NodeFigures) -> admin_pb2.NodeStats:
-    return admin_pb2.NodeStats(
+    return to_message(
+        admin_pb2.NodeStats,
+        figures,
         node_name=name,
-        num_requests=figures.num_requests,
-        num_prompt_tokens=figures.num_prompt_tokens,
-        num_output_tokens=figures.num_output_tokens,
         ttft_s=_percentiles(Percentiles.of(figures.ttfts_s)),
         time_per_token_s=_percentiles(Percentiles.of(figures.times_per_token_s)),
-        num_failed_attempts=figures.num_failed_attempts,
     )
 
 
 def describe_decision(decision: Decision) -> admin_pb2.DecisionDescription:
     """Describe an attempt's placement and the alternatives."""
-    return admin_pb2.DecisionDescription(
-        placed_at=decision.placed_at,
-        num_prompt_tokens=decision.num_prompt_tokens,
-        max_tokens=decision.max_tokens,
-        num_cached_tokens=decision.num_cached_tokens,
-        prefill_node=decision.prefill_node,
-        decode_node=decision.decode_node,
+    return to_message(
+        admin_pb2.DecisionDescription,
+        decision,
         candidates=[
             admin_pb2.CandidateDescription(
                 prefill_node=candidate.prefill,
@@ -256,7 +211,6 @@ def describe_decision(decision: Decision) -> admin_pb2.DecisionDescription:
             )
             for candidate in decision.candidates
         ],
-        is_probe=decision.is_probe,
         forecast=_describe_forecast(decision.forecast) if decision.forecast else None,
     )
 
@@ -274,4 +228,4 @@ def _describe_forecast(forecast: PrefillForecast) -> admin_pb2.PrefillForecast:
 
 
 def _percentiles(values: Percentiles) -> admin_pb2.Percentiles:
-    return admin_pb2.Percentiles(p50=values.p50, p90=values.p90, p99=values.p99, max=values.max)
+    return to_message(admin_pb2.Percentiles, values)

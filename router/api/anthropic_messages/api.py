@@ -31,7 +31,7 @@ from router.intake.parsers import NONE
 
 _CUT_SHORT = ApiError(500, "the output was cut short on a node")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# For arguments that are no JSON object, because the output was cut or the model erred.
+# Stands for call arguments that are no JSON object, because the output was cut or the model erred.
 _NO_INPUT = msgspec.Raw(b"{}")
 
 
@@ -64,7 +64,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     """Token counts; cached prompt tokens are counted apart.
 
     Attributes:
-        output_tokens_details: tokens of steps that gave nothing but reasoning.
+        output_tokens_details: counts the tokens of steps that gave nothing but reasoning.
     """
 
     input_tokens: int

@@ -73,7 +73,7 @@ class Block(msgspec.Struct):
 
 
 class Turn(msgspec.Struct):
-    """One message."""
+    """A message of the conversation."""
 
     role: _Role
     content: str | list[Block]
@@ -130,8 +130,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """Body of ``POST /v1/messages``. None means that a field is absent.
 
     Attributes:
-        metadata: like the next field, accepted without effect.
-        seed: like the fields after it, Baton's and vLLM's, as in chat completions.
+        metadata, service_tier: accepted without effect.
+        seed: a field of Baton and vLLM, as are all fields below; they work as in chat completions.
     """
 
     max_tokens: int
@@ -269,7 +269,7 @@ def _texts(
     Args:
         of_a_tool: whether to allow other parts, such as images; see `unseen_results`.
 
-    Raises InvalidRequestError naming the first part that is none.
+    Raises InvalidRequestError naming the first part that is not a text.
     """
     if not isinstance(content, str):
         for index, part in enumerate(content):
@@ -284,7 +284,9 @@ def _texts(
 
 
 def dropped_tools(request: CountTokensRequest) -> list[str]:
-    """List tools without effect, as headers name them: Anthropic runs them."""
+    """List, by the names for headers, the tools that Anthropic runs and that have no effect
+    here.
+    """
     return [f"tools.{tool.type}" for tool in request.tools or () if not _runs_here(tool)]
 
 

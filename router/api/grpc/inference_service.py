@@ -59,7 +59,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._journal = journal or Journal()
         self._max_timeout_s = max_timeout_s
 
-    async def Generate(  # gRPC's naming
+    async def Generate(  # gRPC prescribes this name
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Stream the completion of one prompt; the receipt is also in the trailers."""
@@ -70,7 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     context.set_trailing_metadata((receipt_trailer(delta.receipt),))
                 yield await self._to_proto(delta)
 
-    async def Resume(  # gRPC's naming
+    async def Resume(  # gRPC prescribes this name
         self, request: inference_pb2.ResumeRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Continue a resumable request's stream."""
@@ -84,7 +84,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     context.set_trailing_metadata((receipt_trailer(delta.receipt),))
                 yield await self._to_proto(delta)
 
-    async def GenerateBatch(  # gRPC's naming
+    async def GenerateBatch(  # gRPC prescribes this name
         self, request: inference_pb2.GenerateBatchRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Stream the outputs of several prompts as they come; all are checked before any begins."""
@@ -108,7 +108,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     )
                 )
 
-    async def Tokenize(  # gRPC's naming
+    async def Tokenize(  # gRPC prescribes this name
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Return the tokens of a prompt as `Generate` would see them."""
@@ -117,7 +117,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         token_ids = await served.intake.tokenize_only(prompt, context.principal)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
-    async def CountTokens(  # gRPC's naming
+    async def CountTokens(  # gRPC prescribes this name
         self, request: inference_pb2.CountTokensRequest, context: Context
     ) -> inference_pb2.CountTokensResponse:
         """Return the number of a prompt's tokens."""
@@ -126,7 +126,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         token_ids = await served.intake.tokenize_only(prompt, context.principal)
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
 
-    async def ListModels(  # gRPC's naming
+    async def ListModels(  # gRPC prescribes this name
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """Return the names that the caller may use."""
@@ -156,7 +156,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not self._journal.holds(request_id, content, tenant=tenant):
             call = await intake.accept(prompt, params, terms, request_id)
             _note_accepted(context, [call])
-            # Again, because checking takes time.
+            # Look again: another call may have begun this request during the checks.
             if not self._journal.holds(request_id, content, tenant=tenant):
                 deltas = intake.stream(call)
                 self._journal.keep(request_id, content, deltas, tenant=tenant)
@@ -167,7 +167,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await self._long_answers.make(delta, make)
 
     def _find_name(self, request: NamingRequest, context: Context) -> ServedName:
-        """Return what the request's name stands for; raises what `NameTable.resolve` does."""
+        """Return what the request's name stands for; raises the errors of `NameTable.resolve`."""
         served = self._names.resolve(request.model or None, context.principal)
         context.entry.model = served.name
         return served

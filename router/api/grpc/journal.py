@@ -23,8 +23,9 @@ class JournalOptions:
 
     Attributes:
         grace_s: how long a stream without readers is kept, running or ended.
-        max_streams: limit for all tenants together; one tenant may use half.
-        max_bytes: limit for all tenants together; one tenant may use half, one stream a quarter.
+        max_streams: most streams kept for all tenants together; one tenant may use half.
+        max_bytes: most bytes kept for all tenants together; one tenant may use half, one stream a
+            quarter.
     """
 
     grace_s: float = 10.0
@@ -101,7 +102,7 @@ class Journal:
     async def read(
         self, request_id: str, output_index: int, *, tenant: str = ""
     ) -> AsyncGenerator[TextDelta, None]:
-        """Yield a stream's pieces from an index on; pieces that are there already come joined.
+        """Yield a stream's pieces from an index on; the pieces that are already there come as one.
 
         Raises InvalidRequestError for an unknown id or an index within a piece, OverloadedError for
         too many readers, and the stream's own error.

@@ -33,11 +33,11 @@ _Messages: TypeAlias = AsyncIterator[node_pb2.NodeMessage | Unread]
 
 
 class NodePools(Protocol):
-    """Where nodes join: the pool of one base model, or the pools of several."""
+    """Pools that nodes join: one pool, or one per base model."""
 
     @property
     def gate(self) -> JoinGate:
-        """Decides which nodes may join now."""
+        """Gate that decides which nodes may join now."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -58,10 +58,11 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         self._pools = pools
         self._access = access or Access()
         self._long = LongMessages()
-        # One piece of long messages per round of the loop, over all links.
+        # Held while one piece of a long message is handled: one piece per round of the event loop,
+        # over all links.
         self._one_piece = asyncio.Lock()
 
-    async def Link(  # gRPC's naming
+    async def Link(  # gRPC prescribes this name
         self,
         request_iterator: _Messages,
         context: Context,

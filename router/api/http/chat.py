@@ -106,8 +106,8 @@ class ChatDialect:
     """Word the chat completions of one request.
 
     Args:
-        parsers: one per output.
-        texts: None if no logprobs are wanted.
+        parsers: a parser per output.
+        texts: texts of tokens, for logprobs; None if no logprobs are wanted.
     """
 
     id_prefix = "chatcmpl-"
@@ -228,7 +228,7 @@ async def open_chat(
     """Return the checked calls of a chat's outputs, and their dialect.
 
     Args:
-        grammars: see `conversation.Grammars`.
+        grammars: the Lark grammars of custom tools (`conversation.Grammars`).
 
     Raises InvalidRequestError, and what tokenizing raises.
     """

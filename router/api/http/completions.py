@@ -30,7 +30,7 @@ from router.intake.choices import accept_choices, check_num_outputs
 from router.intake.intake import Intake
 from router.intake.parsers.base import OutputParser
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 # Most characters of echoed prompts in one response. A prompt is sent once but echoed with each
 # output, which may be a hundred times.
 MAX_ECHOED_CHARS = 2**23

@@ -87,7 +87,7 @@ def asked_thinking(request: ChatRequest, template: ChatTemplate | None) -> Asked
     """Return what a request says about thinking; raises InvalidRequestError.
 
     Args:
-        template: the checkpoint's. If it knows levels, a level sets no budget.
+        template: the checkpoint's chat template. If it knows effort levels, a level sets no budget.
     """
     budget_tokens, effort = _budget(request), effort_of(request)
     given = request.chat_template_kwargs or {}
@@ -186,10 +186,10 @@ class HeldOutput:
     """A constraint on the output of a chat with tools.
 
     Attributes:
-        output: the grammar.
-        is_common_call: whether it allows only one call, in the common form.
-        is_either: whether it allows an answer or calls.
-        is_free: whether it allows any text before calls.
+        output: grammar of the output.
+        is_common_call: whether the grammar allows only one call, as a plain JSON object.
+        is_either: whether the grammar allows either an answer or calls.
+        is_free: whether the grammar allows any text before calls.
     """
 
     output: StructuredOutput

@@ -35,7 +35,7 @@ def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list
     """Parse a request; also return its fields without effect.
 
     Args:
-        strict: whether such a field is an error.
+        strict: whether a field without effect is an error.
 
     Raises InvalidRequestError naming the wrong or unknown field.
     """
@@ -69,7 +69,7 @@ def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> I
             continue
         if name in REFUSED and bytes(value) not in _EMPTY:
             raise InvalidRequestError(name, REFUSED[name])
-        if strict or name not in REFUSED:  # (empty values ask for nothing)
+        if strict or name not in REFUSED:  # empty values ask for nothing
             yield name
 
 
@@ -117,7 +117,7 @@ def _objects(kind: type) -> dict[str, type]:
 
 @contextmanager
 def _in_one_line(body: bytes) -> Iterator[None]:
-    """Convert the library's errors."""
+    """Convert msgspec's errors to InvalidRequestError."""
     try:
         yield
     except msgspec.ValidationError as error:

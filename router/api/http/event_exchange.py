@@ -50,7 +50,7 @@ class AnswerEvents(Protocol):
         ...
 
     def last_events(self, reason: str, delta: TextDelta) -> Iterator[AnswerEvent]:
-        """Yield the last events; the delta has the receipt, ``reason`` is that of a chat."""
+        """Yield the last events; ``reason``: finish reason of a chat; the delta has the receipt."""
         ...
 
     def fail(self, error: BatonError | ApiError) -> AnswerEvent:
@@ -104,7 +104,7 @@ async def answer_in_events(
     """Answer a chat; `web.middleware` turns raised errors into responses.
 
     Args:
-        grammars: see `conversation.Grammars`.
+        grammars: the Lark grammars of custom tools (`conversation.Grammars`).
     """
     with as_fields(names):
         (call,), dialect = await open_chat(request, body, received_at, grammars)

@@ -51,7 +51,7 @@ class HttpOptions:
 
 
 class Body(Protocol):
-    """A request's fields; without a model name the default name is meant."""
+    """A request's fields; a request without a model name means the default name."""
 
     @property
     def model(self) -> str | None: ...
@@ -66,7 +66,8 @@ BODIES = web.AppKey("bodies", HeldCalls)
 SHORT_BODY_BYTES = 2**16  # bodies up to this size need no turn
 SESSION_ID_HEADER = "X-Session-Id"
 _MAX_SHOWN_CHARS = 100  # most characters quoted of a header in errors
-# Time for a body to arrive, plus the time its bytes take at the slowest allowed rate.
+# Seconds for a body to arrive, in addition to the time that its bytes take at the slowest allowed
+# rate.
 BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
 # A client that reads nothing for this long after its deadline is disconnected.
@@ -311,7 +312,7 @@ async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -
         ApiError: the body is not JSON, comes too slowly, or names a model that is not served.
         BatonError: the caller may not use the name, or no node can serve it.
     """
-    # (`request.content_type` takes seconds for a header with thousands of semicolons.)
+    # Not by `request.content_type`, which takes seconds for a header with thousands of semicolons.
     content_type, _, _ = request.headers.get(hdrs.CONTENT_TYPE, "no").partition(";")
     if content_type.strip().lower() != "application/json":
         # This also stops foreign web pages, which may not send JSON without asking.

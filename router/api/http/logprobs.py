@@ -21,12 +21,12 @@ class TokenTexts:
     """Look up texts of tokens; partial characters become replacement characters.
 
     Args:
-        tokenizer: None for a checkpoint without one; texts are then like ``token_id:7``.
+        tokenizer: the checkpoint's tokenizer; None: it has none, and texts are like ``token_id:7``.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        # For one answer: prompts repeat tokens many times.
+        # Texts found so far, kept for one answer, as prompts repeat tokens many times.
         self._texts: dict[int, str] = {}
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -26,8 +26,8 @@ class Usage(msgspec.Struct):
     """Token counts of a request; a prompt with several outputs counts once.
 
     Attributes:
-        prompt_tokens_details: None before the end of the output.
-        completion_tokens_details: unset before the end, and without drafts.
+        prompt_tokens_details: number of cached tokens; None before the end of the output.
+        completion_tokens_details: counts of drafts; unset before the end, and without drafts.
     """
 
     prompt_tokens: int
@@ -142,7 +142,7 @@ class PromptLogprob(msgspec.Struct, gc=False):
     """A prompt token's logprob, as vLLM writes it.
 
     Attributes:
-        rank: None if the token is not among the listed top tokens.
+        rank: place among the most probable tokens; None if the token is not listed among them.
     """
 
     logprob: float

@@ -39,8 +39,9 @@ class StreamOptions(msgspec.Struct):
 
     Attributes:
         include_usage: whether a last chunk without choices has the usage.
-        continuous_usage_stats: vLLM's; whether every chunk has its choice's usage so far.
-        include_obfuscation: OpenAI's; ignored, since it costs bandwidth and hides little.
+        continuous_usage_stats: vLLM's field: whether every chunk has the usage so far of its
+            choice.
+        include_obfuscation: OpenAI's field; ignored, since it costs bandwidth and hides little.
     """
 
     include_usage: bool | None = None
@@ -67,10 +68,11 @@ class ResponseFormat(Constraint):
     Attributes:
         schema: the place of the schema for llama.cpp, Together, Fireworks and the Responses API;
             also for ``json_object``.
-        value: text-generation-inference's, for ``json``, ``json_object`` and ``regex``.
-        pattern: Together's, for ``regex``.
-        grammar: Fireworks', for ``grammar``.
-        name: like the fields after it, describes the schema and has no effect.
+        value: the schema or regex in text-generation-inference's form, for ``json``,
+            ``json_object`` and ``regex``.
+        pattern: the regex in Together's form, for ``regex``.
+        grammar: the grammar in Fireworks' form, for ``grammar``.
+        name, description, strict: describe the schema, and have no effect.
     """
 
     type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar"]
@@ -88,7 +90,7 @@ class StructuredOutputs(Constraint):
     """vLLM's structured outputs, by its names.
 
     Attributes:
-        disable_fallback: like the next field, vLLM's; always in effect here.
+        disable_fallback, disable_any_whitespace: vLLM's fields; always in effect here.
     """
 
     json: dict[str, Any] | str | None = None
@@ -111,20 +113,22 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     """Fields that completions and chat share. None means that a field is absent.
 
     Attributes:
-        guided_json: like the fields after it, an older name of a field in ``structured_outputs``.
-        json_schema: llama.cpp's and SGLang's; ``regex`` and ``ebnf`` are SGLang's.
-        grammar: llama.cpp's, or text-generation-inference's.
-        format: Ollama's; ``"json"`` or a schema.
-        skip_special_tokens: vLLM's; False: the text shows special tokens.
-        include_stop_str_in_output: vLLM's; whether the text includes the stop string.
-        return_token_ids: vLLM's; adds the ids of prompt and output.
-        prompt_logprobs: vLLM's; number of top logprobs per prompt token.
-        cache_salt: vLLM's; prompts with different salts share no cached blocks.
-        include_receipt: Baton's; adds ``"baton": {"receipts": [...]}`` to the response.
-        session_id: Baton's; requests of one session share a prefix. (OpenAI's ``user`` may have
-            many sessions.)
-        priority: vLLM's; among waiting requests, smaller goes first.
-        user: like the fields after it, accepted without effect.
+        guided_json: older name of ``json`` in ``structured_outputs``, like all ``guided_`` fields.
+        json_schema: a JSON Schema, by the name of llama.cpp and SGLang; ``regex`` and ``ebnf`` are
+            SGLang's names.
+        grammar: a grammar, by the name of llama.cpp and text-generation-inference.
+        format: Ollama's name of the response format: ``"json"`` or a schema.
+        skip_special_tokens: vLLM's field; False: the text shows special tokens.
+        include_stop_str_in_output: vLLM's field: whether the text includes the stop string.
+        return_token_ids: vLLM's field: whether to return the ids of prompt and output.
+        prompt_logprobs: vLLM's field: number of top logprobs per prompt token.
+        cache_salt: vLLM's field: prompts with different salts share no cached blocks.
+        include_receipt: Baton's field: whether to add ``"baton": {"receipts": [...]}`` to the
+            response.
+        session_id: Baton's field: requests of one session share a prefix. (OpenAI's ``user`` may
+            have many sessions.)
+        priority: vLLM's field: among waiting requests, smaller goes first.
+        user: accepted without effect, as are all fields below.
     """
 
     model: str
@@ -179,7 +183,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     """Body of ``POST /v1/completions``.
 
     Attributes:
-        add_special_tokens: vLLM's; False: omit the checkpoint's special tokens.
+        add_special_tokens: vLLM's field; False: omit the checkpoint's special tokens.
     """
 
     prompt: str | list[str | int | list[int]]
@@ -253,8 +257,8 @@ class ThinkingSwitch(msgspec.Struct):
     """Whether the model thinks before the answer, and the budget in tokens.
 
     Attributes:
-        type: as Anthropic's, DeepSeek's and Z.ai's clients send it; ``adaptive`` and
-            ``between_tools`` mean ``enabled``.
+        type: ``adaptive`` and ``between_tools`` mean ``enabled``; clients of Anthropic, DeepSeek
+            and Z.ai send this field.
     """
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
@@ -265,7 +269,7 @@ class ReasoningConfig(msgspec.Struct):
     """How much the model thinks: OpenAI's effort level, or OpenRouter's number of tokens.
 
     Attributes:
-        enabled: OpenRouter's; False means the level ``none``.
+        enabled: OpenRouter's field; False means the level ``none``.
     """
 
     effort: str | None = None
@@ -277,15 +281,15 @@ class ChatRequest(SamplingRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``.
 
     Attributes:
-        modalities: must be text.
+        modalities: kinds of output; only text is supported.
         reasoning_effort: a level, passed to the chat template or turned into a budget.
         reasoning: the level, or a budget in tokens.
         thinking: switches thinking, with a budget.
-        thinking_token_budget: vLLM's name for the budget.
-        documents: passed to the chat template.
-        add_generation_prompt: vLLM's; False: the prompt ends after the last message.
-        continue_final_message: vLLM's; the output continues the last message's text.
-        chat_template: vLLM's; the client's own template, if the operator allows it.
+        thinking_token_budget: the budget in tokens, by vLLM's name.
+        documents: documents for the chat template.
+        add_generation_prompt: vLLM's field; False: the prompt ends after the last message.
+        continue_final_message: vLLM's field: whether the output continues the last message's text.
+        chat_template: vLLM's field: the client's own template, if the operator allows it.
     """
 
     messages: list[Message]

@@ -77,10 +77,10 @@ class InputItem(msgspec.Struct):
 
 
 class ToolChoice(msgspec.Struct):
-    """One tool, or some of them.
+    """The client's choice of a tool, or of several tools.
 
     Attributes:
-        mode: like the next field, for the type ``allowed_tools``.
+        mode, tools: fields of a choice of type ``allowed_tools``.
     """
 
     type: str = "function"
@@ -108,11 +108,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/responses``. None means that a field is absent.
 
     Attributes:
-        previous_response_id: like the next two, refers to stored data and is refused.
+        previous_response_id, conversation, prompt: refused, because they refer to stored data.
         background: True is refused, since an answer cannot be fetched later.
         store: always treated as False.
-        user: like the fields after it, accepted without effect.
-        top_k: like the fields after it, as in chat completions.
+        user: accepted without effect, as are the fields down to ``prompt_cache_retention``.
+        top_k: works as in chat completions, as do all fields below.
     """
 
     model: str
@@ -222,7 +222,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
                 messages.append(Message(role=item.role, content=content))
         case "reasoning":
             parts = item.content if isinstance(item.content, list) else None
-            # (Other servers may send it encrypted, without text.)
+            # Other servers may send thoughts encrypted, without text.
             if text := "\n".join(_texts(parts or item.summary or [], f"{field}.content")):
                 messages.append(Message(role="assistant", reasoning_content=text))
         case "function_call" | "custom_tool_call" | "local_shell_call":

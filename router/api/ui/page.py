@@ -265,7 +265,7 @@ def _grouped(pairs: list[tuple[str, admin_pb2.PeerDescription]]) -> list[Reached
     groups: dict[tuple[str, str, str], Reached] = {}
     for prefill, peer in pairs:
         transport = peer.transport if peer.connected else "not connected yet"
-        # (A pairing problem names both nodes, so only its beginning is compared.)
+        # A pairing problem names both nodes, so only its beginning is compared.
         problem = peer.problem.partition(": ")[0] if peer.problem else ""
         key = (prefill, transport, problem)
         group = groups.setdefault(key, Reached(prefill, transport, peer.problem, []))

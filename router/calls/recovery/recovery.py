@@ -68,7 +68,7 @@ class Recovery:
     """Decide whether one call is retried, when and on which nodes.
 
     Args:
-        shared: state that all calls of this router share.
+        shared: state that all calls of this base model share.
         remaining_s: returns the seconds until the deadline; raises if the call was ended.
 
     Attributes:
@@ -100,7 +100,8 @@ class Recovery:
     async def wait_for_turn(self, attempt: Attempt, error: RequestError) -> None:
         """Wait until silent nodes are known to be lost or alive, and the budget allows a retry.
 
-        A call whose work a silent node cannot have begun is no suspect, and does not wait for that.
+        A call is no suspect if the silent node cannot have begun its work. Such a call does not
+        wait for the node's fate.
         """
         pool, budget = self._pool, self._budget
         loop = asyncio.get_running_loop()
@@ -141,7 +142,9 @@ class Recovery:
                 await asyncio.sleep(min(wait_s, self._remaining_s()))
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the best nodes of ``fleet`` for the next attempt; none if trials need all."""
+        """Return the best nodes of ``fleet`` for the next attempt; empty if all are kept for
+        trials.
+        """
         if self._suspects.rooms:
             fleet = self._suspects.rooms.without(fleet, self._suspicion)
         if self._suspicion is not None:
@@ -149,7 +152,7 @@ class Recovery:
         return self._choice.narrow(fleet)
 
     def expected_s(self) -> float:
-        """Return for how long a place may still appear; 0 if none is expected.
+        """Return for how many seconds a place may still appear; 0 if none is expected.
 
         A trial may end, or a node that went away by itself may come back.
         """

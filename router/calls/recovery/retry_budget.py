@@ -69,7 +69,7 @@ class RetryBudget:
     out short failures. If so many wait that the next one would come too late, it fails.
 
     Args:
-        clock: seconds; tests bring their own.
+        clock: returns seconds.
 
     Attributes:
         num_waiting: calls that wait for a retry.
@@ -132,7 +132,7 @@ class CallRetries:
     """Count one call's failures against its limits.
 
     Args:
-        options: its limits.
+        options: the call's limits.
         budget: shared by all calls.
     """
 
@@ -194,7 +194,9 @@ class CallRetries:
         return self._latest in self._failures and len(self._failures) >= self._options.max_attempts
 
     def _may_pass(self, error: RequestError) -> bool:
-        """Return whether nodes could not reach each other, for a short time so far."""
+        """Return whether the failure may pass by itself: nodes cannot reach each other, but only
+        since a short time.
+        """
         if error.code != "UNAVAILABLE" or self._options.max_attempts == 1:
             return False
         return self._budget.clock() - self._failing_since < self._options.failing_for_s

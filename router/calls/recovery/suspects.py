@@ -35,8 +35,8 @@ MAX_HISTORIES = 4096
 MAX_SUSPECTS_PER_LOSS = 16
 # Older losses do not count together with new ones.
 WINDOW_S = 10.0
-# If a node that a suspect had no part in died this recently, one failed trial is not enough: two
-# are. A trial with its wait may take this long, so another death may coincide by chance.
+# If an unrelated node died within this many seconds, a verdict needs two failed trials instead of
+# one. A trial with its wait may take this long, so another death may coincide by chance.
 BACKGROUND_S = 12.0
 MAX_OPEN_VERDICTS = 256
 
@@ -51,8 +51,8 @@ class Quarantined:
         principal: name of the caller.
         engine_ids: nodes that were lost with it.
         expires_at: end of the refusals, by the clock of `Suspects`.
-        loss: the loss during the trial; if that node returns, nothing is refused any more.
-        num_refused: equal requests refused since then.
+        loss: loss of the trial's node; if that node returns, equal requests are accepted again.
+        num_refused: equal requests refused since this one was ended.
     """
 
     fingerprint: str
@@ -80,7 +80,7 @@ class Verdict:
 
 
 class Suspects:
-    """Track which requests of one base model may be why nodes die.
+    """Track the requests of one base model that may have crashed nodes.
 
     Args:
         pool: knows the lost nodes and the nodes for trials; its clock is used.
@@ -89,7 +89,7 @@ class Suspects:
     Attributes:
         rooms: nodes that are kept for trials.
         num_ended_total: requests that were ended as poison.
-        num_refused_total: requests refused as equal to one of those.
+        num_refused_total: requests refused because an equal one was ended as poison.
     """
 
     def __init__(self, pool: NodePool, *, quarantine_s: float = QUARANTINE_S) -> None:

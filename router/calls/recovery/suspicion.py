@@ -28,7 +28,7 @@ class Work(Enum):
     """Kinds of a node's work; a request that crashes nodes is blamed for one kind only."""
 
     PROMPT = "prompt"
-    TOKENS = "tokens"  # and compiling their grammar
+    TOKENS = "tokens"  # sampling tokens, or compiling their grammar
 
 
 class Suspicion:
@@ -141,7 +141,7 @@ class Suspicion:
             self._leave_room()  # that node does not admit the call
 
     def note_progress(self, attempt: Attempt) -> None:
-        """Note that tokens of an attempt came, and clear the call of work that went well."""
+        """Note that tokens of an attempt came; the work that led to them is no longer suspect."""
         if attempt.num_tokens > PROVEN_TOKENS:
             self._clear(*Work)
         elif attempt.began:
@@ -164,7 +164,7 @@ class Suspicion:
     # ------------------------------------------------------------------ what became of it
 
     def _has_verdict(self) -> bool:
-        """Return whether it is known if the node on which the call was tried died."""
+        """Return whether the fate of the trial's node is known."""
         verdict = self._verdict
         assert verdict is not None
         fate = self._suspects.lost_nodes.fate(verdict.loss)
@@ -187,7 +187,7 @@ class Suspicion:
                 self._clear(work)
 
     def _clear(self, *works: Work) -> None:
-        """Clear the call of deaths of nodes at these kinds of work."""
+        """Clear the call of losses during these kinds of work."""
         for work in works:
             self._suspects.forget_losses(self._fingerprint, self._blamed.pop(work, ()))
             if self._work is work:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 QUIESCE_S = 1.0
 # Longest time that a room is kept, with all its suspects together.
 MAX_KEPT_S = 5.0
-# After that time, how long a node serves ordinary requests before it may be kept again. Otherwise a
+# Time for which a node then serves ordinary requests before it may be kept again. Otherwise a
 # series of suspects would keep the only node indefinitely.
 REST_S = 2.0
 # Time for the next suspect to take over a free room.
@@ -39,14 +39,14 @@ class _Room:
     node: Node
     owner: object | None  # None: between two suspects
     kept_since: float
-    is_told: bool = False  # whether the log tells that requests are moved
+    is_told: bool = False  # whether a log line has told that requests are moved
 
 
 class TrialRooms:
     """Keep nodes of one base model for suspects.
 
     Args:
-        pool: has the nodes; its clock is used.
+        pool: pool that has the nodes, and the clock that is used here.
     """
 
     def __init__(self, pool: NodePool) -> None:

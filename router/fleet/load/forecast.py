@@ -1,6 +1,6 @@
 """PrefillForecast: a prompt's expected times on its node, and the measured ones.
 
-Does not know how either is obtained.
+Does not know how times are forecast or measured.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ class PrefillForecast:
 
     Attributes:
         num_tokens: tokens that the node is expected to compute.
-        wait_s: expected wait until the node begins this prompt.
-        compute_s: expected time from then until token 1.
+        wait_s: expected wait until the node begins to compute the prompt.
+        compute_s: expected time from that beginning until token 1.
         placed_at: when the prompt was placed, by the router's clock.
-        measured_wait_s: None until token 1 came.
-        measured_compute_s: None until token 1 came. Prompts of one step share its time.
+        measured_wait_s: measured wait until the node began; None until token 1 came.
+        measured_compute_s: measured time from that beginning until token 1; None until token 1
+            came. Prompts of one step share its time.
     """
 
     num_tokens: int
@@ -58,8 +59,8 @@ class ForecastCounts:
     """Count how good one router's forecasts were, over all nodes.
 
     Attributes:
-        compute: for the time to compute a prompt.
-        first_token: for wait and computation together.
+        compute: ratios of the time to compute a prompt.
+        first_token: ratios of wait and computation together.
     """
 
     compute: RatioCounts = field(default_factory=RatioCounts)

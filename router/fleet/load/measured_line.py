@@ -17,7 +17,7 @@ Point = tuple[float, float]  # units, seconds
 _Weighted = tuple[float, float, float]  # units, seconds, weight
 
 NUM_KEPT = 16
-# A fit costs as much as placing a request: with many measurements, not each gets one.
+# Measurements per fit once there are many: a fit costs as much as placing a request.
 DRAWN_EVERY = 8
 _OLDEST_WEIGHT = 0.2  # weight of the oldest measurement kept, relative to the newest
 _COLD_WEIGHT = 0.25  # weight of the first measurement, which may include warm-up or compilation
@@ -45,7 +45,7 @@ class FleetLevel:
         self._num_noted = 0
 
     def note(self, ratio: float) -> None:
-        """Add the measured seconds of a prompt or step over those of its node's profile."""
+        """Add the ratio of a prompt's or step's measured seconds to those of the node's profile."""
         self._ratios.append((ratio, 1.0))
         self._num_noted += 1
         if self._num_noted <= NUM_KEPT or self._num_noted % DRAWN_EVERY == 0:
@@ -58,8 +58,8 @@ class MeasuredLine:
 
     Args:
         profile: times that the node measured at its start, sorted by units.
-        shared: receives every measurement but the first; its line is the prior if there is no
-            profile, and its ``fleet_level`` the first level if there is one.
+        shared: line of all nodes, to which every measurement but the first is added. It is the
+            prior of a node without profile; for others, its ``fleet_level`` is the first level.
         default: two points used until something is measured; needed without ``shared``.
         num_kept: number of measurements kept.
         shared_units: units at which the line of ``shared`` is sampled.
@@ -177,7 +177,7 @@ def _median(ratios: list[Point]) -> float:
 
 
 def _fit_prior(points: Sequence[Point], weight: float) -> Point:
-    """Return base and slope fitted to points that weigh so much together."""
+    """Return base and slope fitted to points whose weights add up to ``weight``."""
     each = weight / len(points)
     known = [(units, seconds, each) for units, seconds in points]
     return _fit(known, *_through(points))

@@ -20,8 +20,8 @@ from router.fleet.load.forecast import ForecastCounts, PrefillForecast
 from router.fleet.load.measured_line import MeasuredLine, Point
 from router.fleet.load.promises import Promise, Promises
 
-# Used until something is measured, for nodes that do not report step times: one mid-range GPU with
-# an 8B model. Prompt tokens, and step units, with their seconds.
+# Used for nodes that do not report step times, until something is measured. The values fit one
+# mid-range GPU with an 8B model: pairs of prompt tokens, or of step units, and seconds.
 _DEFAULT_PREFILL = ((0.0, 0.01), (8000.0, 0.81))
 _DEFAULT_STEP = ((0.0, 0.01), (100_000.0, 0.02))
 # A request in a decode step costs about as much as this many tokens of context.
@@ -32,7 +32,7 @@ STEPS_MEASURED_TOGETHER = 8
 _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
-_LONG_PROMPT = 4  # times the largest step: a prompt of this length is added to a profile
+_LONG_PROMPT = 4  # prompts this many times as long as the largest step are added to profiles
 # How many times longer a prompt takes while others decode on its node: the assumed value until
 # measured, the highest value that counts, and the weight of the newest measurement.
 _FIRST_BESIDE, _MOST_BESIDE, _BESIDE_FADING = 2.0, 20.0, 0.2
@@ -68,13 +68,13 @@ class Account:
     """Hold what one open request counts for on one node; only its `NodeLoad` writes here.
 
     Attributes:
-        num_tokens: open tokens that it counts for.
+        num_tokens: open tokens that the request counts for.
         num_uncomputed: prompt tokens to compute here.
         num_arriving: prompt tokens whose KV needs room here and has not arrived.
         num_decoding: prompt tokens of a request that decodes here; 0 before.
         is_beside: whether others were on this decode node when the request was placed.
         begun_at: when its first token came from this decode node; None before.
-        promise: its deadline, if it decodes here.
+        promise: the request's deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes it.
         unmeasured: tokens and seconds of a prompt that this decode node computed, until the node
             tells its own time; None: nothing to measure.
@@ -96,7 +96,7 @@ class NodeLoad:
 
     Args:
         shared: measurements of all nodes of this router.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         weight: share of its usual load that the node should get, above 0 to 1; low while warming
@@ -121,8 +121,8 @@ class NodeLoad:
             1, because its chunks are small and each shares a step with decodes.
         step: seconds per decode step, by `step_units`.
         step_units: size of a step: context tokens, plus `REQUEST_UNITS` per request.
-        step_base_s, step_s_per_unit: line of the cost per step of one more request, by its units:
-            the step itself, and what longer steps cost the other requests.
+        step_base_s, step_s_per_unit: line of what one more request costs per step, by its units:
+            its own share of the step, and the delay of the other requests.
         num_batch: requests there or on their way.
         num_free_tokens: free KV room in tokens once all placed requests have arrived; may be
             negative.

@@ -14,7 +14,7 @@ _MARGIN = 1.15
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """Hold one request's deadline; times by the node's clock.
+    """Hold the deadline of a request; its times are by the node's clock.
 
     Attributes:
         num_steps: decode steps that it may take.
@@ -46,7 +46,7 @@ class Promises:
         return promise
 
     def begin_promise(self, promise: Promise) -> None:
-        """Count its steps from now on, because its first token came."""
+        """Count the steps of the promise from now on, because the request's first token came."""
         promise.ends_with = self.num_steps + promise.num_steps
 
     def close(self, promise: Promise) -> None:

@@ -20,7 +20,7 @@ class PlacementMemory:
         max_blocks: most contents remembered.
         lifetime_s: longest time that a placement is remembered; at least half of it, unless there
             are too many.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         generation: counts how often a generation expired.
@@ -66,7 +66,7 @@ class PlacementMemory:
         now = self._clock()
         if now < self._change_at:
             return
-        # Not called for long: both generations are old.
+        # `expire` was not called for long, so both generations are old.
         if now >= self._change_at + self._lifetime_s / 2:
             self._change()
         self._change()

@@ -44,8 +44,8 @@ class _Holder:
 
     Attributes:
         bit: the node's bit in sets of nodes.
-        blocks: contents that it holds, as far as there was room.
-        num_left_out: contents held beyond these.
+        blocks: the node's contents that had room in the index.
+        num_left_out: the node's contents for which the index had no room.
         last_sequence: number of its last event; None: a snapshot is awaited.
         was_placed: whether the placement memory may have entries with this bit.
         generation: the placement memory's generation when the node left.
@@ -71,7 +71,7 @@ class PrefixIndex:
         placement_lifetime_s: longest time that a placement is remembered.
         sweep_blocks: entries of removed nodes dropped at a time, so that the event loop is not
             blocked.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         num_blocks: (node, block) entries, including those of removed nodes that are not swept yet.
@@ -95,7 +95,7 @@ class PrefixIndex:
         self._kinds: set[HashKind] = set()
         self._places: list[_Holder | None] = []  # by bit; None: free
         self._leaving: deque[_Holder] = deque()  # removed nodes with blocks to drop, oldest first
-        # Those left only in the placement memory, oldest first.
+        # Removed nodes whose bits are left only in the placement memory, oldest first.
         self._fading: deque[_Holder] = deque()
         self._exact = 0  # bits of nodes whose events are complete
         self._inexact = 0  # bits of nodes for which placements count
@@ -107,7 +107,8 @@ class PrefixIndex:
     def add_node(self, engine_id: str, kind: HashKind) -> None:
         """Add a node; placements count for it until its snapshot comes.
 
-        A node with one kind too many is left out: nothing is known of its cache.
+        A node whose blocks are of one kind more than `MAX_KINDS` is left out: nothing is known of
+        its cache.
         """
         self.remove(engine_id)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
@@ -202,7 +203,7 @@ class PrefixIndex:
         last, length = candidates, 0
         for block_hash in hashes:
             held = get(block_hash, 0)
-            if held is not last:  # sets are shared, so an equal one needs no second look
+            if held is not last:  # equal sets are one object: look once
                 last = held
                 left = candidates & held
                 if left != candidates:

@@ -27,7 +27,7 @@ class PromptHashes:
 
     Args:
         token_ids: the prompt's.
-        cache_salt: selects which prompts may share cached blocks, as on the nodes.
+        token_ids: the prompt's token ids.
     """
 
     def __init__(self, token_ids: Sequence[int], cache_salt: bytes = b"") -> None:

@@ -1,4 +1,5 @@
-"""Answers: what clients get of their calls' outputs: the text, and only figures of their own.
+"""Answers: the parts of calls' outputs that clients get: texts, and receipts without other tenants'
+figures.
 
 Logs the outputs if enabled. Knows no API: `LongAnswers` builds the parts of any API's response.
 """
@@ -22,8 +23,8 @@ class Answers:
     """Make the answers of one router's calls.
 
     Args:
-        tokenizer: None: outputs have no text.
-        salts: the router's.
+        tokenizer: the checkpoint's tokenizer; None: outputs have no text.
+        salts: the router's cache salts.
         logs_prompts: whether prompts and outputs are logged.
 
     Attributes:
@@ -59,7 +60,7 @@ class Answer:
     Args:
         text: adds the text to the call's tokens.
         own_prompts: earlier prompts of the call's tenant.
-        log: None: prompt and output are not logged.
+        log: log of the output; None: prompt and output are not logged.
     """
 
     def __init__(

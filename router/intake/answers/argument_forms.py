@@ -73,7 +73,7 @@ class Argument:
     """One argument of a function.
 
     Attributes:
-        name: empty: any name that no other argument has.
+        name: the argument's name; empty: any name that no other argument has.
         value: name of the rule of the argument's value.
     """
 
@@ -150,7 +150,7 @@ class ArgumentRules:
         return found
 
     def _value(self, rule: str, schema: Any) -> str:
-        """Write the rules of a value, and return the name of the one to use."""
+        """Write ``rule`` for a value, with the rules that it needs; return the rule's name."""
         used = []
         for index, (kind, value) in enumerate(self._ways(schema)):
             if kind == "json":
@@ -168,7 +168,9 @@ class ArgumentRules:
         return rule
 
     def _whole(self, schema: Any) -> Any:
-        """Make a part of the schema a document of its own in which references still resolve."""
+        """Make a part of the schema a document of its own, in which its references still
+        resolve.
+        """
         if "$ref" not in json.dumps(schema):
             return schema
         return {**_rebased(schema), "$defs": {"whole": _rebased(self._schema)}}

@@ -49,7 +49,7 @@ class ArgumentTypes:
         schema = self._schema_of(name)
         if schema is None or not self._accepts_any(schema, "-"):
             return False
-        # Listed values count by their types: a sample is hardly ever one of them.
+        # Values in ``enum`` and ``const`` count by their types, as they hardly ever equal a sample.
         takes_null, *others = (
             self._accepts_any(schema, other, by_lists=False) for other in _SAMPLES
         )

@@ -372,7 +372,7 @@ def _python(form: PythonForm, functions: Sequence[Function], mark: Mark, several
 
 
 class _PythonValues:
-    """Write values after their names, all as JSON."""
+    """Write arguments as Python's keyword arguments, with values in JSON."""
 
     def json(self, rule: str) -> str:
         return rule

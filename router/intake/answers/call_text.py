@@ -18,7 +18,7 @@ class CallText:
     """The text of one call's output so far.
 
     Args:
-        tokenizer: None: outputs have no text.
+        tokenizer: the checkpoint's tokenizer; None: outputs have no text.
         parser: divides the output. Deltas are then `DividedDelta`, and stop strings count in the
             answer only. None: stop strings count in the whole text.
         receipt: returns the call's receipt when a stop string ends the output.

@@ -80,8 +80,8 @@ class DividedText:
             ended_by_token: whether the last token itself ended the output.
         """
         self.parts = []
-        # One at a time if a stop string may end the output, so that the last token is known, or if
-        # a token may end a thought.
+        # Take one token at a time if a stop string may end the output, so that the last token is
+        # known, or if a token may end a thought.
         is_apart = bool(self._stop) or self._thought is not None
         steps = [[one] for one in token_ids] if is_apart and token_ids else [token_ids]
         texts = []

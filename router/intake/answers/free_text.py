@@ -73,7 +73,7 @@ def _marks(form: CallForm) -> list[str]:
 
 
 def _before_a_mark(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    """End a lazy lexeme with the mark, after which the call's rule begins."""
+    """Write a lazy lexeme that ends with the mark; after it, the rule of a call begins."""
 
     def unmarked(text: str) -> str:
         return '""' if text in form.begins else mark(text)

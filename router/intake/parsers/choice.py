@@ -44,7 +44,7 @@ class OutputParsers:
     """Make the parsers of a model's outputs.
 
     Args:
-        tokenizer: the checkpoint's; None: outputs are plain text.
+        tokenizer: the checkpoint's tokenizer; None: outputs are plain text.
         tool_call_parser, reasoning_parser: names, ``auto`` or ``none``.
 
     Attributes:
@@ -100,7 +100,7 @@ class OutputParsers:
 
         Args:
             is_constrained: whether a grammar constrains the answer after the thought.
-            before_calls: see `ThoughtFinder.thinking`.
+            before_calls: whether a grammar of calls in the family's form follows, and no answer.
         """
         is_off = asked.is_off or asked.budget_tokens == 0
         budget_tokens = 0 if is_off else asked.budget_tokens
@@ -133,7 +133,8 @@ class OutputParsers:
     ) -> str | None:
         """Make a grammar of either an answer that fits a JSON Schema or calls.
 
-        Returns None if outputs are not parsed for calls; raises what `answer_or_calls` raises.
+        Returns None if outputs are not parsed for calls; raises the errors of the function
+        `answer_or_calls`.
         """
         if self._calls is None:
             return None

@@ -178,5 +178,5 @@ def _as_json(text: str) -> str | None:
 
 
 def _read_lines(text: str) -> object:
-    """Read a string that contains raw line breaks, which templates show so."""
+    """Read a string with raw line breaks: templates write strings so."""
     return ast.literal_eval(text.translate(_ESCAPES))

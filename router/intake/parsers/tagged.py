@@ -175,7 +175,7 @@ class _Value:
             return CallArguments(_escaped(text))
         self._held.append(text)
         self._num_held += len(text)
-        # If its first characters do not make it a string, later ones do not either.
+        # If the first characters do not make the value a string, later characters do not either.
         if self._num_held - len(text) > _DECIDED_CHARS:
             return None
         begun = "".join(self._held)

@@ -32,11 +32,11 @@ class Agent:
     """One agent.
 
     Attributes:
-        package: what npm or pip calls it.
-        program: its command.
-        ask: makes the arguments of a turn: of the prompt, and whether a conversation goes on.
+        package: name of the package for npm or pip.
+        program: name of its command.
+        ask: makes a turn's arguments from the prompt and whether the conversation goes on.
         tools: how its model calls tools.
-        too_long: what it says of a prompt that is too long: a pattern.
+        too_long: pattern of its message about a prompt that is too long.
         environment: variables that only a test needs.
     """
 
@@ -49,7 +49,7 @@ class Agent:
 
     @property
     def name(self) -> str:
-        """What its files are called."""
+        """Return the name that its files have."""
         return self.package.rpartition("/")[2]
 
     @property

@@ -59,7 +59,7 @@ class Exchange:
         return set(_ENDING.findall(self.answer.decode()))
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        """List the JSON objects of the answer: one, or those of a stream's events."""
+        """List the JSON objects of the answer: a single one, or one per event of a stream."""
         text = self.answer.decode()
         lines = text.splitlines() if "data: " in text else [f"data: {text}"]
         for line in lines:

@@ -62,7 +62,7 @@ class Turn:
 
     Attributes:
         output: what the agent printed.
-        exchanges: what it asked of the router.
+        exchanges: its requests to the router, with the answers.
     """
 
     output: str
@@ -70,7 +70,7 @@ class Turn:
 
     @property
     def endings(self) -> set[str]:
-        """Why answers of this turn ended, in the words of the three APIs."""
+        """Return why the answers of this turn ended, in the words of the three APIs."""
         return {ending for exchange in self.exchanges for ending in exchange.endings()}
 
 
@@ -102,7 +102,7 @@ class Session:
 
     @property
     def text(self) -> str:
-        """What the file has that the agent works on."""
+        """Return the content of the file that the agent works on."""
         return (self.work / FILE).read_text(encoding="utf-8")
 
     def ask(self, prompt: str, *, interrupt: bool = False) -> Turn:

@@ -35,10 +35,10 @@ _METRIC = re.compile(r"^(\w+(?:\{[^}]*\})?) (\S+)$", re.MULTILINE)
 
 @dataclass(slots=True)
 class Output:
-    """What a prompt was answered with.
+    """The answer to a prompt.
 
     Attributes:
-        prompt: its token ids.
+        prompt: token ids of the prompt.
         output: token ids of the answer, as far as it was computed.
     """
 
@@ -90,7 +90,7 @@ class ScriptedSystem:
         tokenizer: folder of a model, whose tokenizer counts.
         folder: where the model's folder is made.
         num_prefill: prefill nodes; with none the decode node computes all.
-        script: what the model says at first.
+        script: the model's first script.
 
     Attributes:
         address: host:port of the HTTP API, which a recorder stands before.
@@ -178,7 +178,7 @@ class ScriptedSystem:
 
 
 def make_model_folder(tokenizer: Path, folder: Path) -> None:
-    """Make a model that takes tools and long prompts: another one's tokenizer, and no weights."""
+    """Make a model without weights that takes tools and long prompts, with a given tokenizer."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_bytes((tokenizer / name).read_bytes())

@@ -28,10 +28,10 @@ class Tools:
     """How an agent's model writes what it does.
 
     Attributes:
-        write: given a path and a text.
-        edit: given a path, the old text and the new one.
-        read: given a path; None: the agent edits files that it has not read.
-        shell: given a command; None: the agent has no shell.
+        write: makes a call that writes a text to a path.
+        edit: makes a call that replaces the old text of a path by the new text.
+        read: makes a call that reads a path; None: the agent edits files without reading them.
+        shell: makes a call that runs a command; None: the agent has no shell.
         mark: text that only prompts which offer these tools have.
     """
 

@@ -64,7 +64,7 @@ class System:
 
     @property
     def base_url(self) -> str:
-        """What clients of OpenAI's API are given."""
+        """Return the base URL for clients of OpenAI's API."""
         return f"{self.root_url}/v1"
 
 
@@ -78,7 +78,7 @@ def refusal(kind: type[Exception], ask: Callable[..., object], **fields: Any) ->
 
 
 def run(*checks: Callable[[System], None]) -> None:
-    """Run the checks in turn and tell what came of each; exits with 1 if one failed."""
+    """Run the checks in turn and print each result; exit with 1 if a check failed."""
     parser = argparse.ArgumentParser()
     for field in fields(System):
         parser.add_argument(f"--{field.name}", required=True)

@@ -16,7 +16,7 @@ OUTPUT_TOKENS = 16
 
 
 def check_report(system: System, kind: str, *options: str) -> dict[str, Any]:
-    """Run it on one kind of endpoint; returns its report."""
+    """Run AIPerf on one kind of endpoint; return its report."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [

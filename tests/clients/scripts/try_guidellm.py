@@ -16,7 +16,7 @@ OUTPUT_TOKENS = 16
 
 
 def measured(system: System, path: str) -> dict[str, Any]:
-    """Run it on one of the API's paths; returns its report's only benchmark."""
+    """Run guidellm on a path of the API; return the only benchmark of its report."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         data = f"kind=synthetic_text,prompt_tokens=64,output_tokens={OUTPUT_TOKENS}"

@@ -16,7 +16,7 @@ NUM_ITEMS = 8
 
 
 def scores(system: System, kind: str, path: str, task: str, *options: str) -> dict[str, float]:
-    """Run a task's first items by one of the API's paths; returns what its report says of it."""
+    """Run a task's first items on a path of the API; return the task's results."""
     url = f"{system.base_url}/{path}"
     arguments = f"model={system.model},base_url={url},tokenizer={system.tokenizer},num_concurrent=2"
     with tempfile.TemporaryDirectory() as folder:

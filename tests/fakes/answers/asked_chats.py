@@ -62,7 +62,7 @@ class AskedChat:
 
 
 def ask(tokenizer: Tokenizer, body: dict[str, Any]) -> AskedChat:
-    """Make of a body what `router.api.http.chat.open_chat` does."""
+    """Make a chat from a body, as `router.api.http.chat.open_chat` does."""
     given = {"model": "m", "messages": [{"role": "user", "content": "Go."}], **body}
     request = msgspec.convert(given, ChatRequest, strict=False)
     parsers = OutputParsers(tokenizer)

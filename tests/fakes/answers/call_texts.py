@@ -21,7 +21,7 @@ class CallText:
 
     Attributes:
         arguments: values by name. Where the form has no types, values are texts.
-        is_typed: the form has types.
+        is_typed: whether the form has types.
     """
 
     name: str
@@ -127,7 +127,7 @@ _FUNCTION = rf"<function=(?P<name>{_NAME})>\n(?P<arguments>.*?)</function>\n"
 
 
 def _deepseek(answer: str) -> Iterator[CallText]:
-    """Read calls each of which may be fenced."""
+    """Read calls; each call may be in a code block."""
     for call in answer.split("<｜tool▁call▁begin｜>")[1:]:
         is_fenced = call.startswith(f"function{_SEPARATOR}")
         yield from (_FENCED if is_fenced else _PLAIN)(f"<｜tool▁call▁begin｜>{call}")

@@ -73,7 +73,7 @@ PERSON = {
 
 
 def demo_questions() -> tuple[Question, ...]:
-    """Return questions of `make demo` beyond its first, and the one that the status page suggests.
+    """Return the questions of `make demo` after its first, and the status page's question.
 
     They are a second turn, JSON, and a long prompt.
     """

@@ -23,7 +23,7 @@ WORDS = ("alpha", "beta", "x", "read_config", "été", "a b", "12", "日本", "N
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request, and a check whether a text is what it asked for."""
+    """A request, and a check whether a text is as the request demands."""
 
     prompt: str
     params: SamplingParams

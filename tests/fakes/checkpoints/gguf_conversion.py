@@ -66,7 +66,7 @@ def _mapped(names: TensorNameMap, name: str) -> str | None:
 
 
 def _stacked(checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack experts that a checkpoint keeps one by one into one tensor."""
+    """Stack experts, which a checkpoint keeps one by one, in one tensor."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in checkpoint.items():

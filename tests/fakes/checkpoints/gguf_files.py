@@ -57,10 +57,10 @@ class Vocabulary:
     """The tokenizer fields of a GGUF file.
 
     Attributes:
-        kind: ``tokenizer.ggml.model``.
-        pre: ``tokenizer.ggml.pre``; empty: not said.
+        kind: value of ``tokenizer.ggml.model``.
+        pre: value of ``tokenizer.ggml.pre``; empty: not written.
         scores: each token's score, in SentencePiece kinds.
-        fields: more of ``tokenizer.ggml``.
+        fields: further fields of ``tokenizer.ggml``.
     """
 
     tokens: Sequence[str]
@@ -109,7 +109,7 @@ def write_gguf(
     vocabulary: Vocabulary | None = None,
     num_parts: int = 1,
 ) -> Path:
-    """Write a file, or the parts of one, and return the first; fields are the architecture's."""
+    """Write a file or its parts, and return the first; ``fields`` belong to the architecture."""
     per_part = -(-len(tensors) // num_parts) if num_parts > 1 else 0
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=per_part)
     for name, value in fields.items():
@@ -189,7 +189,7 @@ def write_model(
     vocabulary: Vocabulary | None = None,
     **fields: int | float | str,
 ) -> Path:
-    """Write a model of transformers, its matrices in one kind of storage."""
+    """Write a model of transformers, with all matrices in one kind of storage."""
     config = model.config
     architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     tensors = {}

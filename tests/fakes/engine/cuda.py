@@ -45,8 +45,8 @@ class FakeCuda:
     Attributes:
         free_bytes: free memory of the device.
         workspaces: streams on which something was multiplied.
-        stream: the current one.
-        main: the one that steps are launched on.
+        stream: the current stream.
+        main: the stream on which steps are launched.
         captures: calls to graphs that are captured by hand, by name.
     """
 

@@ -83,7 +83,7 @@ def _medusa(
 
 
 def _layer(config: dict[str, Any], random: Any, *, inputs: int = 1) -> dict[str, Tensor]:
-    """Make a layer of Llama's whose attention takes several vectors, concatenated."""
+    """Make a layer like Llama's whose attention takes several vectors, concatenated."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     size = config["head_dim"] * config["num_attention_heads"]
     kv_size = config["head_dim"] * config["num_key_value_heads"]

@@ -41,9 +41,9 @@ class DraftingExecutor:
 
     Args:
         executor: computes the steps.
-        outputs: known beforehand.
-        num_drafts: most of one request in one step.
-        wrong_every: one of so many positions gets a wrong draft; 0: none does.
+        outputs: the outputs of requests, known beforehand.
+        num_drafts: most drafts of one request in one step.
+        wrong_every: every position divisible by this gets a wrong draft; 0: none does.
 
     Attributes:
         num_accepted: drafts that were sampled.

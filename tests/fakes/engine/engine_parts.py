@@ -77,8 +77,8 @@ class FakeRunner:
     """Stands in for ModelRunner: samples by a rule instead of a network.
 
     Args:
-        next_token: given a request that samples, its next token.
-        propose: given a request that has sampled, drafts for the step behind.
+        next_token: returns the next token of a request that samples.
+        propose: returns drafts for the next step of a request that has sampled.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ContentRunner(FakeRunner):
         self._slots: dict[tuple[int, int], object] = {}
 
     def write(self, request: Request, start: int, end: int) -> None:
-        """Write what computing or receiving the KV of positions ``start .. end - 1`` writes."""
+        """Write as computing or receiving the KV of positions ``start .. end - 1`` does."""
         self.write_into(request.block_ids, request, start, end)
 
     def write_into(self, block_ids: Sequence[int], request: Request, start: int, end: int) -> None:
@@ -150,7 +150,7 @@ class ContentRunner(FakeRunner):
                 self._slots[slot] = self._content(request, group, position)
 
     def write_what_travels(self, request: Request) -> None:
-        """Write what an arrived prompt writes: the blocks that its next token attends to."""
+        """Write as an arriving prompt does: the blocks that its next token attends to."""
         num_tokens = request.num_prompt_tokens
         for group, window in enumerate(self._windows):
             oldest = 0 if window is None else max(num_tokens - window + 1, 0)
@@ -165,7 +165,7 @@ class ContentRunner(FakeRunner):
                 self._slots[block_id, offset] = "garbage"
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Let all requests write before any reads, which reveals writes into another's block."""
+        """Let all requests write before any reads: this reveals writes into others' blocks."""
         spans = [
             (extended(item.request, item.draft_token_ids), start, start + item.num_scheduled_tokens)
             for item in scheduled.scheduled

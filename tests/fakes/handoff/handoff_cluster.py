@@ -125,7 +125,7 @@ class CheckedEngine(Engine):
 
 
 def kv_of(engine: Engine, block_ids: list[int], num_tokens: int) -> torch.Tensor:
-    """``[num_blocks, ...]``: what a token behind the first ``num_tokens`` looks at."""
+    """Return the KV that a token behind the first ``num_tokens`` reads: ``[num_blocks, ...]``."""
     num_groups = engine.kv_memory.spec.num_groups
     places = engine.handoff_indices(num_tokens)
     kv = engine.kv_memory.tensor[[block_ids[place] for place in places]]  # a copy

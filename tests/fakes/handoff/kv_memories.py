@@ -19,7 +19,7 @@ class PlainMemory:
 
 
 def memory_of(tensor: torch.Tensor) -> PlainMemory:
-    """Return a memory of blocks `[num_blocks, num_layers, ...]`, which every rank has whole."""
+    """Return a memory of blocks `[num_blocks, num_layers, ...]` that every rank keeps whole."""
     return PlainMemory(tensor, manifest(*tensor.shape[1:], dtype=tensor.dtype))
 
 

@@ -22,7 +22,7 @@ class Answer:
     """A scripted server's answer to one request.
 
     Attributes:
-        frames: for each, seconds after the one before (or the request), and its tokens.
+        frames: for each frame, seconds after the frame before (or the request), and its tokens.
         error: instead of an end: a gRPC status or an HTTP status; "cut": just no more.
         says_tokens: the usage, if it is to be another than what was sent.
     """

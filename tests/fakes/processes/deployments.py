@@ -81,7 +81,7 @@ def held_by(running: LocalDeployment, name: str) -> admin_pb2.ListRequestsRespon
 def node_with(
     running: LocalDeployment, role: str, is_it: Callable[[admin_pb2.NodeDescription], bool]
 ) -> str:
-    """Return the living node of a role ("p" or "d") that is as asked, as soon as there is one."""
+    """Wait for a living node of a role ("p" or "d") that meets the condition; return it."""
     found: list[str] = []
 
     def look() -> bool:
@@ -96,7 +96,7 @@ def node_with(
 
 
 def wait_for_answer(address: str) -> None:
-    """Return as soon as a router has nodes and one of them answers."""
+    """Wait until a router has nodes and a node answers."""
 
     def is_answered() -> bool:
         with contextlib.suppress(BatonError):

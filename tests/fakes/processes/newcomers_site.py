@@ -57,7 +57,7 @@ class Site:
         environment: dict[str, str] | None = None,
         python: tuple[str, ...] = tuple(BATON),
     ) -> str:
-        """Run a command that must fail; return what it says, one line, with names in place."""
+        """Run a command that must fail; return its message in one line, with names filled in."""
         done = subprocess.run(
             [*python, *arguments],
             cwd=self.folder,

@@ -62,7 +62,7 @@ class FleetBook:
         )
 
     def place(self, policy: RoutingPolicy, query: RouteQuery, fleet: Fleet) -> Placement:
-        """Have a policy pick, and count what it picked as the router does."""
+        """Have a policy pick nodes, and count the request there, as the router does."""
         placement = policy.pick(query, fleet)
         assert placement is not None
         num_tokens = query.num_prompt_tokens

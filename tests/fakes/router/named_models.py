@@ -72,7 +72,7 @@ class NamedModels:
     """A router with the base models "a" and "b", which are served under these names.
 
     Attributes:
-        url: the HTTP API's.
+        url: URL of the HTTP API.
         address: address of the gRPC API and the admin service.
     """
 

@@ -99,7 +99,7 @@ def make_registration(
 
 
 class HandNode:
-    """One joined node that records its commands and sends what the test tells it to."""
+    """A joined node that records its commands, and sends what a test tells it to send."""
 
     def __init__(self, pool: NodePool, registration: NodeRegistration) -> None:
         self.pool = pool

@@ -16,7 +16,7 @@ from router.calls.dispatcher import Dispatcher
 
 @dataclass(slots=True)
 class Client:
-    """One call, and what its client saw.
+    """A call, with the pieces that its client received.
 
     Attributes:
         expected: all tokens, and why they end.
@@ -85,7 +85,7 @@ class Client:
         return self.task is not None and self.task.done()
 
     def check(self) -> None:
-        """Raise what was wrong in its stream."""
+        """Raise the error of the stream, if any."""
         if self.task is not None and self.task.done() and not self.task.cancelled():
             self.task.result()
 

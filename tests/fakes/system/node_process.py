@@ -235,7 +235,7 @@ class NodeProcess:
         """Lose the router's process and all that it had not read; ``pool`` is the next router's.
 
         Args:
-            quietly: its machine neither, and nobody closes its streams.
+            quietly: whether the machine is lost as well, so that nobody closes the streams.
         """
         self._pool = pool
         for link in self._links:

@@ -114,7 +114,7 @@ class SplitCase:
         ]
 
     def num_sent_blocks(self, num_tokens: int) -> int:
-        """Count the blocks that travel for a prompt of which the decode node has nothing."""
+        """Count the blocks that travel for a prompt if the decode node has no part of it."""
         num_blocks = -(-num_tokens // self.block_size)
         if not self.window:
             return num_blocks

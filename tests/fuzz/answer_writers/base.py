@@ -22,7 +22,7 @@ class AnswerWriter(Protocol):
     """Writes answers with a model that was never trained.
 
     Attributes:
-        end_token_ids: end an answer.
+        end_token_ids: tokens that end an answer.
     """
 
     @property

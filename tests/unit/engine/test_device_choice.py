@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import baton_kernels
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
-from baton_kernels.dispatch import enable_native_kernels
+from baton_kernels import reference
 from baton_kernels.quantized import QuantizedFormat
+from engine import LLM
 from engine.core.request import Request
 from engine.executors.uniproc import worker_of
 from engine.make_engine import make_engine
@@ -31,6 +33,7 @@ from models import load_model
 from models.config import ModelConfig
 from models.gpu.invariant import InvariantPacker
 from models.gpu.packing import GpuPacker
+from models.layers.computing import Computing
 from models.recipe import LatentSpec, LayerSpec, MixerSpec, ShortConvSpec
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
@@ -262,17 +265,19 @@ def test_nodes_whose_results_have_company_or_that_add_otherwise_make_no_pair() -
     assert len(set(said)) == 3
 
 
-def test_an_engine_without_native_kernels_keeps_none_from_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    described = ModelConfig.from_folder(DEMO_MODEL)
-    monkeypatch.setattr("baton_kernels.dispatch._loaded_native_ops", object)
-    enable_native_kernels(enabled=False)
-    check_batch_invariant(EngineConfig(batch_invariant=True), CPU, described)
-    with pytest.raises(ConfigError, match=r"^attention_backend: must be native"):
-        check_batch_invariant(
-            EngineConfig(batch_invariant=True, attention_backend="reference"), CPU, described
-        )
+def test_an_engine_without_native_kernels_computes_its_layers_in_torch() -> None:
+    with_kernels, without = (
+        worker_of(LLM(str(DEMO_MODEL), native_kernels=native).engine.executor)
+        for native in (True, False)
+    )
+    ops = {
+        module.ops
+        for module in without.runner._model.modules()  # type: ignore[attr-defined]
+        if isinstance(module, Computing)
+    }
+    assert ops == {reference}
+    norm = with_kernels.runner._model.model.norm  # type: ignore[attr-defined]
+    assert norm.ops is baton_kernels
 
 
 def test_drafts_that_change_tokens_are_refused_where_company_may_not_matter() -> None:

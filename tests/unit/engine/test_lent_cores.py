@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,11 +33,17 @@ class FakeOps:
 
     def __init__(self, *, may_place: bool = True) -> None:
         self.placed: list[Placed] = []
+        self.lenders: list[int] = []
         self.may_place = may_place
 
     def place_threads(self, *place: Any) -> bool:
         self.placed.append(cast("Placed", place))
         return self.may_place
+
+    def watch_lenders(self, num_own_threads: int, lenders: Sequence[int]) -> None:
+        """Check that every lender is idle when its cores are borrowed."""
+        assert not any(ctypes.c_int8.from_address(address).value for address in lenders)
+        self.lenders = list(lenders)
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +111,34 @@ def test_cores_come_and_go_between_layers(tmp_path: Path) -> None:
     own.between_layers(None)(2)
     assert torch.get_num_threads() == 2
     assert layers == [0, 1]
+
+
+def test_a_borrower_sees_at_once_that_the_owner_computes(tmp_path: Path) -> None:
+    ops = FakeOps()
+    own, other = node(tmp_path, "0", ops), node(tmp_path, "1")
+    own.borrow()
+    (address,) = ops.lenders
+    assert not ctypes.c_int8.from_address(address).value
+    other.borrow()
+    assert ctypes.c_int8.from_address(address).value
+    own.borrow()
+    assert ops.lenders == []
+
+
+def test_an_owner_waits_for_the_part_of_a_step_that_a_borrower_computes(tmp_path: Path) -> None:
+    ops = FakeOps()
+    own, other = node(tmp_path, "0", ops), node(tmp_path, "1")
+    own.borrow()
+    used = ctypes.c_int8.from_address(ops.lenders[0] + 1)
+    used.value = 1
+    began_at = time.monotonic()
+    other.borrow()  # has waited as long as it may
+    assert time.monotonic() - began_at >= 0.02
+    assert used.value
+    other.rest()
+    own.rest()
+    other.borrow()  # nobody has borrowed the cores: the borrower died
+    assert not used.value
 
 
 @pytest.mark.medium
@@ -189,7 +225,7 @@ def test_lending_needs_to_know_which_cores_are_the_nodes_own() -> None:
 
 
 PLACES = """
-import os, torch
+import ctypes, os, torch
 from pathlib import Path
 from baton_kernels.dispatch import native_ops
 from baton_kernels.huge_pages import huge_pages
@@ -199,12 +235,26 @@ assert ops.place_threads(1, frozenset({first}), 1, frozenset({second}))
 places = [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
 assert {first} in places and {second} in places, places
 assert os.sched_getaffinity(0) == {first}
-assert not ops.place_threads(1, frozenset({first}), 1, frozenset({4000}))
+def borrows() -> bool:
+    # A second thread cannot be placed on a core that is not there, and fails if it computes.
+    return not ops.place_threads(1, frozenset({first}), 1, frozenset({4000}))
+assert borrows()
+idle, lender = (ctypes.c_int8 * 2)(0, 0), (ctypes.c_int8 * 2)(0, 0)
+ops.watch_lenders(1, [ctypes.addressof(idle), ctypes.addressof(lender)])
+assert borrows()
+lender[0] = 1
+assert not borrows()
+lender[0] = 0
+assert borrows()
+assert not idle[1] and not lender[1]  # no longer used
+lender[0] = 1
+ops.watch_lenders(1, [])
+assert borrows()
 """
 
 
 @pytest.mark.medium
 @pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_threads_run_where_they_are_placed() -> None:
+def test_threads_run_where_they_are_placed_until_a_lender_is_busy() -> None:
     subprocess.run([sys.executable, "-c", PLACES], check=True)

@@ -33,7 +33,7 @@ def end(room: WaitingRoom, request: Request) -> None:
 
 
 def counts(room: WaitingRoom) -> tuple[int, int, int]:
-    return room.num_arrived, room.num_waiting, len(room)
+    return room.num_arrived, room.num_without_blocks, len(room)
 
 
 def test_who_holds_blocks_has_a_line_of_its_own() -> None:

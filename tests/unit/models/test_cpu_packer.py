@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.api.errors import ModelLoadError
 from baton_kernels import WeightFormat
-from baton_kernels.dispatch import enable_native_kernels, native_ops
+from baton_kernels.dispatch import native_ops
 from models import load_model
 from models.cpu.packing import CpuPacker
 from models.decoder import DecoderForCausalLM
@@ -32,9 +32,11 @@ MIB = 2**20
 
 
 def load(
-    folder: Path, weights: str | None, dtype: torch.dtype = torch.float32
+    folder: Path, weights: str | None, dtype: torch.dtype = torch.float32, *, native: bool = True
 ) -> DecoderForCausalLM:
-    packer = None if weights is None else CpuPacker.choose(dtype, weights)
+    packer = None
+    if weights is not None:
+        packer = CpuPacker.choose(dtype, weights, native_kernels=native)
     model = load_model(folder, dtype=dtype, packer=packer)
     assert isinstance(model, DecoderForCausalLM)
     return model
@@ -49,9 +51,7 @@ def kernels(request: Any) -> Any:
     """With and without a C library."""
     if request.param == "native" and native_ops() is None:
         pytest.skip("no native kernels here")
-    enable_native_kernels(request.param == "native")
-    yield request.param
-    enable_native_kernels(True)
+    return request.param
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -84,8 +84,9 @@ def test_packed_on_the_way_equals_packed_afterwards(
     tied = architecture == "Qwen3ForCausalLM"
     theirs = make_hugging_face_model(architecture, tie_word_embeddings=tied).to(stored)
     folder = save(theirs, tmp_path, max_shard_size="20KB")
-    found, expected = load(folder, weights), load(folder, None)
-    packer = CpuPacker.choose(torch.float32, weights)
+    native = kernels == "native"
+    found, expected = load(folder, weights, native=native), load(folder, None)
+    packer = CpuPacker.choose(torch.float32, weights, native_kernels=native)
     assert packer is not None
     pack_loaded(packer, expected)
     ours, others = packed_layers(found), packed_layers(expected)

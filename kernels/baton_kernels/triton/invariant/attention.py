@@ -172,7 +172,7 @@ def merge_parts(
     acc = tl.zeros([HEADS, D], tl.float32)
     for slot in range(first_slot, first_slot + num_parts):
         first_head = tl.cast(slot, tl.int64) * (NUM_KV_HEADS * GROUP)
-        # Other processors wrote them, so this processor's cache may be stale.
+        # Other processors wrote these values, so this processor's cache may be stale.
         lse = tl.load(part_lse + first_head + heads, mask=present, other=0.0, cache_modifier=".cg")
         part_at = part_out + first_head * HEAD_DIM + places
         values = tl.load(part_at, mask=in_group, other=0.0, cache_modifier=".cg")
@@ -384,7 +384,7 @@ class BoundInvariant:
 
     Attributes:
         attend: launch for the step's decodes or for its tiles.
-        metadata: the step.
+        metadata: lengths and blocks of the step's requests.
         work: the kernel's tensors between cache and sinks; see ``bind_invariant``.
     """
 
@@ -398,8 +398,8 @@ class BoundInvariant:
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: one layer's, see ``PagedShape.of``.
-            sinks: see ``AttentionBackend.run``.
+            kv_cache: cache of one layer, see ``PagedShape.of``.
+            sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
         """
         step = self.metadata
         self.attend(
@@ -421,12 +421,12 @@ def bind_invariant(
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: one layer's, see ``PagedShape.of``.
-        metadata: the step.
+        kv_cache: cache of one layer, see ``PagedShape.of``.
+        metadata: lengths and blocks of the step's requests.
         work: buffers, to bind the step's requests with one new token; or tiles, for the others.
-        scale: see ``AttentionBackend.run``.
-        sliding_window: see ``AttentionBackend.run``.
-        soft_cap: see ``AttentionBackend.run``.
+        scale: factor on the dot products.
+        sliding_window: each query sees at most this many newest keys; None: all.
+        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)
     is_decode = isinstance(work, PartBuffers)

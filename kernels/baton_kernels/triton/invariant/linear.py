@@ -52,7 +52,7 @@ _FLOAT32 = LinearTile(FEW_TOKENS, 64, 32, 4, 2)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor) -> Tensor:
-    """See `baton_kernels.reference.invariant_linear`."""
+    """Compute `baton_kernels.reference.invariant_linear` with Triton."""
     out_features, in_features = weight.shape
     rows = x.reshape(-1, in_features)
     if rows.stride(1) != 1:
@@ -149,7 +149,7 @@ def linear_kernel(
             tl.store(arrived_ptr + tl.program_id(1), 0)  # for the next launch
             total = tl.zeros_like(total)
             for part in range(tl.num_programs(2)):
-                # Other processors wrote them, so this processor's cache may be stale.
+                # Other processors wrote these values, so this processor's cache may be stale.
                 part_at = sum_ptr + part * size + place
                 total += tl.load(part_at, mask=exists, other=0.0, cache_modifier=".cg")
     if is_last:

@@ -32,7 +32,7 @@ def causal_conv(
     in_gate: Tensor | None = None,
     out_gate: Tensor | None = None,
 ) -> Tensor:
-    """See `baton_kernels.recurrent.causal_conv`."""
+    """Compute `baton_kernels.recurrent.causal_conv` with Triton."""
     num_tokens, num_channels = x.shape
     given = [one for one in (x, in_gate, out_gate) if one is not None]
     assert all(one.stride(1) == 1 for one in given), "x and gates: gapless rows"

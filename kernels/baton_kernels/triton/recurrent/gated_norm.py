@@ -23,7 +23,7 @@ def gated_rms_norm(
     group_size: int,
     norm_before_gate: bool,
 ) -> Tensor:
-    """See `baton_kernels.recurrent.gated_rms_norm`."""
+    """Compute `baton_kernels.recurrent.gated_rms_norm` with Triton."""
     num_rows, size = x.shape
     assert x.stride(1) == gate.stride(1) == 1, "x and gate: gapless rows"
     assert size % group_size == 0
@@ -70,7 +70,7 @@ def gated_rms_norm_kernel(
     row = (group // groups_per_row)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     exists = (group < num_groups)[:, None] & (column < group_size)
-    place = (group % groups_per_row * group_size)[:, None] + column  # within the row
+    place = (group % groups_per_row * group_size)[:, None] + column  # place within the row
     x = tl.load(x_ptr + row * x_stride + place, mask=exists, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + place, mask=exists, other=0.0).to(tl.float32)
     small = tl.exp(-tl.abs(gate))  # of -|x|, so that it cannot overflow

@@ -17,7 +17,7 @@ from baton_kernels.state_metadata import StateMetadata
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
-STATE_ELEMENTS = 4096  # per program: 32 registers of each of its 128 threads
+STATE_ELEMENTS = 4096  # elements of a program: 32 registers of each of its 128 threads
 LARGEST_KEY_DIM = 512
 
 
@@ -32,7 +32,7 @@ def selective_scan(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """See `baton_kernels.recurrent.selective_scan`."""
+    """Compute `baton_kernels.recurrent.selective_scan` with Triton."""
     return _recurrence(c, b, x, dt, None, a_log, dt_bias, d, states, metadata)
 
 
@@ -47,7 +47,7 @@ def gated_delta_rule(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """See `baton_kernels.recurrent.gated_delta_rule`."""
+    """Compute `baton_kernels.recurrent.gated_delta_rule` with Triton."""
     return _recurrence(query, key, value, a, b, a_log, dt_bias, None, states, metadata)
 
 

@@ -83,7 +83,7 @@ def draw(rng: random.Random) -> DrawnSchema:
 
 
 def draw_model(rng: random.Random, depth: int) -> type[BaseModel]:
-    """Draw a model; those within it are nested less deeply."""
+    """Draw a model; models within it are nested less deeply."""
     fields: dict[str, Any] = {}
     for name in rng.sample(NAMES, rng.randint(1, 4)):
         kind = draw_type(rng, depth)

@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from benchmarks.fleet.beside_decodes import percentile, play
+from tests.fakes.router.beside_decodes import percentile, play
 
 pytestmark = pytest.mark.medium
 

@@ -9,8 +9,8 @@ import statistics
 
 import pytest
 
-from benchmarks.fleet.prefill_estimate import LOADS, MACHINES, learnt, play, play_steps
 from sim_node.executor import SimExecutor
+from tests.fakes.router.prefill_estimate import LOADS, MACHINES, learnt, play, play_steps
 
 pytestmark = pytest.mark.medium
 

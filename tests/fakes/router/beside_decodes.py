@@ -1,14 +1,8 @@
-"""Measure what prompts beside decodes cost in gaps, TTFT and throughput.
-
-Compares values of `--prefill-tokens-beside-decodes`.
+"""Users of a deployment on virtual time, and the gaps that prompts cost their streams.
 
 The real router and real node loops run over an executor that only takes time, that of a CPU with
-two cores, on virtual time: a run gives the same numbers every time. Users send a prompt of 512
-tokens for 64 tokens, one after the other, with short pauses. A split deployment has as many nodes
-again, and its nodes do not take each other's cores. So the table shows what scheduling and placing
-do, and not what threads do to each other.
-
-    python -m benchmarks beside_decodes
+two cores: a run gives the same numbers every time. Users send a prompt of 512 tokens for 64 tokens,
+one after the other, with short pauses. The nodes do not take each other's cores.
 """
 
 from __future__ import annotations
@@ -16,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.api.sampling_params import SamplingParams
-from benchmarks.fleet.prefill_estimate import CPU
 from benchmarks.fleet.virtual_fleet import MODEL, VirtualRouter, joined_fleet, on_virtual_time
 from benchmarks.runner.answers import follow
-from benchmarks.runner.run import Document, Run
 from sim_node.options import SimOptions
+from tests.fakes.router.prefill_estimate import CPU
 
 CHUNK = 512
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
@@ -93,30 +85,3 @@ async def _use(router: VirtualRouter, user: int, seen: Seen) -> None:
 def percentile(seconds: Sequence[float], part: float) -> float:
     """Return the time that this share of the times do not exceed."""
     return sorted(seconds)[int(part * (len(seconds) - 1))]
-
-
-def shown_ms(seconds: Sequence[float]) -> str:
-    """Return the median and the 99th percentile."""
-    return f"{1000 * statistics.median(seconds):.0f}, {1000 * percentile(seconds, 0.99):.0f}"
-
-
-def run(run: Run) -> Document:
-    """Play all users and shapes with both values of the option."""
-    rows = []
-    for num_users, shape, tokens in itertools.product((4, 16), SHAPES, (CHUNK, 64)):
-        seen = play(shape, num_users, tokens)
-        num_requests = len(seen.ttfts_s)
-        rows.append(
-            {
-                "users": num_users,
-                "shape": shape,
-                "tokens_beside": tokens,
-                "gap_p50_p99_ms": shown_ms(seen.gaps_s),
-                "from_token_2_on": shown_ms(seen.later_gaps_s),
-                "ttft_p50_p99_ms": shown_ms(seen.ttfts_s),
-                "tokens_per_s": round(num_requests * OUTPUT_TOKENS / seen.elapsed_s),
-                "alone": seen.num_alone / num_requests,
-            }
-        )
-    run.show("gaps", rows)
-    return {"rows": rows}

@@ -1,13 +1,11 @@
-"""Compare the router's estimates of prompts and decode steps with their times on simulated nodes.
+"""Loads that compare the router's estimates of prompts and decode steps with simulated nodes.
 
 Three kinds of load (chats of 8 turns, prompts of 512 tokens, prompts of 2,048 to 8,192) run on two
 kinds of machine (a GPU, two cores of a CPU), with one prefill and one decode node, on virtual time:
-a run gives the same numbers every time. The script compares the terms of the policy's choice, as
-they were then, with the time from then until token 1 came. A request may have waited at the
-router's gate before that. Decode steps are compared as the router measures them, eight at a time,
-also under a fourth load: waves of 1 to 24 requests at once.
-
-    python -m benchmarks prefill_estimate
+a run gives the same numbers every time. The terms of the policy's choice, as they were then, stand
+beside the time from then until token 1 came. A request may have waited at the router's gate before
+that. Decode steps are compared as the router measures them, eight at a time, also under a fourth
+load: waves of 1 to 24 requests at once.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +20,6 @@ from typing import Any
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import NodeRole
 from benchmarks.fleet.virtual_fleet import MODEL, VirtualRouter, joined_cluster, on_virtual_time
-from benchmarks.runner.run import Document, Run
 from router.calls.call import Call
 from router.fleet.load.measured_line import MeasuredLine
 from router.policies.base import Placement
@@ -222,30 +218,3 @@ async def _play(
 def learnt(placed: Sequence[Placed]) -> Sequence[Placed]:
     """Return those behind the first sixth."""
     return placed[len(placed) // 6 :]
-
-
-def run(run: Run) -> Document:
-    """Play every load on every machine."""
-    rows: list[dict[str, object]] = []
-    for name, machine in MACHINES.items():
-        for load in LOADS:
-            placed = learnt(play(load, machine))
-            row = {"ttft_ms": 1e3 * statistics.median(one.ttft_s for one in placed)}
-            row["alone"] = statistics.fmean(one.is_alone for one in placed)
-            rows.append(_row(name, load, [one.ratio for one in placed]) | row)
-        for local in (True, False):
-            placed = learnt(play("chat", machine, local_prefill=local))
-            ttft_s = statistics.median(one.ttft_s for one in placed if one.turn == 4)
-            load = f"turn 4, local prefill {local}"
-            rows.append({"machine": name, "load": load, "ttft_ms": 1e3 * ttft_s})
-        rows += [
-            _row(name, f"steps of {load}", play_steps(load, machine)) for load in (*LOADS, "waves")
-        ]
-    run.show("expected over measured", rows)
-    return {"rows": rows}
-
-
-def _row(machine: str, load: str, ratios: Sequence[float]) -> dict[str, object]:
-    near = statistics.fmean(0.8 <= ratio <= 1.25 for ratio in ratios)
-    median = statistics.median(ratios)
-    return {"machine": machine, "load": load, "p50": median, "within_a_quarter": near}
