@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baton_kernels as ops
-from baton.adapters.files import AdaptedModule, Adapter, AdapterTensor
+from baton.adapters.modules import AdapterFiles
 from baton_kernels import PackedWeight, WeightFormat
-from models.adapters.targets import Target
+from models.adapters.factors import Factors
+from models.adapters.targets import TargetPart
 from models.layers.linear import GatedLinear, PackedLinear
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS = 1024  # rows of a base weight that are unpacked at a time
 
 
@@ -64,14 +64,17 @@ class LowRank:
         delta = ops.packed_linear(ops.packed_linear(x, self.a), self.b)
         if self.gains is not None and self.shifts is not None:
             out.mul_(self.gains).add_(self.shifts)
-        ops.add_rows(out, delta)
+        ops.add_rows(out, delta if delta.dtype == out.dtype else delta.to(out.dtype))
+
+
+# What one module of an adapter adds to a layer: its factors, and which rows they are.
+Piece = tuple[Factors, Sequence[TargetPart]]
 
 
 def make_low_rank(
     layer: nn.Module,
-    path: str,
-    adapter: Adapter,
-    modules: Sequence[tuple[AdaptedModule, Target]],
+    files: AdapterFiles,
+    pieces: Sequence[Piece],
     dtype: torch.dtype,
     width: int,
 ) -> LowRank:
@@ -79,40 +82,31 @@ def make_low_rank(
 
     Args:
         layer: the base model's layer, whose weight DoRA needs.
-        path: the layer's path in the model.
-        modules: the adapter's modules that are parts of this layer.
+        files: the adapter's files, for error messages.
+        pieces: what the adapter's modules add to the layer.
         dtype: type that the model computes in.
         width: outputs of a panel.
 
     Raises:
         AdapterError: a number is too large for ``dtype``, or a row of the adapted weight is 0.
     """
-    num_outputs, ranks = _num_outputs(layer), [module.rank for module, _ in modules]
-    down = torch.cat([_read(adapter, module.a) for module, _ in modules])  # [sum of ranks, in]
+    num_outputs, ranks = _num_outputs(layer), [len(one.a) for one, _ in pieces]
+    down = torch.cat([one.a for one, _ in pieces])  # [sum of ranks, in]
     up = torch.zeros(num_outputs, sum(ranks))
     gains: Tensor | None = None
     first = 0
-    for (module, target), rank in zip(modules, ranks, strict=True):
-        stored = _read(adapter, module.b) * module.scale  # [num_outputs of the target, rank]
-        for part in target.parts:
-            if part.path != path:
-                continue
-            rows = part.of(stored)
-            if module.magnitude is not None:
+    for (factors, parts), rank in zip(pieces, ranks, strict=True):
+        for part in parts:
+            rows = part.of(factors.b)
+            if factors.magnitude is not None:
                 gains = torch.ones(num_outputs) if gains is None else gains
-                magnitudes = part.of(_read(adapter, module.magnitude))
-                norms = _row_norms(layer, part.rows, rows, down[first : first + rank])
-                if not bool((norms > 0).all()):
-                    raise adapter.files.wrong(module.b, "a row of the adapted weight is 0")
-                gains[part.rows] = magnitudes / norms
+                norms = _row_norms(layer, part.rows, rows, factors.a)
+                gains[part.rows] = gains_of(files, factors, norms, part)
                 rows = rows * gains[part.rows].unsqueeze(1)
             up[part.rows, first : first + rank] = rows
         first += rank
-    for name, matrix in (("lora_A", down), ("lora_B", up)):
-        if not bool(matrix.to(dtype).isfinite().all()):
-            problem = f"{name} has a number that is too large for {dtype}"
-            raise adapter.files.wrong(modules[0][0].a, problem.replace("torch.", ""))
-    a, b = (_pack(matrix, dtype, width) for matrix in (down, up))
+    refuse_large(files, pieces[0][0], dtype, down, up)
+    a, b = (pack_matrix(matrix, dtype, width) for matrix in (down, up))
     if gains is None:
         return LowRank(a, b)
     bias = _bias(layer)
@@ -120,8 +114,32 @@ def make_low_rank(
     return LowRank(a, b, gains.to(dtype), shifts.to(dtype))
 
 
+def gains_of(files: AdapterFiles, factors: Factors, norms: Tensor, part: TargetPart) -> Tensor:
+    """Return DoRA's factor of each row, ``[n]``, given the norms of the adapted weight's rows.
+
+    Raises AdapterError if a row is 0.
+    """
+    assert factors.magnitude is not None
+    if not bool((norms > 0).all()):
+        raise files.wrong(factors.module.b, "a row of the adapted weight is 0")
+    return part.of(factors.magnitude) / norms
+
+
+def refuse_large(
+    files: AdapterFiles, factors: Factors, dtype: torch.dtype, a: Tensor, b: Tensor
+) -> None:
+    """Raise AdapterError for a number that is too large for ``dtype``."""
+    for name, matrix in (("lora_A", a), ("lora_B", b)):
+        if not bool(matrix.to(dtype).isfinite().all()):
+            problem = f"{name} has a number that is too large for {dtype}"
+            raise files.wrong(factors.module.a, problem.replace("torch.", ""))
+
+
 def plain_product(layer: nn.Module, x: Tensor) -> Tensor:
     """Return a layer's product without its activation: ``[n, in]`` -> ``[n, out_features]``."""
+    if activation_of(layer) is None:
+        product: Tensor = layer(x)
+        return product
     if isinstance(layer, PackedLinear):
         return ops.packed_linear(x, layer.packed)
     assert isinstance(layer, nn.Linear)
@@ -144,12 +162,6 @@ def _bias(layer: nn.Module) -> Tensor | None:
     """Return a layer's bias, ``[out_features]`` float32."""
     bias = getattr(layer, "bias", None)
     return None if bias is None else bias.detach().float()
-
-
-def _read(adapter: Adapter, tensor: AdapterTensor) -> Tensor:
-    """Return a tensor of an adapter in float32."""
-    numbers = torch.frombuffer(adapter.data[tensor.name], dtype=_DTYPES[tensor.dtype])
-    return numbers.view(tensor.shape).float()
 
 
 def _row_norms(layer: nn.Module, rows: slice, up: Tensor, down: Tensor) -> Tensor:
@@ -180,7 +192,8 @@ def _weight_rows(layer: nn.Module, rows: slice) -> Iterator[tuple[int, Tensor]]:
             yield start - first, weight[start:stop].detach().float()
 
 
-def _pack(matrix: Tensor, dtype: torch.dtype, width: int) -> PackedWeight:
+def pack_matrix(matrix: Tensor, dtype: torch.dtype, width: int) -> PackedWeight:
+    """Pack a matrix, ``[outputs, inputs]``, in a model's dtype."""
     format_ = WeightFormat.of(dtype)
     assert format_ is not None, dtype
     num_rows, num_columns = matrix.shape
