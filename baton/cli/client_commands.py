@@ -157,6 +157,8 @@ def chat(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
         num_failed = 0
+        if sys.stdin.isatty():
+            typer.secho("Ctrl-D ends the chat, Ctrl-C stops an answer", dim=True, err=True)
         with Client(access.router, api_key=access.api_key, tls=access.tls) as client:
             while (text := _read_line()) is not None:
                 if text:
@@ -216,11 +218,13 @@ def _answer(
 
 
 def _read_line() -> str | None:
-    """Return a line of the user's input, or None at its end."""
+    """Return a line of the user's input, or None at its end; only a person sees a prompt."""
+    is_person = sys.stdin.isatty()
     try:
-        return input("> ").strip()
+        return input("> " if is_person else "").strip()
     except EOFError:
-        typer.echo()
+        if is_person:
+            typer.echo()
         return None
 
 

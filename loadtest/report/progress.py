@@ -32,13 +32,15 @@ async def show_progress(plan: LoadPlan, player: Player, console: Console) -> Non
 def progress_line(plan: LoadPlan, player: Player, tokens_per_s: float) -> str:
     """Format a line that has at most 80 columns for usual numbers."""
     now_s = player.clock.now_s()
-    limit = "" if plan.duration_s is None else f" of {plan.duration_s:.0f}"
     phase = "warm-up" if now_s < plan.warmup_s else "measuring"
-    if plan.duration_s is not None and now_s > plan.duration_s:
-        phase = "draining"
+    when = f"{now_s:.0f} s {phase}"
+    if plan.duration_s is not None:
+        when = f"{now_s:.0f} of {plan.duration_s:.0f} s {phase}"
+        if now_s > plan.duration_s:
+            when = f"{plan.duration_s:.0f} s and {now_s - plan.duration_s:.0f} s draining"
     lag = distribution(player.loop_lag.lags_s[-_LAST_LOOKS:])
     lag_ms = 0.0 if lag is None else lag.p99 * 1e3
     return (
-        f"{now_s:.0f}{limit} s {phase}: {len(player.records)} sent, {player.num_open} open, "
+        f"{when}: {len(player.records)} sent, {player.num_open} open, "
         f"{player.num_errors} failed, {tokens_per_s:.0f} tokens/s, lag {lag_ms:.1f} ms"
     )

@@ -16,6 +16,7 @@ from baton.cli.admin.connection import (
 )
 from baton.cli.admin.output import (
     escape,
+    format_number,
     format_time,
     is_json,
     make_console,
@@ -99,15 +100,15 @@ def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:
 
 def _forecast(forecast: admin_pb2.PrefillForecast) -> str:
     """Return a line that compares a prompt's expected and measured times."""
+    wait_ms, compute_ms = format_number(forecast.wait_ms), format_number(forecast.compute_ms)
     text = (
-        f"prefill of {forecast.num_tokens} tokens: expected {forecast.wait_ms:.3g} ms of waiting "
-        f"and {forecast.compute_ms:.3g} ms of computing"
+        f"prefill of {forecast.num_tokens} tokens: expected {wait_ms} ms of waiting "
+        f"and {compute_ms} ms of computing"
     )
     if not forecast.is_measured:
         return f"{text}, not measured"
-    return (
-        f"{text}, measured {forecast.measured_wait_ms:.3g} and {forecast.measured_compute_ms:.3g}"
-    )
+    measured = (forecast.measured_wait_ms, forecast.measured_compute_ms)
+    return f"{text}, measured {' and '.join(map(format_number, measured))}"
 
 
 def _columns(decision: admin_pb2.DecisionDescription) -> Table:
@@ -117,7 +118,7 @@ def _columns(decision: admin_pb2.DecisionDescription) -> Table:
     table = make_table("prefill", "decode", "cost", *titles, right=("cost", *titles))
     for one in decision.candidates:
         values = {term.name: term.value for term in one.terms}
-        cells = (f"{values[name]:.3g}" if name in values else "" for name in terms)
+        cells = (format_number(values[name]) if name in values else "" for name in terms)
         table.add_row(*_place(one), *cells)
     return table
 
@@ -127,7 +128,7 @@ def _sentences(decision: admin_pb2.DecisionDescription) -> Table:
     table = make_table("prefill", "decode", "cost", "made of", right=("cost",))
     for one in decision.candidates:
         parts = (
-            f"{term.name.removesuffix('_ms').replace('_', ' ')} {term.value:.3g}"
+            f"{term.name.removesuffix('_ms').replace('_', ' ')} {format_number(term.value)}"
             for term in one.terms
             if term.value
         )
@@ -136,4 +137,4 @@ def _sentences(decision: admin_pb2.DecisionDescription) -> Table:
 
 
 def _place(one: admin_pb2.CandidateDescription) -> tuple[str, str, str]:
-    return escape(one.prefill_node or "-"), escape(one.decode_node), f"{one.cost:.4g}"
+    return escape(one.prefill_node or "-"), escape(one.decode_node), format_number(one.cost, 4)

@@ -49,7 +49,8 @@ def nodes(
     console = make_console()
     if response.nodes:
         found = response.nodes
-        print_first_that_fits(console, nodes_table(found), nodes_table(found, bar_width=3))
+        tables = nodes_table(found), nodes_table(found, bar_width=3)
+        print_first_that_fits(console, *tables, breaks_lines=False)
     else:
         console.print("no node has joined")
     print_problems(console, response.nodes)
@@ -120,7 +121,7 @@ def nodes_table(
     has_ranks = any(num_ranks(one) > 1 for one in found)
     columns = ["node", "role", *(["ranks"] if has_ranks else []), "state", *numbers, "KV in use"]
     more = ["peers"] if peers else []
-    table = make_table(*columns, *more, right=numbers, whole=("peers",))
+    table = make_table(*columns, *more, right=numbers, whole=("KV in use", "peers"))
     for one in found:
         state, beat = state_of(one), one.beat
         cells = [

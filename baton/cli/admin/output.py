@@ -50,15 +50,22 @@ def make_table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...
     return table
 
 
-def fits(console: Console, table: Table) -> bool:
-    """Return whether a table fits a console without breaking a word."""
-    whole = console.options.update(max_width=_ENOUGH)
-    return console.measure(table, options=whole).minimum + len(table.columns) <= console.width
+def fits(console: Console, table: Table, *, breaks_lines: bool = True) -> bool:
+    """Return whether a table fits a console without breaking a word.
+
+    Args:
+        breaks_lines: whether values with several words may take several lines.
+    """
+    found = console.measure(table, options=console.options.update(max_width=_ENOUGH))
+    if not breaks_lines:
+        return found.maximum <= console.width
+    return found.minimum + len(table.columns) <= console.width
 
 
-def print_first_that_fits(console: Console, *tables: Table) -> None:
-    """Print the first table that fits the console, else the last one."""
-    console.print(next((one for one in tables[:-1] if fits(console, one)), tables[-1]))
+def print_first_that_fits(console: Console, *tables: Table, breaks_lines: bool = True) -> None:
+    """Print the first table that fits the console, as `fits` says, else the last one."""
+    fitting = (one for one in tables[:-1] if fits(console, one, breaks_lines=breaks_lines))
+    console.print(next(fitting, tables[-1]))
 
 
 def make_grid() -> Table:
@@ -150,6 +157,13 @@ def format_count(number: float) -> str:
             return f"{number:.0f}" if not unit else f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.3g}G"
+
+
+def format_number(number: float, digits: int = 3) -> str:
+    """Format a number without an exponent: ``0.0456``, ``12.3``, ``51,800``."""
+    if abs(number) < 10**digits - 0.5:
+        return f"{number:.{digits}g}"
+    return f"{number:,.0f}"
 
 
 def format_time(unix_s: float) -> str:

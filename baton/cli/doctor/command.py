@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -62,4 +62,17 @@ def _print(findings: list[Finding]) -> None:
         grid.add_row(f"[{style}]{one.grade.value}[/]", one.part, escape(one.value))
         if one.advice:
             grid.add_row("", "", f"[dim]{escape(one.advice)}[/]")
-    make_console().print(grid)
+    console = make_console()
+    console.print(grid)
+    console.print(escape(conclusion(findings)))
+
+
+def conclusion(findings: Sequence[Finding]) -> str:
+    """Say in one line whether `baton up` works here, and which parts keep it from that."""
+    bad, slow = (
+        ", ".join(one.part for one in findings if one.grade is grade)
+        for grade in (Grade.BAD, Grade.SLOW)
+    )
+    if bad:
+        return f"baton up does not work here yet: {bad}"
+    return f"baton up works here, slower than it could: {slow}" if slow else "baton up works here"

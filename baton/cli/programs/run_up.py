@@ -112,8 +112,10 @@ def _say_ready(deployment: LocalDeployment, console: Console) -> None:
     config = deployment.config
     tls = _client_options(config.tls_of("client"))
     key = "BATON_API_KEY=KEY " if set(_KEYS) & set(config.router_args) else ""
-    call = f'{key}baton generate --router {config.listen}{tls} "def add(a, b):"'
-    console.print(f"[green]ready[/]  {call}", soft_wrap=True)
+    at = f"--router {config.listen}{tls}"
+    console.print(f'[green]ready[/]  {key}baton generate {at} "def add(a, b):"', soft_wrap=True)
+    chat = f'baton chat {at} --system "Answer in one short sentence."'
+    console.print(f"       {key}{chat}", soft_wrap=True)
     # A random port is shown in the log only.
     if config.http_listen and not config.http_listen.endswith(":0"):
         root = f"{'https' if tls else 'http'}://{config.http_listen}"

@@ -17,9 +17,18 @@ MAX_TOKENS = 32
 LICENCE = Path(__file__).parents[3] / "LICENSE"
 _LICENCE_CHARACTERS = 6000  # as the demo shows
 _REPEATED_WORDS, _MOST_REPEATS = 3, 2
+# For models without a chat template, which complete a list of questions and answers.
+EXAMPLES = """\
+Q: Which metal is liquid at room temperature?
+A: Mercury.
+Q: How many legs does a spider have?
+A: Eight.
+Q: Who painted the Mona Lisa?
+A: Leonardo da Vinci.
+"""
 
 Message = Mapping[str, str]
-# `make demo` says so, too.
+# The demo's system message, too.
 SYSTEM: Message = {"role": "system", "content": "Answer in one short sentence."}
 
 
@@ -109,7 +118,7 @@ def is_right(question: Question, text: str) -> bool:
 def ask(llm: Any, questions: Sequence[Question]) -> list[str]:
     """Return a model's answers, each the most probable one.
 
-    A model without a chat template completes a list of questions and answers.
+    A model without a chat template completes `EXAMPLES` and a question.
     """
     from baton import SamplingParams
     from baton.api.errors import InvalidRequestError
@@ -124,8 +133,7 @@ def ask(llm: Any, questions: Sequence[Question]) -> list[str]:
     try:
         return [llm.chat([one.chat], params(one))[0].text.strip() for one in questions]
     except InvalidRequestError:
-        shown = "Q: Which metal is liquid at room temperature?\nA: Mercury.\n"
-        prompts = [f"{shown}Q: {one.text}\nA:" for one in questions]
+        prompts = [f"{EXAMPLES}Q: {one.text}\nA:" for one in questions]
         return [
             llm.generate([prompt], params(one, ("\n",)))[0].text.strip()
             for prompt, one in zip(prompts, questions, strict=True)

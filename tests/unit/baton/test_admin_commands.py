@@ -18,13 +18,15 @@ from typer.testing import CliRunner
 from baton.cli.admin import audit, explain, quarantine, requests, stats
 from baton.cli.admin.app import app
 from baton.cli.admin.connection import ExitCode
-from baton.cli.admin.nodes import kv_bar
+from baton.cli.admin.nodes import kv_bar, nodes_table
 from baton.cli.admin.output import (
     enum_word,
     escape,
     format_bar,
     format_count,
+    format_number,
     format_seconds,
+    print_first_that_fits,
     print_json,
 )
 from baton.cli.admin.requests import _decode_account
@@ -83,6 +85,15 @@ def test_durations_for_people(seconds: float, text: str) -> None:
 )
 def test_counts_for_people(number: float, text: str) -> None:
     assert format_count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (0.0456, "0.0456"), (98.4, "98.4"), (999.4, "999"), (999.6, "1,000"),
+     (51_840, "51,840")],
+)  # fmt: skip
+def test_numbers_have_no_exponents(number: float, text: str) -> None:
+    assert format_number(number) == text
 
 
 def test_bars_are_as_wide_whatever_they_show() -> None:
@@ -163,6 +174,25 @@ def test_a_nodes_kv_in_use_is_not_known_before_its_first_beat() -> None:
     assert kv_bar(node).endswith(" 0%")
     node.beat.num_free_blocks = 0
     assert kv_bar(node).endswith(" 100%")
+
+
+def test_a_node_takes_one_line_of_80_columns() -> None:
+    """Regression: the share of KV in use stood in a line of its own."""
+    peer = admin_pb2.PeerDescription(
+        node_name="p0", transport="nixl/ucx cma", bandwidth_bytes_per_s=595e6
+    )
+    role, beat = types_pb2.NODE_ROLE_PREFILL, node_pb2.NodeBeat(num_free_blocks=100)
+    node = admin_pb2.NodeDescription(
+        node_name="d0", role=role, num_blocks=100, peers=[peer], beat=beat, health="serving"
+    )
+    page = io.StringIO()
+    console = Console(file=page, width=80, color_system=None)
+    tables = nodes_table([node]), nodes_table([node], bar_width=3)
+    print_first_that_fits(console, *tables, breaks_lines=False)
+    _, _, *rows = page.getvalue().splitlines()
+    assert len(rows) == 1
+    assert "0%" in rows[0]
+    assert rows[0].rstrip().endswith("MB/s")
 
 
 def test_what_a_node_says_is_shown_as_it_is_and_does_nothing_to_a_terminal() -> None:

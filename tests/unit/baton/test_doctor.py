@@ -194,3 +194,12 @@ def test_it_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     command._print([Finding("packages", "v" * 200, Grade.SLOW, "a word " * 30)])
     assert max(map(len, page.getvalue().splitlines())) <= 80
     assert page.getvalue().count("v") == 200
+
+
+def test_the_last_line_says_whether_up_works() -> None:
+    good = Finding("cores", "2")
+    slow, bad = Finding("CPU", "old", Grade.SLOW, "x"), Finding("ports", "taken", Grade.BAD, "x")
+    assert command.conclusion([good]) == "baton up works here"
+    expected = "baton up works here, slower than it could: CPU"
+    assert command.conclusion([good, slow]) == expected
+    assert command.conclusion([good, slow, bad]) == "baton up does not work here yet: ports"

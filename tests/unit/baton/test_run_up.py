@@ -119,6 +119,7 @@ def test_a_ready_deployment_names_all_that_its_user_can_open() -> None:
     lines = ready_lines(*scripted())
     assert lines == [
         'ready  baton generate --router 127.0.0.1:1 "def add(a, b):"',
+        '       baton chat --router 127.0.0.1:1 --system "Answer in one short sentence."',
         "       OpenAI API:  http://127.0.0.1:2/v1",
         "       status page: http://127.0.0.1:2/ui",
         "       logs: /logs (removed at the end, unless something fails)",
