@@ -315,6 +315,10 @@ class EngineConfig:
             raise ConfigError(
                 f"max_adapters: adapters are computed by one rank, and there are {self.num_ranks}"
             )
+        if self.max_adapters and self.executor_name != "uniproc":
+            raise ConfigError(
+                f"max_adapters: adapters need the executor uniproc, got {self.executor_name}"
+            )
         if self.ngram_max < self.ngram_min:
             raise ConfigError(
                 f"ngram_max: must be at least ngram_min ({self.ngram_min}), got {self.ngram_max}"

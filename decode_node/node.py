@@ -35,6 +35,7 @@ from engine.engine import Engine
 from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
+from node_runtime.adapter_queue import AdapterQueue
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
 from node_runtime.operator_views import ids_of, take_ledger, view_request
@@ -65,6 +66,7 @@ class DecodeNode:
         options: options of decode nodes.
         clock: returns seconds, never going back.
         spans: takes spans of traced requests; None: no tracing.
+        adapters: holds commands until their adapters are in memory; None: one that reads no files.
     """
 
     def __init__(
@@ -75,14 +77,16 @@ class DecodeNode:
         options: DecodeOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
         spans: SpanSink | None = None,
+        adapters: AdapterQueue | None = None,
     ) -> None:
         self.engine = engine
+        self._adapters = adapters or AdapterQueue(engine, clock=clock)
         self.receiver = receiver
         self.reservations = Reservations(engine, receiver, options, clock)
         self._clock = clock
         self._spans = spans
         self._options = options
-        self._inbox, self._outbox = Inbox(DecodeCommand, clock), Outbox(emit)
+        self._inbox, self._outbox = Inbox(DecodeCommand, clock, self._adapters), Outbox(emit)
         self._jobs: dict[str, _Job] = {}
         self._prefill_nodes = set[str]()  # engine ids of those that are connected
 
@@ -116,13 +120,17 @@ class DecodeNode:
         statuses = [request.status for request in requests]
         num_parked = statuses.count(RequestStatus.WAITING_FOR_REMOTE_KVS)
         num_running = statuses.count(RequestStatus.RUNNING)
+        num_held = self._adapters.num_waiting
         return NodeBeat(
-            num_waiting=len(statuses) - num_parked - num_running,
+            num_waiting=len(statuses) - num_parked - num_running + num_held,
             num_waiting_for_remote_kvs=num_parked,
             num_running=num_running,
             num_free_blocks=self.engine.block_pool.num_free,
             num_quarantined_blocks=self.reservations.quarantine.num_blocks,
             num_transfers=self.reservations.num_transfers,
+            adapters=self.engine.adapters.digests,
+            num_waiting_for_adapters=num_held,
+            adapter_load_s=self._adapters.load_s,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
                 for request in requests

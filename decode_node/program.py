@@ -26,7 +26,14 @@ def make_program(
             parts.transport, on_event=parts.wake, on_death=parts.on_death, digests=parts.digests
         )
         receiver.loop.start()
-        node = DecodeNode(parts.engine, receiver, parts.emit, options.decode, spans=parts.spans)
+        node = DecodeNode(
+            parts.engine,
+            receiver,
+            parts.emit,
+            options.decode,
+            spans=parts.spans,
+            adapters=parts.adapters,
+        )
         return node, receiver
 
     return make_threads(NodeRole.DECODE, options, make_node, emit, on_death, grammars)

@@ -304,6 +304,7 @@ class Reservations:
             or record is None
             or record.num_tokens != request.num_initial_tokens
             or record.token_id >= self._engine.model_config.vocab_size
+            or record.adapter != request.adapter
         ):
             logger.warning("refused a commit that does not fit request %s", request.request_id)
             return False

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.adapters.digest import AdapterDigest, shorten_digest
+from baton.adapters.digest import AdapterDigest, AdapterMissingError, shorten_digest
 from baton.adapters.files import Adapter, AdapterFiles, read_adapter
-from baton.api.errors import ConfigError, NodeUnavailableError, NotFoundError, OverloadedError
+from baton.api.errors import ConfigError, NotFoundError, OverloadedError
 from engine.executors.base import Executor
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
@@ -71,6 +71,20 @@ class AdapterTable:
     def digests(self) -> tuple[AdapterDigest, ...]:
         """Return the adapters that take requests; safe from any thread."""
         return tuple(digest for digest, slot in list(self._slots.items()) if not slot.is_leaving)
+
+    def takes_requests(self, digest: AdapterDigest) -> bool:
+        """Return whether an adapter is in memory and takes requests."""
+        slot = self._slots.get(digest)
+        return slot is not None and not slot.is_leaving
+
+    def has_read(self, digest: AdapterDigest) -> bool:
+        """Return whether `load_again` needs no files of an adapter."""
+        return digest in self._slots or digest in self._read
+
+    def is_pinned(self, digest: AdapterDigest) -> bool:
+        """Return whether an adapter is in memory and keeps its slot."""
+        slot = self._slots.get(digest)
+        return slot is not None and slot.is_pinned
 
     def views(self) -> list[AdapterView]:
         """Return all adapters in memory, those used last behind the others."""
@@ -128,7 +142,7 @@ class AdapterTable:
             (num_bytes,) = self._executor.collective_rpc("load_adapter", (adapter,))
             self._slots[digest] = _Slot(num_bytes, pinned)
         self._keep(digest, pinned=pinned)
-        self._remember(adapter)
+        self.remember(adapter)
 
     def unload(self, digest: AdapterDigest) -> bool:
         """Let an adapter leave, with its last request at the latest; return whether it has left.
@@ -154,14 +168,22 @@ class AdapterTable:
     def acquire(self, digest: AdapterDigest) -> None:
         """Note that a new request uses an adapter; empty: the base model.
 
-        Raises NodeUnavailableError if the adapter is not here: another node may have it.
+        Raises AdapterMissingError if the adapter is not here: another node may have it.
         """
         if not digest:
             return
-        slot = self._slots.get(digest)
-        if slot is None or slot.is_leaving:
-            raise NodeUnavailableError(f"adapter: {shorten_digest(digest)} is not loaded here")
+        if not self.takes_requests(digest):
+            raise AdapterMissingError(f"adapter: {shorten_digest(digest)} is not loaded here")
         self._slots.move_to_end(digest)
+
+    def remember(self, adapter: Adapter) -> None:
+        """Keep an adapter's numbers, and forget those used longest ago beyond the limit."""
+        self._read[adapter.digest] = adapter
+        self._read.move_to_end(adapter.digest)
+        num_bytes = sum(one.files.num_bytes for one in self._read.values())
+        while num_bytes > self._cache_bytes:
+            _, forgotten = self._read.popitem(last=False)
+            num_bytes -= forgotten.files.num_bytes
 
     def _check(self, files: AdapterFiles) -> None:
         self._executor.collective_rpc("check_adapter", (files,))
@@ -190,12 +212,3 @@ class AdapterTable:
     def _drop(self, digest: AdapterDigest) -> None:
         self._executor.collective_rpc("unload_adapter", (digest,))
         del self._slots[digest]
-
-    def _remember(self, adapter: Adapter) -> None:
-        """Keep an adapter's numbers, and forget those used longest ago beyond the limit."""
-        self._read[adapter.digest] = adapter
-        self._read.move_to_end(adapter.digest)
-        num_bytes = sum(one.files.num_bytes for one in self._read.values())
-        while num_bytes > self._cache_bytes:
-            _, forgotten = self._read.popitem(last=False)
-            num_bytes -= forgotten.files.num_bytes

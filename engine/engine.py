@@ -94,7 +94,7 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queue a request; its id must not be in use.
 
-        Raises NodeUnavailableError if its adapter is not loaded here.
+        Raises AdapterMissingError if its adapter is not loaded here.
         """
         self.adapters.acquire(request.adapter)
         self._grammars.follow_thought(request)
@@ -105,7 +105,7 @@ class Engine:
     def park(self, request: Request) -> None:
         """Park a request whose prompt KV a remote node will write.
 
-        Raises NodeUnavailableError if its adapter is not loaded here.
+        Raises AdapterMissingError if its adapter is not loaded here.
         """
         self.adapters.acquire(request.adapter)
         self._grammars.follow_thought(request)

@@ -34,11 +34,13 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         num_tokens: number of tokens whose KV has travelled; also the position of token 1.
         token_id: token 1, which the prefill node sampled.
         draft_token_ids: the prefill node's drafts of the tokens behind token 1.
+        adapter: digest of the adapter that computed the KV; empty: the base model.
     """
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     token_id: TokenId
     draft_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
+    adapter: Annotated[str, msgspec.Meta(max_length=64)] = ""
     version: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = HANDOFF_VERSION
 
 

@@ -97,7 +97,7 @@ class BlockDigests:
         Args:
             groups: KV group of each block; empty: there is only one group.
             written: number and context of each block.
-            writes: whether this rank's node is the writing one.
+            writes: whether this rank's node writes the blocks; if not, it receives them.
         """
         digests = [b""] * len(block_ids)
         for kind, places in slices.sorted_by_kind(groups, len(block_ids)):

@@ -57,7 +57,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Run:
-    """A plan and a target that is open; the target stays open."""
+    """One run of a plan against an open target, which the run does not close."""
 
     def __init__(
         self, plan: LoadPlan, target: Target, *, now: Callable[[], float] = time.perf_counter

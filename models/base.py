@@ -5,7 +5,8 @@ Refuses to know: how a network is built or loaded, who fills the KV cache's bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -38,6 +39,20 @@ class AdapterSpan(NamedTuple):
     adapter: str
     first: int
     end: int
+
+
+def spans_of_rows(spans: tuple[AdapterSpan, ...], rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
+    """Return the spans of some of a step's tokens, in places among these.
+
+    Args:
+        spans: the step's spans.
+        rows: places of the tokens in the step, ascending.
+    """
+    moved = (
+        AdapterSpan(span.adapter, bisect_left(rows, span.first), bisect_left(rows, span.end))
+        for span in spans
+    )
+    return tuple(span for span in moved if span.first < span.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +141,10 @@ class CausalLM(Protocol):
         """
         ...
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of ``[n, hidden_size]`` rows: ``[n, vocab_size]`` of the same dtype."""
+    def compute_logits(self, hidden: Tensor, adapters: tuple[AdapterSpan, ...] = ()) -> Tensor:
+        """Return the logits of ``[n, hidden_size]`` rows: ``[n, vocab_size]`` of the same dtype.
+
+        Args:
+            adapters: the rows that adapters are computed for.
+        """
         ...

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from baton.kv.layers import LayerKV, as_replicated
-from models.base import ForwardContext, Rotations
+from models.base import AdapterSpan, ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import DecodeTapes
 from models.layers.attention import Attention
@@ -289,6 +289,10 @@ class AdaptedForward(Protocol):
         """Implement ``CausalLM.forward``."""
         ...
 
+    def logits(self, hidden: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
+        """Return the output head's results for ``[n, hidden_size]``, of which rows are adapted."""
+        ...
+
 
 class DecoderForCausalLM(Computing):
     """A ``CausalLM``: the decoder and the output head. Weights are uninitialized until loaded.
@@ -371,9 +375,12 @@ class DecoderForCausalLM(Computing):
         hidden: Tensor = self.model(input_ids, context)  # [num_tokens, hidden_size]
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: tuple[AdapterSpan, ...] = ()) -> Tensor:
         """Implement ``CausalLM.compute_logits``."""
-        if self.lm_head is None:
+        if adapters:
+            assert self.adapted is not None, "no adapter is loaded"
+            logits = self.adapted.logits(hidden, adapters)
+        elif self.lm_head is None:
             embedding = self.model.embed_tokens
             assert isinstance(embedding, nn.Embedding), "packed ones come with a head"
             logits = functional.linear(hidden, embedding.weight)  # [n, vocab_size]

@@ -101,7 +101,7 @@ class ModelFields:
     # ------------------------------------------------------------------ specs of common parts
 
     def attention(self, **options: Any) -> AttentionSpec:
-        """Return attention of the file's heads with these options of `AttentionSpec`."""
+        """Return an `AttentionSpec` with these options; number and size of heads are the file's."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

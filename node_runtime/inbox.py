@@ -1,6 +1,6 @@
 """Inbox and Outbox: the queues between a node's thread and its program, for nodes of both roles.
 
-router -> Inbox -> a method of the node          on the node's thread
+router -> Inbox (-> AdapterQueue) -> a method of the node          on the node's thread
 the node's deltas and reports -> Outbox -> router
 """
 
@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from baton.adapters.digest import AdapterMissingError
 from baton.api.errors import TransferError
 from baton.api.outputs import RequestDelta
 from baton.link.words import (
+    ADAPTER_MISSING,
     AbortAll,
     CancelCommand,
     NodeEvent,
@@ -27,19 +29,20 @@ from engine.core.outputs import SchedulerOutput, StepResult
 from engine.engine import Engine
 from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
+from node_runtime.adapter_queue import AdapterQueue, Failure, JobCommand
 
 logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.1
 
-Job = TypeVar("Job")
-JobCommand = TypeVar("JobCommand", contravariant=True)
+Job = TypeVar("Job", bound=JobCommand)
+HandledJob = TypeVar("HandledJob", contravariant=True)
 
 
-class CommandHandler(Protocol[JobCommand]):
+class CommandHandler(Protocol[HandledJob]):
     """The part of a node that handles commands, on the node's thread."""
 
-    def start_job(self, command: JobCommand, received_at: float) -> None:
+    def start_job(self, command: HandledJob, received_at: float) -> None:
         """Start a prefill or decode command; a job of the same request ends."""
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
@@ -61,10 +64,11 @@ class Inbox(Generic[Job]):
     Args:
         job: the class of commands that this node's role executes.
         clock: returns seconds, never going back.
+        adapters: holds commands until their adapters are in memory.
     """
 
-    def __init__(self, job: type[Job], clock: Callable[[], float]) -> None:
-        self._job = job
+    def __init__(self, job: type[Job], clock: Callable[[], float], adapters: AdapterQueue) -> None:
+        self._job, self._adapters = job, adapters
         self._clock = clock
         self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (arrival, ...)
         self._expire_at = 0.0
@@ -81,10 +85,11 @@ class Inbox(Generic[Job]):
         while self._commands:
             received_at, command = self._commands.popleft()
             if isinstance(command, self._job):
-                node.start_job(command, received_at)
+                self._start(node, outbox, command, received_at)
                 continue
             match command:
                 case CancelCommand():
+                    self._adapters.cancel(command.request_id, command.epoch)
                     node.cancel_job(command.request_id, command.epoch)
                 case PeerUpdate(removed=True):
                     node.remove_peer(command.engine_id)
@@ -95,9 +100,34 @@ class Inbox(Generic[Job]):
                     except TransferError as error:
                         outbox.emit(PeerReport(command.engine_id, False, problem=str(error)))
                 case AbortAll():
+                    self._adapters.abort(command)
                     node.abort_jobs(command)
                 case _:
                     logger.warning("this node does not handle %s", type(command).__name__)
+        for item in self._adapters.take_ready():
+            if isinstance(item, Failure):
+                code = "DEADLINE_EXCEEDED" if item.is_late else ADAPTER_MISSING
+                outbox.fail(item.command.request_id, item.command.epoch, code, item.problem)
+                continue
+            received_at, waited = item
+            assert isinstance(waited, self._job)
+            self._start(node, outbox, waited, received_at, has_waited=True)
+
+    def _start(
+        self,
+        node: CommandHandler[Job],
+        outbox: Outbox,
+        command: Job,
+        received_at: float,
+        *,
+        has_waited: bool = False,
+    ) -> None:
+        """Start a job now, or once its adapter is in memory."""
+        try:
+            if has_waited or self._adapters.admit(command, received_at):
+                node.start_job(command, received_at)
+        except AdapterMissingError as error:
+            outbox.fail(command.request_id, command.epoch, ADAPTER_MISSING, str(error))
 
     def is_expiry_due(self, now: float) -> bool:
         """Return whether to look for expired requests now; then not again for a while."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from baton.link.words import NodeEvent, NodeRole
 from baton.telemetry.spans import SpanSink
@@ -14,8 +15,10 @@ from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.transports.base import KVTransport
 from kvconnector.transports.fault_file import faults_of
 from kvconnector.transports.faults import FaultSpec
-from node_runtime.node_engine import load_engine
+from node_runtime.adapter_queue import AdapterQueue
+from node_runtime.node_engine import load_adapters, load_engine
 from node_runtime.node_transport import open_transport
+from node_runtime.option_checks import folder_of
 from node_runtime.options import NodeOptions
 from node_runtime.threads import ConnectorEnd, Node, NodeThreads
 
@@ -30,6 +33,7 @@ class NodeParts:
         emit: takes events for the router.
         on_death: called when the connector cannot continue.
         spans: takes spans of traced requests; None: no tracing.
+        adapters: holds commands until their adapters are in memory.
     """
 
     engine: Engine
@@ -39,6 +43,7 @@ class NodeParts:
     emit: Callable[[NodeEvent], None]
     on_death: Callable[[Exception], None]
     spans: SpanSink | None
+    adapters: AdapterQueue
 
 
 def make_threads(
@@ -71,7 +76,11 @@ def make_threads(
         kv_digests=kv_digests,
         revision=options.revision,
         grammars=grammars,
+        loads_adapters=bool(options.adapter_root),
     )
+    adapter_root = Path(options.adapter_root) if options.adapter_root else None
+    if adapter_root is not None:
+        load_adapters(loaded.engine, adapter_root, [folder_of(one) for one in options.adapters])
     tracing = Tracing(
         options.trace,
         service=f"baton-{role.value}",
@@ -80,8 +89,12 @@ def make_threads(
 
     def join(wake: Callable[[], None]) -> tuple[Node, ConnectorEnd]:
         transport, digests = open_transport(options, loaded, faults, kv_digests=kv_digests)
-        sink = tracing.sink
-        return make_node(NodeParts(loaded.engine, transport, digests, wake, emit, on_death, sink))
+        adapters = AdapterQueue(loaded.engine, adapter_root, wake)
+        return make_node(
+            NodeParts(
+                loaded.engine, transport, digests, wake, emit, on_death, tracing.sink, adapters
+            )
+        )
 
     return NodeThreads(
         options.name,
@@ -92,6 +105,7 @@ def make_threads(
         on_death,
         pushes=role is NodeRole.PREFILL,
         on_close=tracing.close,
+        adapter_root=adapter_root,
         vllm_model=options.vllm_model,
         hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
         poison=faults.poison if isinstance(faults, FaultSpec) else "",

@@ -12,10 +12,12 @@ from engine.engine import Engine
 def new_request(
     engine: Engine, command: PrefillCommand | DecodeCommand, max_tokens: int | None = None
 ) -> Request:
-    """Check a command and make its request; raises InvalidRequestError.
+    """Check a command and make its request.
 
     Args:
         max_tokens: most new tokens, if fewer than the command allows; a prefill node gives 1.
+
+    Raises InvalidRequestError.
     """
     params, vocab_size = command.sampling_params, engine.model_config.vocab_size
     token_ids = [*command.prompt_token_ids, *command.output_token_ids]
@@ -31,5 +33,6 @@ def new_request(
         max_tokens=max_tokens,
         output_token_ids=command.output_token_ids,
         extra_keys=extra_keys_of(command.cache_salt),
+        adapter=command.adapter,
         epoch=command.epoch,
     )

@@ -24,7 +24,7 @@ from baton.v1 import admin_pb2
 logger = logging.getLogger(__name__)
 
 ENGINE_THREAD = "engine"
-_CHANGES = ("flush_cache", "set_log_level", "profile")
+_CHANGES = ("flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter")
 
 
 class AskedNode(Protocol):
@@ -36,16 +36,34 @@ class AskedNode(Protocol):
     def flush_prefix_cache(self) -> Future[int]: ...
 
 
+class ChangedAdapters(Protocol):
+    """Loads and unloads a node's adapters; see `NodeAdapters`. Each call returns all of them."""
+
+    async def load(
+        self, digest: str, source: str, *, pinned: bool
+    ) -> admin_pb2.AdaptersDescription: ...
+    async def unload(self, digest: str) -> admin_pb2.AdaptersDescription: ...
+    async def describe(self) -> admin_pb2.AdaptersDescription: ...
+
+
 class NodeAdmin:
     """Answer `NodeAdminRequest`s.
 
     Args:
         num_blocks: the node's number of KV blocks.
         access: logs operators' requests.
+        adapters: the node's adapters; None: it has none.
     """
 
-    def __init__(self, node: AskedNode, num_blocks: int, access: Access | None = None) -> None:
+    def __init__(
+        self,
+        node: AskedNode,
+        num_blocks: int,
+        access: Access | None = None,
+        adapters: ChangedAdapters | None = None,
+    ) -> None:
         self._node = node
+        self._adapters = adapters
         self._num_blocks = num_blocks
         self._access = access or Access()
 
@@ -73,6 +91,9 @@ class NodeAdmin:
             case "profile":
                 found = await wire_admin.profile(ENGINE_THREAD, request.profile.seconds)
                 response = admin_pb2.NodeAdminResponse(profile=found)
+            case "load_adapter" | "unload_adapter" | "list_adapters":
+                response = admin_pb2.NodeAdminResponse()
+                getattr(response, kind).CopyFrom(await self._change_adapters(request))
             case _:
                 raise InvalidRequestError("request", "is not known to this version")
         return [response.SerializeToString()]
@@ -92,6 +113,22 @@ class NodeAdmin:
         num_prefixes = await asyncio.wrap_future(self._node.flush_prefix_cache())
         logger.info("flush-cache: %d prefixes", num_prefixes)
         return admin_pb2.FlushCacheResponse(num_prefixes=num_prefixes)
+
+    async def _change_adapters(
+        self, request: admin_pb2.NodeAdminRequest
+    ) -> admin_pb2.AdaptersDescription:
+        """Load, unload or list adapters; return those in memory then."""
+        adapters = self._adapters
+        if adapters is None:
+            raise InvalidRequestError("adapter", "this node computes no adapters")
+        match request.WhichOneof("request"):
+            case "load_adapter":
+                asked = request.load_adapter
+                return await adapters.load(asked.digest, asked.source, pinned=asked.pinned)
+            case "unload_adapter":
+                return await adapters.unload(request.unload_adapter.digest)
+            case _:
+                return await adapters.describe()
 
     def _note(self, call: AdminCall, kind: str, request: admin_pb2.NodeAdminRequest) -> None:
         arguments = MessageToDict(getattr(request, kind), preserving_proto_field_name=True)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from baton.adapters.digest import AdapterError
+from baton.adapters.files import find_adapter
+from baton.api.errors import ConfigError
 from baton.checkpoint.model_folder import find_model_folder, weights_digest
 from baton.checkpoint.model_identity import NONE, folder_identity
 from baton.engine_config import EngineConfig
@@ -42,12 +47,14 @@ class LoadedEngine:
         engine_id: unique id of this start of the process.
         compatibility: entries that must be equal on two nodes of a pair.
         prefix_hash: algorithm of the block hashes; empty: no prefix cache.
+        loads_adapters: whether the node can load the adapters of its commands.
     """
 
     engine: Engine
     engine_id: str
     compatibility: dict[str, str]
     prefix_hash: str
+    loads_adapters: bool = False
 
     def registration(
         self,
@@ -78,6 +85,7 @@ class LoadedEngine:
             kv_bytes_per_token=bytes_of_all * spec.num_groups / spec.block_size,
             step_times=tuple(StepTime(*one) for one in first_steps.step_times),
             decode_times=tuple(DecodeTime(*one) for one in first_steps.decode_times),
+            loads_adapters=self.loads_adapters,
         )
 
 
@@ -90,11 +98,13 @@ def load_engine(
     kv_digests: bool = False,
     revision: str = "",
     grammars: EarlyGrammars | None = None,
+    loads_adapters: bool = False,
 ) -> LoadedEngine:
     """Load a model for a node.
 
     Args:
         grammars: grammar parts made before any thread started; None: none.
+        loads_adapters: whether the node can load the adapters of its commands.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -135,7 +145,27 @@ def load_engine(
         f"{node_name}-{uuid.uuid4().hex[:8]}",
         compatibility,
         config.prefix_hash if config.prefix_cache else "",
+        loads_adapters,
     )
+
+
+def load_adapters(engine: Engine, root: Path, sources: Sequence[str]) -> None:
+    """Load adapters at start.
+
+    Args:
+        root: folder below which they lie.
+        sources: their folders, relative to ``root``.
+
+    Raises:
+        ConfigError: a file is wrong, or an adapter does not fit the model.
+    """
+    for source in sources:
+        try:
+            adapter = engine.adapters.read(find_adapter(root, source))
+            engine.adapters.load(adapter)
+        except AdapterError as error:
+            raise ConfigError(str(error)) from error
+        logger.info("loaded adapter %s from %r", adapter.digest, source)
 
 
 def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:

@@ -40,7 +40,7 @@ from baton.serving.rpc import FEW_STREAMS, RpcServer
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.logs import close_logging
 from baton.telemetry.round_watch import Rounds, RoundWatch
-from node_runtime.node_admin import NodeAdmin
+from node_runtime.node_admin import ChangedAdapters, NodeAdmin
 
 if TYPE_CHECKING:
     from baton.serving.metrics_page import MetricsPage
@@ -53,6 +53,10 @@ STALLED_S = 10.0
 
 class NodeProgram(Protocol):
     """The part of a node that this file needs, callable from any thread."""
+
+    @property
+    def adapters(self) -> ChangedAdapters | None:
+        """Return the part that loads and unloads adapters; None: the node computes none."""
 
     def compute_first_steps(self) -> Future[None]:
         """Compute steps before requests come, on the thread that will compute all steps.
@@ -158,7 +162,7 @@ async def run_node_program(
         max_streams=FEW_STREAMS,
     )
     serving = _Serving(server.set_serving, needs_peer=ready_with_peer)
-    admin = NodeAdmin(node, node.registration("").num_blocks, access)
+    admin = NodeAdmin(node, node.registration("").num_blocks, access, node.adapters)
     page: MetricsPage | None = None
     try:
         if metrics_listen:

@@ -5,7 +5,11 @@ Checks names and addresses; whether options fit the model or the device shows la
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from baton.access.exposure import check_is_free, split_address
+from baton.adapters.digest import AdapterError
+from baton.adapters.files import find_adapter, open_adapter
 from baton.api.errors import ConfigError
 from baton.checkpoint.model_folder import find_model_folder
 from kvconnector import KV_CONNECTORS
@@ -26,6 +30,7 @@ def check_options(options: NodeOptions) -> None:
         raise ConfigError(
             f"kv_connector: tls supports one rank only, got {options.engine.num_ranks}; use nixl"
         )
+    _check_adapters(options)
     if options.kv_listen:
         if options.kv_connector != "tls":
             raise ConfigError(
@@ -33,6 +38,31 @@ def check_options(options: NodeOptions) -> None:
             )
         parse_listen_address(options.kv_listen)
         check_is_free("kv_listen", options.kv_listen)
+
+
+def folder_of(adapter: str) -> str:
+    """Return the folder of ``[NAME=]FOLDER``; names are the router's."""
+    return adapter.partition("=")[2] or adapter
+
+
+def _check_adapters(options: NodeOptions) -> None:
+    """Check the adapters to load at start, all but whether they fit the model."""
+    if options.adapter_root and not Path(options.adapter_root).is_dir():
+        raise ConfigError(f"adapter_root: {options.adapter_root}: no such folder")
+    if options.adapters and not options.adapter_root:
+        raise ConfigError("adapter_root: must be given, as --adapter is relative to it")
+    if options.adapter_root and not options.engine.max_adapters:
+        raise ConfigError("max_adapters: must be 1 or more with --adapter-root, got 0")
+    if len(options.adapters) > options.engine.max_adapters:
+        raise ConfigError(
+            f"max_adapters: must be at least {len(options.adapters)} for that many --adapter, "
+            f"got {options.engine.max_adapters}"
+        )
+    for source in options.adapters:
+        try:
+            open_adapter(find_adapter(Path(options.adapter_root), folder_of(source)))
+        except AdapterError as error:
+            raise ConfigError(str(error)) from error
 
 
 def check_model(options: NodeOptions) -> None:

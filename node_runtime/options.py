@@ -95,6 +95,17 @@ class NodeOptions:
         "By default on if UCX_NET_DEVICES lets KV leave loopback.",
     )
     engine: EngineConfig = group(EngineConfig)
+    adapter_root: str = option(
+        "",
+        help="Folder below which LoRA adapters may be loaded, with --max-adapters; the router "
+        "says which. Empty: none.",
+    )
+    adapters: tuple[str, ...] = option(
+        (),
+        name="adapter",
+        help="[NAME=]FOLDER of an adapter to load at start, below --adapter-root and in PEFT's "
+        "layout; repeat it for several. Others are loaded when a request needs them.",
+    )
     inject_faults: str = option(
         "",
         help="For drills: faults to inject in the KV connector, such as "

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from baton.link.words import (
@@ -34,6 +35,7 @@ from kvconnector.base import ConnectorMetrics, HandoffMetrics
 from node_runtime.collector import NodeCollector
 from node_runtime.engine_loop import EngineLoop
 from node_runtime.kv_event_feed import KVEventFeed
+from node_runtime.node_adapters import NodeAdapters
 from node_runtime.node_engine import FirstSteps, LoadedEngine, compute_first_steps
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class NodeThreads:
         on_death: called when the engine cannot continue.
         pushes: whether layers of a prompt are sent while later ones are computed.
         on_close: called when both threads have ended.
+        adapter_root: folder below which adapters may be loaded; None: none may be.
         vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
         hang_at: injected fault: hang after this many busy rounds; 0: never.
         poison: injected fault: kill the process when it computes for a request whose id
@@ -102,6 +105,7 @@ class NodeThreads:
         *,
         pushes: bool = False,
         on_close: Callable[[], None] = lambda: None,
+        adapter_root: Path | None = None,
         vllm_model: str = "",
         hang_at: int = 0,
         poison: str = "",
@@ -115,6 +119,7 @@ class NodeThreads:
         self._vllm_model = vllm_model
         self._hang_at, self._num_busy, self._poison = hang_at, 0, poison
         self._kv_events = KVEventFeed(loaded.engine.block_pool, emit)
+        self.adapters = NodeAdapters(loaded.engine, self._between_steps, adapter_root)
         self._calls: deque[Callable[[], None]] = deque()
         self._loop = EngineLoop(
             *(self._step, on_death),

@@ -32,6 +32,7 @@ from engine.engine import Engine
 from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
+from node_runtime.adapter_queue import AdapterQueue
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
 from node_runtime.operator_views import ids_of, take_ledger, view_request
@@ -63,6 +64,7 @@ class PrefillNode:
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
         spans: takes spans of traced requests; None: no tracing.
+        adapters: holds commands until their adapters are in memory; None: one that reads no files.
     """
 
     def __init__(
@@ -73,13 +75,15 @@ class PrefillNode:
         push_mode: PushMode = PushMode.LAYERS,
         clock: Callable[[], float] = time.monotonic,
         spans: SpanSink | None = None,
+        adapters: AdapterQueue | None = None,
     ) -> None:
         self.engine = engine
+        self._adapters = adapters or AdapterQueue(engine, clock=clock)
         self.sender = sender
         self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
         self._traces = PrefillTraces(spans, clock)
-        self._inbox, self._outbox = Inbox(PrefillCommand, clock), Outbox(emit)
+        self._inbox, self._outbox = Inbox(PrefillCommand, clock, self._adapters), Outbox(emit)
         self._jobs: dict[str, _Job] = {}
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
@@ -110,12 +114,16 @@ class PrefillNode:
         """Return this node's load; safe from any thread."""
         requests = list(self.engine.requests.values())
         num_running = sum(request.num_computed_tokens > 0 for request in requests)
+        num_held = self._adapters.num_waiting
         return NodeBeat(
-            num_waiting=len(requests) - num_running,
+            num_waiting=len(requests) - num_running + num_held,
             num_running=num_running,
             num_free_blocks=self.engine.block_pool.num_free,
             num_quarantined_blocks=self.push_tracker.num_draining_blocks,
             num_transfers=self.push_tracker.num_transfers,
+            adapters=self.engine.adapters.digests,
+            num_waiting_for_adapters=num_held,
+            adapter_load_s=self._adapters.load_s,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
                 for request in requests
@@ -174,8 +182,8 @@ class PrefillNode:
         except InvalidRequestError as error:
             self._fail(command.request_id, command.epoch, "INVALID_ARGUMENT", str(error))
             return
-        self._jobs[command.request_id] = _Job(command, request, received_at)
         engine.add_request(request)
+        self._jobs[command.request_id] = _Job(command, request, received_at)
         logger.debug(
             "has a prompt of %d tokens to compute, for %s",
             request.num_initial_tokens,

@@ -32,6 +32,7 @@ def make_program(
             parts.emit,
             options.push,
             spans=parts.spans,
+            adapters=parts.adapters,
         )
         return node, sender
 

@@ -315,6 +315,7 @@ class PushTracker:
                 num_tokens=num_tokens,
                 token_id=token_id,
                 draft_token_ids=self._engine.first_drafts(handoff.request),
+                adapter=handoff.request.adapter,
             )
         self._sender.push(
             BlockPush(

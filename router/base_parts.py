@@ -28,7 +28,7 @@ from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.intake.prompt_reader import EarlyReaders
 from router.names.base_model import BaseModel
-from router.names.given import names_given
+from router.names.given import adapters_given, names_given
 from router.names.names_file import NamesFile
 from router.names.table import NameTable
 from router.policies import POLICIES
@@ -92,6 +92,7 @@ def make_names(config: RouterConfig, bases: Sequence[BaseModel]) -> NameTable:
     if not served:
         names = (config.served_model_name, *config.more_served_names)
         served = names_given(bases, names, config.served_model_aliases, config.request_defaults)
+        served += adapters_given(served, config.adapter_root, config.adapters)
     table = NameTable(bases, served, file)
     for base in bases:
         if all(one.base is not base for one in served):

@@ -127,9 +127,21 @@ class RouterConfig:
     )
     names_file: str = option(
         "",
-        help="TOML file with a table per served name: model, adapter, request_defaults and "
-        "chat_template. If it exists, options for names have no effect. `baton admin names` writes "
+        help="TOML file with a table per served name: model, adapter, adapter_source, "
+        "pins_adapter, request_defaults and chat_template. "
+        "If it exists, options for names have no effect. `baton admin names` writes "
         "its changes there.",
+    )
+    adapter_root: str = option(
+        "",
+        help="Folder of LoRA adapters, as on the nodes; the router reads their digests there. "
+        "Empty: `baton admin adapters load` must give digests.",
+    )
+    adapters: tuple[str, ...] = option(
+        (),
+        name="adapter",
+        help="NAME=FOLDER: another name of the model, with the adapter in this folder below "
+        "--adapter-root; repeat it for several. With several models use --names-file.",
     )
     request_defaults: str = option(
         "",

@@ -34,6 +34,7 @@ from baton.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
+from router.api.admin.adapters import AdapterAdmin
 from router.api.admin.service import AdminService
 from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.journal import Journal, JournalOptions
@@ -73,6 +74,7 @@ class _Parts:
     overload: Overload
     files: TlsFiles | None
     tracing: Tracing
+    adapters: AdapterAdmin
     admin: AdminService
     pools: NodePools
 
@@ -117,7 +119,8 @@ async def serve(config: RouterConfig, readers: Sequence[EarlyReaders] = ()) -> N
         overload=overload,
         files=files,
         tracing=_make_tracing(config, names),
-        admin=_make_admin(config, names, overload),
+        adapters=(adapters := AdapterAdmin(names, config.adapter_root)),
+        admin=_make_admin(config, names, overload, adapters),
         pools=pools,
     )
     await _run(parts)
@@ -250,6 +253,7 @@ async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
         tls=tls,
         access_log=AccessLog(parts.model_name, is_on=config.access_log),
         status_page=page,
+        adapters=parts.adapters,
         tracing=parts.tracing,
     )
     parts.names.bases[0].metrics.show_connections(server.connections)
@@ -361,9 +365,17 @@ def _make_servers(parts: _Parts) -> dict[str, RpcServer]:
     }
 
 
-def _make_admin(config: RouterConfig, names: NameTable, overload: Overload) -> AdminService:
+def _make_admin(
+    config: RouterConfig, names: NameTable, overload: Overload, adapters: AdapterAdmin
+) -> AdminService:
     def note_policy(name: str) -> None:
         for base in names.bases:
             base.pool.allow_self_prefill(config.may_self_prefill(name))
 
-    return AdminService(names, policy=config.policy, overload=overload, on_policy=note_policy)
+    return AdminService(
+        names,
+        policy=config.policy,
+        overload=overload,
+        adapters=adapters,
+        on_policy=note_policy,
+    )

@@ -16,10 +16,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from baton.link.words import MOVED
 from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, TraceContext, zero_of
 from router.calls.request_log import AttemptRecord, RequestRecord
-
-PREEMPTED = "PREEMPTED"  # a decode node returns the request: it moves, and no node is at fault
 
 
 class RequestSpans:
@@ -126,7 +125,7 @@ def _attempt_span(
     assert record.ended_s is not None
     links: tuple[tuple[TraceContext, str], ...] = ()
     if before is not None and before.trace is not None:
-        links = ((before.trace, "moved from" if before.error_code == PREEMPTED else "retry of"),)
+        links = ((before.trace, "moved from" if before.error_code in MOVED else "retry of"),)
     attributes: dict[str, Attribute] = {}
     if attempt.prefill_node:
         attributes["baton.prefill_node"] = attempt.prefill_node

@@ -55,7 +55,7 @@ async def stop_router(
 
     Args:
         dispatchers: one per base model.
-        delay_s: time of serving on while not ready; load balancers notice after seconds.
+        delay_s: time to go on serving while not ready, so that load balancers notice.
         timeout_s: time for open requests to end by themselves.
     """
     servers = list(servers)

@@ -20,7 +20,7 @@ resources:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write the chart's output, and a kustomization with it."""
     chart = str(ROOT / "deploy/helm/baton")
     command = [str(HELM), "template", "baton", chart, "--namespace", "baton"]
     text = subprocess.check_output(command, text=True)

@@ -1,1 +1,1 @@
-"""Adapters: LoRA adapters in PEFT's layout, checked and named by the digest of their content."""
+"""Adapters: LoRA adapters of PEFT and llama.cpp, checked, and named by their content's digest."""

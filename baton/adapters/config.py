@@ -6,6 +6,7 @@ A setting that changes results and is not computed here is refused by name. Name
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -23,11 +24,12 @@ T = TypeVar("T")
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 256
 _MAX_CONFIG_BYTES = 2**20
-_MAX_ALPHA = 1e6
+MAX_ALPHA = 1e6
 _MAX_PATTERNS = 10_000
 _MAX_PATTERN_CHARS = 256
 # PEFT reads keys of patterns as regular expressions. Those without repetition and alternatives take
 # linear time; files of strangers could contain others that never end.
+_ANY_PREFIX = ".*\\."  # PEFT writes this before some keys, where any prefix is allowed anyway
 _PLAIN_PATTERN = re.compile(r"\^?(?:[\w.-]|\\\.|\\d)+")
 # Settings that do not change what a trained adapter computes.
 _HARMLESS = frozenset(
@@ -37,7 +39,7 @@ _HARMLESS = frozenset(
         "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
         "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type",
         "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
-        "target_modules", "task_type", "use_dora", "use_rslora",
+        "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora",
     }
 )  # fmt: skip
 # Ways to begin a training that leave the base model's weights as they are; others change them.
@@ -54,6 +56,7 @@ class AdapterConfig:
         uses_rslora: the scale is ``alpha / sqrt(rank)``, and not ``alpha / rank``.
         uses_dora: a magnitude per output replaces the norm of the adapted weight's rows.
         rank_pattern, alpha_pattern: ranks and alphas by pattern of module names.
+        target_parameters: names of adapted parameters, or their ends.
     """
 
     rank: int
@@ -62,6 +65,11 @@ class AdapterConfig:
     uses_dora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    target_parameters: tuple[str, ...] = ()
+
+    def targets_parameter(self, name: str) -> bool:
+        """Return whether a parameter is among the targets, as PEFT compares names."""
+        return any(name == one or name.endswith(f".{one}") for one in self.target_parameters)
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, by its name in the base model."""
@@ -76,9 +84,14 @@ class AdapterConfig:
 def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
     """Return the value of the first pattern that matches the end of a module's name, as in PEFT."""
     for pattern, value in patterns.items():
-        if re.match(rf"(?:.*\.)?(?:{pattern})$", module):
+        if _compiled(pattern).match(module):
             return value
     return default
+
+
+@functools.lru_cache(maxsize=2 * _MAX_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:.*\.)?(?:{pattern})$")
 
 
 def read_config(folder: Path) -> AdapterConfig:
@@ -99,6 +112,7 @@ def read_config(folder: Path) -> AdapterConfig:
         uses_dora=reader.flag("use_dora"),
         rank_pattern=reader.patterns("rank_pattern", reader.rank),
         alpha_pattern=reader.patterns("alpha_pattern", reader.alpha),
+        target_parameters=reader.names("target_parameters"),
     )
 
 
@@ -145,8 +159,8 @@ class _Fields:
 
     def alpha(self, name: str, value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= _MAX_ALPHA:  # false for NaN
-            raise self.wrong(name, f"must be a number up to {_MAX_ALPHA:g}, got {_shown(value)}")
+        if not is_number or not abs(value) <= MAX_ALPHA:  # false for NaN
+            raise self.wrong(name, f"must be a number up to {MAX_ALPHA:g}, got {_shown(value)}")
         return float(value)
 
     def patterns(self, name: str, read: Callable[[str, Any], T]) -> dict[str, T]:
@@ -156,14 +170,30 @@ class _Fields:
             problem = f"must be an object of at most {_MAX_PATTERNS} patterns"
             raise self.wrong(name, f"{problem}, got {_shown(found)}")
         for pattern in found:
-            is_plain = _PLAIN_PATTERN.fullmatch(pattern) is not None
+            plain = pattern.removeprefix(_ANY_PREFIX)
+            is_plain = _PLAIN_PATTERN.fullmatch(plain) is not None
             if not is_plain or len(pattern) > _MAX_PATTERN_CHARS:
                 problem = (
                     f"{_shown(pattern)} must be a module's name or its end, of at most "
                     f"{_MAX_PATTERN_CHARS} letters, digits and dots"
                 )
                 raise self.wrong(name, problem)
-        return {pattern: read(f"{name}.{pattern}", value) for pattern, value in found.items()}
+        return {
+            pattern.removeprefix(_ANY_PREFIX): read(f"{name}.{pattern}", value)
+            for pattern, value in found.items()
+        }
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Read a list of names."""
+        found = self.values.get(name) or []
+        if not isinstance(found, list) or len(found) > _MAX_PATTERNS:
+            problem = f"must be a list of at most {_MAX_PATTERNS} names, got {_shown(found)}"
+            raise self.wrong(name, problem)
+        for one in found:
+            if not isinstance(one, str) or not 0 < len(one) <= _MAX_PATTERN_CHARS:
+                problem = f"must have names of 1 to {_MAX_PATTERN_CHARS} letters, got {_shown(one)}"
+                raise self.wrong(name, problem)
+        return tuple(found)
 
 
 def _is_set(value: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from baton.api.errors import InvalidRequestError
+from baton.api.errors import InvalidRequestError, NodeUnavailableError
 
 AdapterDigest = str  # 64 hexadecimal digits, in lower case; in requests, "" is the base model
 NO_ADAPTER: AdapterDigest = ""
@@ -29,6 +29,10 @@ class AdapterError(InvalidRequestError):
 
     def __init__(self, problem: str) -> None:
         super().__init__("adapter", problem)
+
+
+class AdapterMissingError(NodeUnavailableError):
+    """A node does not have a request's adapter and cannot load it; another node may."""
 
 
 def is_digest(text: str) -> bool:

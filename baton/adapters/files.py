@@ -1,12 +1,16 @@
-"""Read a LoRA adapter's folder, as PEFT's ``save_pretrained`` writes it, and check all of it.
+"""Read a LoRA adapter's files, and check all of them: PEFT's layout or a GGUF file.
+
+A folder in PEFT's layout, as ``save_pretrained`` writes it:
 
     adapter_config.json           settings
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight           [rank, in]
                                   base_model.model.<module>.lora_B.weight           [out, rank]
                                   base_model.model.<module>.lora_magnitude_vector   [out], DoRA only
+                                  base_model.model.<module>.lora_embedding_A, _B    of embeddings
 
-Names and shapes are checked before any number is read. Refuses to know: torch, which modules a base
-model has.
+Parameters that stack the layers of all experts are nested: ``<module>`` has ``.base_layer`` behind
+it once for each parameter that PEFT wrapped later. Names and shapes are checked before any number
+is read. Refuses to know: torch, which modules a base model has.
 """
 
 from __future__ import annotations
@@ -14,12 +18,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from baton.adapters.config import CONFIG_FILE, AdapterConfig, read_config
 from baton.adapters.digest import AdapterDigest, AdapterError
+from baton.adapters.gguf import GGUF, open_gguf
+from baton.adapters.modules import (
+    AdaptedModule,
+    Adapter,
+    AdapterFiles,
+    AdapterTensor,
+    CheckFiles,
+    Layout,
+    check_numbers,
+    modules_by_name,
+    shown_shape,
+    wrong_tensor,
+)
 from baton.adapters.numbers import DTYPE_BYTES, is_finite
 from baton.api.bounded_files import size_of
 from baton.api.errors import ModelLoadError, reason_of
@@ -29,111 +45,23 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLED_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+_EMBEDDING_A, _EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
+_BASE = ".base_layer"
+# Parameters that may stack the layers of all experts, in the order in which modules have them.
+_STACKED = ("gate_up_proj", "up_proj", "down_proj")
 _MAX_TENSORS = 200_000
+_MAX_NAME_CHARS = 512
+_MAX_COMPARISONS = 10**7  # of patterns and targets with names of layers
 _MAX_HEADER_BYTES = 32 * 2**20
-_MAX_SIZE = 2**24  # inputs or outputs of a linear layer
 _PIECE_BYTES = 2**20  # a multiple of every number's size
 _VERSION = b"baton adapter 1\n"
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterTensor:
-    """A tensor of an adapter's file that has not been read yet.
-
-    Attributes:
-        name: the tensor's name in the file.
-        dtype: a key of `DTYPE_BYTES`.
-        shape: the tensor's sizes.
-        begin: its first byte in the file.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedModule:
-    """The tensors that adapt one linear layer: ``scale * B @ A`` is added to its weight.
-
-    Attributes:
-        name: the layer's name in the base model, such as ``model.layers.0.self_attn.q_proj``.
-        scale: factor of the product.
-        a: ``[rank, in_features]``.
-        b: ``[out_features, rank]``.
-        magnitude: ``[out_features]``, the norm that each row of the adapted weight gets (DoRA,
-            arXiv:2402.09353); None: the norm is left as it is.
-    """
-
-    name: str
-    scale: float
-    a: AdapterTensor
-    b: AdapterTensor
-    magnitude: AdapterTensor | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-    @property
-    def tensors(self) -> tuple[AdapterTensor, ...]:
-        """Return all tensors of this layer."""
-        return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFiles:
-    """An adapter whose settings, names and shapes have been checked.
-
-    Attributes:
-        path: the file with the tensors.
-        modules: adapted layers, by name, in the order of their names.
-    """
-
-    path: Path
-    config: AdapterConfig
-    modules: Mapping[str, AdaptedModule]
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of all tensors."""
-        return sum(one.num_bytes for one in self.tensors())
-
-    def tensors(self) -> list[AdapterTensor]:
-        """Return all tensors in the order of their names."""
-        found = [one for module in self.modules.values() for one in module.tensors]
-        return sorted(found, key=lambda one: one.name)
-
-    def wrong(self, tensor: AdapterTensor | str, problem: str) -> AdapterError:
-        """Return an error about a tensor."""
-        name = tensor if isinstance(tensor, str) else tensor.name
-        return AdapterError(f"{self.path}: {name:.200}: {problem}")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Adapter:
-    """An adapter in memory: all that a base model needs to compute with it.
-
-    Attributes:
-        digest: identity of the content.
-        data: little-endian numbers of each tensor, by the tensor's name.
-    """
-
-    digest: AdapterDigest
-    files: AdapterFiles
-    data: Mapping[str, bytearray] = field(repr=False)
-
-
-CheckFiles = Callable[[AdapterFiles], None]
-
-
-def read_adapter(folder: Path, check: CheckFiles | None = None) -> Adapter:
+def read_adapter(source: Path, check: CheckFiles | None = None) -> Adapter:
     """Read an adapter into memory.
 
     Args:
-        folder: the adapter's folder.
+        source: see `open_adapter`.
         check: checks names and shapes against a base model before any number is read; raises
             AdapterError.
 
@@ -141,7 +69,7 @@ def read_adapter(folder: Path, check: CheckFiles | None = None) -> Adapter:
         AdapterError: a file is missing, damaged or unsupported; one line that names the file and
             the field or tensor.
     """
-    files = open_adapter(folder)
+    files = open_adapter(source)
     if check is not None:
         check(files)
     data: dict[str, bytearray] = {one.name: bytearray() for one in files.tensors()}
@@ -149,19 +77,26 @@ def read_adapter(folder: Path, check: CheckFiles | None = None) -> Adapter:
     return Adapter(digest, files, data)
 
 
-def adapter_digest(folder: Path) -> AdapterDigest:
+def adapter_digest(source: Path) -> AdapterDigest:
     """Return the digest of an adapter's content, in little memory; raises AdapterError."""
-    return _read_numbers(open_adapter(folder), lambda tensor, piece: None)
+    return _read_numbers(open_adapter(source), lambda tensor, piece: None)
 
 
-def open_adapter(folder: Path) -> AdapterFiles:
-    """Read an adapter's settings, and the names and shapes of its tensors; raises AdapterError."""
-    if not folder.is_dir():
-        raise AdapterError(f"{folder}: no such folder")
-    config, path = read_config(folder), folder / WEIGHTS_FILE
-    if not path.exists() and (folder / _PICKLED_FILE).exists():
+def open_adapter(source: Path) -> AdapterFiles:
+    """Read an adapter's settings, and the names and shapes of its tensors; raises AdapterError.
+
+    Args:
+        source: a folder in PEFT's layout, a GGUF file, or a folder with one GGUF file alone.
+    """
+    gguf = _gguf_of(source)
+    if gguf is not None:
+        return open_gguf(gguf)
+    if not source.is_dir():
+        raise AdapterError(f"{source}: no such folder")
+    config, path = read_config(source), source / WEIGHTS_FILE
+    if not path.exists() and (source / _PICKLED_FILE).exists():
         problem = f"runs code when it is read; save the adapter as {WEIGHTS_FILE}"
-        raise AdapterError(f"{folder / _PICKLED_FILE}: {problem}")
+        raise AdapterError(f"{source / _PICKLED_FILE}: {problem}")
     try:
         size = size_of(path)
         with path.open("rb") as file:
@@ -173,14 +108,33 @@ def open_adapter(folder: Path) -> AdapterFiles:
     except ValueError as error:
         problem = f"not a readable safetensors file: {error}"
         raise AdapterError(f"{path}: {problem}") from error
-    return AdapterFiles(path, config, _modules(path, config, places))
+    return AdapterFiles(path, _modules(path, config, places), config.uses_dora)
+
+
+def _gguf_of(source: Path) -> Path | None:
+    """Return the GGUF file that a path means; None: the path means no such file.
+
+    Raises AdapterError if a folder without settings has several.
+    """
+    if source.suffix.lower() == GGUF and not source.is_dir():
+        return source
+    if (
+        not source.is_dir()
+        or (source / CONFIG_FILE).is_symlink()
+        or (source / CONFIG_FILE).exists()
+    ):
+        return None
+    found = sorted(source.glob(f"*{GGUF}"))
+    if len(found) > 1:
+        raise AdapterError(f"{source}: has {len(found)} {GGUF} files; name one")
+    return found[0] if found else None
 
 
 def find_adapter(root: Path, source: str) -> Path:
-    """Return the folder of an adapter below ``root``, where all its files must lie, too.
+    """Return the folder or GGUF file of an adapter below ``root``, where all its files must lie.
 
     Args:
-        source: the folder's path relative to ``root``.
+        source: the path relative to ``root``.
 
     Raises:
         AdapterError: there is no such folder, or the path or a link leads out of ``root``.
@@ -191,7 +145,8 @@ def find_adapter(root: Path, source: str) -> Path:
         raise AdapterError(f"{shown}: must be a path below the adapters' folder")
     base, folder = root.resolve(), root / relative
     try:
-        for path in (folder, folder / CONFIG_FILE, folder / WEIGHTS_FILE):
+        named = (folder, folder / CONFIG_FILE, folder / WEIGHTS_FILE)
+        for path in (*named, *folder.glob(f"*{GGUF}")):
             if not path.resolve().is_relative_to(base):
                 raise AdapterError(f"{shown}: leads out of the adapters' folder")
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
@@ -210,60 +165,91 @@ def _modules(
         module, kind = _split_name(path, name)
         parts = found.setdefault(module, {})
         if kind in parts:
-            raise AdapterError(f"{path}: {name:.200}: is there twice")
-        parts[kind] = _tensor(path, name, place)
-    return {name: _module(path, config, name, found[name]) for name in sorted(found)}
+            raise wrong_tensor(path, name, "is there twice")
+        num_bytes = place.end - place.begin
+        parts[kind] = AdapterTensor(name, place.dtype, place.shape, place.begin, num_bytes)
+        check_numbers(path, parts[kind])
+    num_patterns = sum(map(len, (config.rank_pattern, config.alpha_pattern)))
+    if (num_patterns + len(config.target_parameters)) * len(found) > _MAX_COMPARISONS:
+        problem = f"{num_patterns} patterns for {len(found)} layers are too many"
+        raise AdapterError(f"{path}: {problem}")
+    modules = [_module(path, config, name, parts) for name, parts in found.items()]
+    return modules_by_name(path, modules)
 
 
 def _split_name(path: Path, name: str) -> tuple[str, str]:
     """Return a tensor's layer and kind; raises AdapterError for other tensors than LoRA's."""
     plain = name.removesuffix(".weight") if name.endswith(f"{_MAGNITUDE}.weight") else name
-    for kind in (_A, _B, _MAGNITUDE):
+    for kind in (_A, _B, _MAGNITUDE, _EMBEDDING_A, _EMBEDDING_B):
         module = plain.removeprefix(_PREFIX).removesuffix(kind)
-        if plain == f"{_PREFIX}{module}{kind}" and module:
+        if plain == f"{_PREFIX}{module}{kind}" and module and len(name) <= _MAX_NAME_CHARS:
             return module, kind
-    if ".lora_embedding_" in name:
-        raise AdapterError(f"{path}: {name:.200}: adapters of embeddings are not supported")
-    raise AdapterError(f"{path}: {name:.200}: is no LoRA tensor of a linear layer")
-
-
-def _tensor(path: Path, name: str, place: TensorPlace) -> AdapterTensor:
-    if place.dtype not in DTYPE_BYTES:
-        problem = f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {place.dtype}"
-        raise AdapterError(f"{path}: {name:.200}: {problem}")
-    if not all(1 <= size <= _MAX_SIZE for size in place.shape):
-        problem = f"sizes must be 1 to {_MAX_SIZE}, got {_shape(place.shape)}"
-        raise AdapterError(f"{path}: {name:.200}: {problem}")
-    return AdapterTensor(name, place.dtype, place.shape, place.begin, place.end - place.begin)
+    if name.endswith(f"{_BASE}.weight"):
+        problem = "is a copy of the base model's weight; save with save_embedding_layers=False"
+        raise wrong_tensor(path, name, problem)
+    raise wrong_tensor(path, name, "is no LoRA tensor of a linear layer or embedding")
 
 
 def _module(
-    path: Path, config: AdapterConfig, name: str, parts: Mapping[str, AdapterTensor]
+    path: Path, config: AdapterConfig, stored: str, parts: Mapping[str, AdapterTensor]
 ) -> AdaptedModule:
-    """Check that the tensors of one layer are complete and of matching shapes."""
-    kinds = (_A, _B, _MAGNITUDE) if config.uses_dora else (_A, _B)
-    for kind in kinds:
+    """Check that the tensors of one layer are complete and of matching shapes.
+
+    Args:
+        stored: the layer's name in the file.
+    """
+    is_embedding = _EMBEDDING_A in parts or _EMBEDDING_B in parts
+    kinds = (_EMBEDDING_A, _EMBEDDING_B) if is_embedding else (_A, _B)
+    name, key, is_stacked = _resolved(config, stored)
+    for kind in (*kinds, _MAGNITUDE) if config.uses_dora else kinds:
         if kind not in parts:
-            raise AdapterError(f"{path}: {_PREFIX}{name:.200}{kind}: is missing")
-    a, b, magnitude = parts[_A], parts[_B], parts.get(_MAGNITUDE)
+            raise wrong_tensor(path, f"{_PREFIX}{stored:.200}{kind}", "is missing")
+    for kind, one in parts.items():
+        if kind not in (*kinds, _MAGNITUDE):
+            raise wrong_tensor(
+                path, one, "is for a linear layer, and other tensors for an embedding"
+            )
+    a, b, magnitude = parts[kinds[0]], parts[kinds[1]], parts.get(_MAGNITUDE)
     if magnitude is not None and not config.uses_dora:
-        problem = f"{CONFIG_FILE} does not set use_dora"
-        raise AdapterError(f"{path}: {magnitude.name:.200}: {problem}")
-    rank = config.rank_of(name)
-    if len(a.shape) != 2 or a.shape[0] != rank:
-        problem = f"shape {_shape(a.shape)}, but {CONFIG_FILE} means [{rank}, inputs]"
-        raise AdapterError(f"{path}: {a.name:.200}: {problem}")
-    if len(b.shape) != 2 or b.shape[1] != rank:
-        problem = f"shape {_shape(b.shape)}, but {CONFIG_FILE} means [outputs, {rank}]"
-        raise AdapterError(f"{path}: {b.name:.200}: {problem}")
+        raise wrong_tensor(path, magnitude, f"{CONFIG_FILE} does not set use_dora")
+    if magnitude is not None and is_embedding:
+        raise wrong_tensor(path, magnitude, "DoRA of embeddings is not supported")
+    rank, num_experts = config.rank_of(key), None
+    if is_stacked and len(a.shape) == 2:
+        num_experts = a.shape[0] // rank
+    whole = rank * (num_experts or 1)
+    if len(a.shape) != 2 or a.shape[0] != whole:
+        problem = f"shape {shown_shape(a.shape)}, but {CONFIG_FILE} means [{whole}, inputs]"
+        raise wrong_tensor(path, a, problem)
+    if len(b.shape) != 2 or b.shape[1] != whole:
+        problem = f"shape {shown_shape(b.shape)}, but {CONFIG_FILE} means [outputs, {whole}]"
+        raise wrong_tensor(path, b, problem)
     if magnitude is not None and magnitude.shape != b.shape[:1]:
-        problem = f"shape {_shape(magnitude.shape)}, but lora_B has {b.shape[0]} outputs"
-        raise AdapterError(f"{path}: {magnitude.name:.200}: {problem}")
-    return AdaptedModule(name, config.scale_of(name), a, b, magnitude)
+        problem = f"shape {shown_shape(magnitude.shape)}, but lora_B has {b.shape[0]} outputs"
+        raise wrong_tensor(path, magnitude, problem)
+    return AdaptedModule(
+        name, config.scale_of(key), rank, a, b, magnitude,
+        Layout.EXPERTS_IN_ROWS if is_stacked else Layout.PLAIN, num_experts, is_embedding,
+    )  # fmt: skip
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"{list(shape)}"[:80]
+def _resolved(config: AdapterConfig, stored: str) -> tuple[str, str, bool]:
+    """Tell what a layer's name in a file means.
+
+    Returns:
+        The name in the base model; the name that patterns of ranks match; and whether the layer is
+        a parameter that stacks the layers of all experts.
+    """
+    module, depth = stored, 0
+    while module.endswith(_BASE):
+        module, depth = module.removesuffix(_BASE), depth + 1
+    if config.targets_parameter(f"{module}.weight") and not depth:
+        return module, f"{module}.weight", False
+    wrapped = [one for one in _STACKED if config.targets_parameter(f"{module}.{one}")]
+    if depth >= len(wrapped):
+        return stored, stored, False
+    name = f"{module}.{wrapped[-1 - depth]}"  # the parameter that was wrapped last is outermost
+    return name, name, True
 
 
 def _read_numbers(
@@ -275,7 +261,9 @@ def _read_numbers(
         AdapterError: the file ends early, or a number is NaN or infinite.
     """
     scales = {name: module.scale for name, module in files.modules.items()}
-    settings = {"dora": files.config.uses_dora, "scales": scales}
+    settings: dict[str, object] = {"dora": files.uses_dora, "scales": scales}
+    if files.gguf_architecture:  # decides what A and B mean
+        settings["gguf"] = files.gguf_architecture
     digest = hashlib.sha256(_VERSION + _framed(settings))
     try:
         with files.path.open("rb") as file:
@@ -311,3 +299,17 @@ def _framed(value: object) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> AdapterError:
     return AdapterError(f"{path}: cannot be read: {reason_of(error)}")
+
+
+__all__ = [
+    "WEIGHTS_FILE",
+    "AdaptedModule",
+    "Adapter",
+    "AdapterFiles",
+    "AdapterTensor",
+    "CheckFiles",
+    "adapter_digest",
+    "find_adapter",
+    "open_adapter",
+    "read_adapter",
+]

@@ -205,6 +205,7 @@ def status_name(error: BatonError) -> str:
 
 _REPORTED: dict[str, type[BatonError]] = {
     "UNAVAILABLE": NodeUnavailableError,
+    "ADAPTER_MISSING": NodeUnavailableError,
     "DEADLINE_EXCEEDED": DeadlineExceededError,
     "RESOURCE_EXHAUSTED": OverloadedError,
     "CANCELLED": RequestCancelledError,

@@ -13,7 +13,7 @@ from baton.kernel_library.compilers import BuildError
 from baton.kernel_library.switch import are_kernels_off
 
 BUILDING = "building native kernels for this CPU, once; takes about a minute"
-# Advice if there is no compiler, and what its lack costs until then.
+# Advice if there is no compiler, and the cost of running without kernels.
 SLOWER = "tokens come 4 to 5 times slower"
 ADVICE = "install a C compiler (apt install gcc, or dnf install gcc), and start again"
 

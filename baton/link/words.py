@@ -24,6 +24,9 @@ from baton.telemetry.spans import TraceContext
 PROTOCOL = 1
 FIRST_PROTOCOL = 1  # version of ends that do not send one
 REVISION = "revision"  # the entry of ``compatibility`` that keeps revisions apart
+# Codes of a `RequestError` besides gRPC's: try the request elsewhere, as no node is at fault.
+PREEMPTED, ADAPTER_MISSING = "PREEMPTED", "ADAPTER_MISSING"
+MOVED = frozenset({PREEMPTED, ADAPTER_MISSING})
 
 
 def protocol_problem(theirs: int, *, own: int = PROTOCOL) -> str:
@@ -81,6 +84,7 @@ class NodeRegistration:
         step_times: measured at the node's start, sorted by tokens; empty: not measured.
         decode_times: measured at the node's start; empty: not measured, or not a decode node.
         protocol: version of the link's messages.
+        loads_adapters: whether the node can load the adapters of its commands.
     """
 
     node_name: str
@@ -102,6 +106,7 @@ class NodeRegistration:
     protocol: int = PROTOCOL
     step_times: tuple[StepTime, ...] = ()
     decode_times: tuple[DecodeTime, ...] = ()
+    loads_adapters: bool = False
 
     @property
     def revision(self) -> str:
@@ -152,6 +157,10 @@ class NodeBeat:
         stalled_s: how long one of the node's threads has been in one round; 0: none is stalled.
         longest_round_s: duration of the longest round that has ended.
         stalled_thread: name of the stalled thread.
+        adapters: digests of the adapters in memory that take requests.
+        num_waiting_for_adapters: commands that wait for their adapters; ``num_waiting`` counts
+            them, too.
+        adapter_load_s: how long it took lately to read and load an adapter; 0: unknown.
     """
 
     num_waiting: int = 0
@@ -166,6 +175,9 @@ class NodeBeat:
     stalled_s: float = 0.0
     longest_round_s: float = 0.0
     stalled_thread: str = ""
+    adapters: tuple[str, ...] = ()
+    num_waiting_for_adapters: int = 0
+    adapter_load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +263,9 @@ class RequestCommand:
         output_token_ids: output of earlier attempts; its KV is computed and sent with the prompt's,
             and the next token is sampled instead of token 1.
         cache_salt: selects which prompts may share cached blocks; empty: all.
+        adapter: digest of the request's adapter; empty: the base model.
+        adapter_source: folder to load the adapter from if the node lacks it; empty: unknown.
+        pins_adapter: whether the adapter keeps its slot when others need one.
         trace: parent span of the node's spans; None: not traced.
     """
 
@@ -261,6 +276,9 @@ class RequestCommand:
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
     cache_salt: bytes = field(default=b"", repr=False)
+    adapter: str = ""
+    adapter_source: str = ""
+    pins_adapter: bool = False
     trace: TraceContext | None = None
 
 

@@ -21,32 +21,82 @@ ROLLOUT_ACTION_RESUME: RolloutAction
 ROLLOUT_ACTION_UNDO: RolloutAction
 
 class NodeAdminRequest(_message.Message):
-    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile")
+    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "list_adapters")
     LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LIST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     SET_LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    LIST_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     list_requests: ListRequestsRequest
     list_blocks: ListBlocksRequest
     flush_cache: FlushCacheRequest
     set_log_level: SetLogLevelRequest
     profile: ProfileRequest
-    def __init__(self, list_requests: _Optional[_Union[ListRequestsRequest, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksRequest, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheRequest, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelRequest, _Mapping]] = ..., profile: _Optional[_Union[ProfileRequest, _Mapping]] = ...) -> None: ...
+    load_adapter: LoadAdapterRequest
+    unload_adapter: UnloadAdapterRequest
+    list_adapters: ListAdaptersRequest
+    def __init__(self, list_requests: _Optional[_Union[ListRequestsRequest, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksRequest, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheRequest, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelRequest, _Mapping]] = ..., profile: _Optional[_Union[ProfileRequest, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapterRequest, _Mapping]] = ..., unload_adapter: _Optional[_Union[UnloadAdapterRequest, _Mapping]] = ..., list_adapters: _Optional[_Union[ListAdaptersRequest, _Mapping]] = ...) -> None: ...
 
 class NodeAdminResponse(_message.Message):
-    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile")
+    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "list_adapters")
     LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LIST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     SET_LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    LIST_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     list_requests: ListRequestsResponse
     list_blocks: ListBlocksResponse
     flush_cache: FlushCacheResponse
     set_log_level: SetLogLevelResponse
     profile: ProfileResponse
-    def __init__(self, list_requests: _Optional[_Union[ListRequestsResponse, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksResponse, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheResponse, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelResponse, _Mapping]] = ..., profile: _Optional[_Union[ProfileResponse, _Mapping]] = ...) -> None: ...
+    load_adapter: AdaptersDescription
+    unload_adapter: AdaptersDescription
+    list_adapters: AdaptersDescription
+    def __init__(self, list_requests: _Optional[_Union[ListRequestsResponse, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksResponse, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheResponse, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelResponse, _Mapping]] = ..., profile: _Optional[_Union[ProfileResponse, _Mapping]] = ..., load_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., unload_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., list_adapters: _Optional[_Union[AdaptersDescription, _Mapping]] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("digest", "source", "pinned")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    source: str
+    pinned: bool
+    def __init__(self, digest: _Optional[str] = ..., source: _Optional[str] = ..., pinned: bool = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    def __init__(self, digest: _Optional[str] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdaptersDescription(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterDescription]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterDescription, _Mapping]]] = ...) -> None: ...
+
+class AdapterDescription(_message.Message):
+    __slots__ = ("digest", "num_bytes", "is_pinned", "is_leaving")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_PINNED_FIELD_NUMBER: _ClassVar[int]
+    IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    num_bytes: int
+    is_pinned: bool
+    is_leaving: bool
+    def __init__(self, digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., is_pinned: bool = ..., is_leaving: bool = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()
@@ -641,7 +691,7 @@ class ListNamesResponse(_message.Message):
     def __init__(self, names: _Optional[_Iterable[_Union[NameDescription, _Mapping]]] = ...) -> None: ...
 
 class NameDescription(_message.Message):
-    __slots__ = ("name", "model", "adapter", "request_defaults", "chat_template", "num_nodes", "problem")
+    __slots__ = ("name", "model", "adapter", "request_defaults", "chat_template", "num_nodes", "problem", "adapter_source", "pins_adapter")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -649,6 +699,8 @@ class NameDescription(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     NUM_NODES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PINS_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     adapter: str
@@ -656,27 +708,115 @@ class NameDescription(_message.Message):
     chat_template: str
     num_nodes: int
     problem: str
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., request_defaults: _Optional[str] = ..., chat_template: _Optional[str] = ..., num_nodes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+    adapter_source: str
+    pins_adapter: bool
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., request_defaults: _Optional[str] = ..., chat_template: _Optional[str] = ..., num_nodes: _Optional[int] = ..., problem: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ...) -> None: ...
 
 class SetNameRequest(_message.Message):
-    __slots__ = ("name", "target", "adapter", "request_defaults", "chat_template")
+    __slots__ = ("name", "target", "adapter", "request_defaults", "chat_template", "adapter_source", "pins_adapter")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PINS_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     name: str
     target: str
     adapter: str
     request_defaults: str
     chat_template: str
-    def __init__(self, name: _Optional[str] = ..., target: _Optional[str] = ..., adapter: _Optional[str] = ..., request_defaults: _Optional[str] = ..., chat_template: _Optional[str] = ...) -> None: ...
+    adapter_source: str
+    pins_adapter: bool
+    def __init__(self, name: _Optional[str] = ..., target: _Optional[str] = ..., adapter: _Optional[str] = ..., request_defaults: _Optional[str] = ..., chat_template: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ...) -> None: ...
 
 class RemoveNameRequest(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class AdminListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdminListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters", "nodes")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[NamedAdapter]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeAdapters]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[NamedAdapter, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodeAdapters, _Mapping]]] = ...) -> None: ...
+
+class NamedAdapter(_message.Message):
+    __slots__ = ("digest", "model", "names", "source", "pinned", "nodes", "num_requests")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    model: str
+    names: _containers.RepeatedScalarFieldContainer[str]
+    source: str
+    pinned: bool
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    num_requests: int
+    def __init__(self, digest: _Optional[str] = ..., model: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., source: _Optional[str] = ..., pinned: bool = ..., nodes: _Optional[_Iterable[str]] = ..., num_requests: _Optional[int] = ...) -> None: ...
+
+class NodeAdapters(_message.Message):
+    __slots__ = ("node_name", "adapters", "problem")
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    node_name: str
+    adapters: AdaptersDescription
+    problem: str
+    def __init__(self, node_name: _Optional[str] = ..., adapters: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class AdminLoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "source", "digest", "model", "pinned")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    source: str
+    digest: str
+    model: str
+    pinned: bool
+    def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ..., digest: _Optional[str] = ..., model: _Optional[str] = ..., pinned: bool = ...) -> None: ...
+
+class AdminPinAdapterRequest(_message.Message):
+    __slots__ = ("name", "pinned")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pinned: bool
+    def __init__(self, name: _Optional[str] = ..., pinned: bool = ...) -> None: ...
+
+class AdminUnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class AdapterChange(_message.Message):
+    __slots__ = ("name", "digest", "previous", "nodes", "num_requests")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    previous: str
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeAdapters]
+    num_requests: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., previous: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeAdapters, _Mapping]]] = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ("node",)

@@ -125,6 +125,26 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.RemoveNameRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ListNamesResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/baton.v1.Admin/ListAdapters',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AdminListAdaptersRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.AdminListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/baton.v1.Admin/LoadAdapter',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AdminLoadAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.AdapterChange.FromString,
+                _registered_method=True)
+        self.PinAdapter = channel.unary_unary(
+                '/baton.v1.Admin/PinAdapter',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AdminPinAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.AdapterChange.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/baton.v1.Admin/UnloadAdapter',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AdminUnloadAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.AdapterChange.FromString,
+                _registered_method=True)
         self.ListQuarantine = channel.unary_unary(
                 '/baton.v1.Admin/ListQuarantine',
                 request_serializer=baton_dot_v1_dot_admin__pb2.ListQuarantineRequest.SerializeToString,
@@ -276,6 +296,36 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAdapters(self, request, context):
+        """LoRA adapters, by name here and by digest on nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Load an adapter on all nodes of a base model, and let a name stand for it. Running requests of
+        the name end with the adapter that they began with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinAdapter(self, request, context):
+        """Let an adapter keep its slot on nodes, or no longer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Remove a name; its adapter leaves the nodes once its requests have ended, unless another name
+        stands for it. Returns then, or when the call's deadline is near.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListQuarantine(self, request, context):
         """Requests that are refused because nodes died under one like them.
         """
@@ -412,6 +462,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.RemoveName,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.RemoveNameRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ListNamesResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AdminListAdaptersRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.AdminListAdaptersResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AdminLoadAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.AdapterChange.SerializeToString,
+            ),
+            'PinAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinAdapter,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AdminPinAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.AdapterChange.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AdminUnloadAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.AdapterChange.SerializeToString,
             ),
             'ListQuarantine': grpc.unary_unary_rpc_method_handler(
                     servicer.ListQuarantine,
@@ -936,6 +1006,114 @@ class Admin(object):
             '/baton.v1.Admin/RemoveName',
             baton_dot_v1_dot_admin__pb2.RemoveNameRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ListNamesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ListAdapters',
+            baton_dot_v1_dot_admin__pb2.AdminListAdaptersRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.AdminListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/LoadAdapter',
+            baton_dot_v1_dot_admin__pb2.AdminLoadAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.AdapterChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/PinAdapter',
+            baton_dot_v1_dot_admin__pb2.AdminPinAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.AdapterChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/UnloadAdapter',
+            baton_dot_v1_dot_admin__pb2.AdminUnloadAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.AdapterChange.FromString,
             options,
             channel_credentials,
             insecure,

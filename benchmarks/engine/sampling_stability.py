@@ -21,6 +21,7 @@ from benchmarks.runner.run import Document, Run
 from engine import LLM
 from engine.executors.uniproc import worker_of
 from engine.sampling.gumbel import TokenIds, Words, draw
+from models.base import AdapterSpan
 
 MODEL = str(DEMO_MODEL)
 TEMPERATURE = 0.9
@@ -102,8 +103,8 @@ def demo_logits(num_rows: int) -> Tensor:
     collected: list[Tensor] = []
     compute_logits = model.compute_logits
 
-    def keep(hidden_states: Tensor) -> Tensor:
-        collected.append(compute_logits(hidden_states))
+    def keep(hidden_states: Tensor, adapters: tuple[AdapterSpan, ...] = ()) -> Tensor:
+        collected.append(compute_logits(hidden_states, adapters))
         return collected[-1]
 
     model.compute_logits = keep  # type: ignore[assignment, method-assign]

@@ -226,7 +226,7 @@ def _environment(environment: Json) -> str:
     # Some files have no second load average.
     after = environment.get("load_average_after")
     ended = f" before, {number(after, '0'):.1f} after" if after else ""
-    busy = ", **others used it**" if before > cores else ""
+    busy = ", **other work ran on the machine**" if before > cores else ""
     with_options = environment.get("arguments")
     options = f", options `{' '.join(map(str, with_options))}`" if with_options else ""
     return (

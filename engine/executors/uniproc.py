@@ -71,8 +71,9 @@ class UniprocExecutor:
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
     ) -> list[Any]:
-        started = time.monotonic()
-        value = getattr(self.worker, method)(*args)
+        started, call = time.monotonic(), getattr(self.worker, method)
+        # On the steps' thread, behind submitted steps: a call may change what a step computes with.
+        value = call(*args) if self.thread is None else self.thread.submit(call, *args).result()
         if timeout_s is not None and time.monotonic() - started >= timeout_s:
             self._failure = f"{method} took longer than {timeout_s} s"
             raise TimeoutError(self._failure)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.adapters.digest import NO_ADAPTER, AdapterDigest, AdapterError
+from baton.adapters.sources import locate_adapter
 from baton.api.errors import EngineDeadError, InvalidRequestError
 from baton.api.outputs import Completion, FinishReason, RequestDelta, TextDelta
 from baton.api.prompt import (
@@ -67,7 +68,7 @@ class LLM:
     Args:
         model: a folder in Hugging Face format, a GGUF file, or a hub id.
         chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
-        adapters: LoRA adapters to load, folders in PEFT's layout by name; see `load_adapter`.
+        adapters: LoRA adapters to load, by name; see `load_adapter`.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 
     Raises:
@@ -210,7 +211,7 @@ class LLM:
             finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
         )
 
-    def load_adapter(self, name: str, folder: str | Path, *, pinned: bool = False) -> AdapterDigest:
+    def load_adapter(self, name: str, source: str | Path, *, pinned: bool = False) -> AdapterDigest:
         """Load a LoRA adapter, or replace the one of this name; return its digest.
 
         Requests in progress end with the adapter that they began with. Where all slots
@@ -218,16 +219,17 @@ class LLM:
 
         Args:
             name: name for `generate`; not empty.
-            folder: a folder in PEFT's layout.
+            source: a folder in PEFT's layout, a GGUF file, an installed package with an adapter, or
+                a hub id.
             pinned: whether the adapter keeps its slot when others need one.
 
         Raises:
-            AdapterError: the files are wrong, or do not fit the model.
+            AdapterError: there is no adapter, its files are wrong, or do not fit the model.
             OverloadedError: all adapters in memory are in use or pinned.
         """
         if not name:
             raise InvalidRequestError("adapter", "must have a name of 1 character or more")
-        path = Path(folder).expanduser()
+        path = locate_adapter(source)
         adapter = self.engine.adapters.read(path)
         others = [one for other, one in self._adapters.items() if other != name]
         is_pinned = pinned or any(one.pinned and one.digest == adapter.digest for one in others)

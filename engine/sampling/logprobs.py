@@ -61,15 +61,13 @@ class PromptRows:
 
 
 def compute_prompt_logprobs(
-    hidden_states: Tensor,
-    compute_logits: Callable[[Tensor], Tensor],
+    compute_logits: Callable[[range], Tensor],
     prompt_rows: Sequence[PromptRows],
 ) -> dict[str, PromptLogprobs]:
     """Return the logprobs of each chunk, by request id.
 
     Args:
-        hidden_states: `[num_tokens, hidden_size]`, the step's hidden states.
-        compute_logits: turns `[n, hidden_size]` into `[n, vocab_size]`.
+        compute_logits: returns the logits of some of the step's tokens, `[n, vocab_size]`.
     """
     return {
         chunk.request_id: PromptLogprobs(
@@ -77,7 +75,7 @@ def compute_prompt_logprobs(
             tuple(
                 one
                 for start in range(0, len(chunk.token_ids), MAX_PROMPT_ROWS)
-                for one in _slice_logprobs(hidden_states, compute_logits, chunk, start)
+                for one in _slice_logprobs(compute_logits, chunk, start)
             ),
         )
         for chunk in prompt_rows
@@ -86,11 +84,11 @@ def compute_prompt_logprobs(
 
 
 def _slice_logprobs(
-    hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor], chunk: PromptRows, start: int
+    compute_logits: Callable[[range], Tensor], chunk: PromptRows, start: int
 ) -> list[TokenLogprobs]:
     token_ids = chunk.token_ids[start : start + MAX_PROMPT_ROWS]
     first = chunk.first_row + start
-    logits = compute_logits(hidden_states[first : first + len(token_ids)])
+    logits = compute_logits(range(first, first + len(token_ids)))
     return _token_logprobs(logits, token_ids, [chunk.num_top] * len(token_ids))
 
 

@@ -50,12 +50,11 @@ class StepSampler:
 
     def prompt_logprobs(
         self,
-        hidden_states: Tensor,
-        compute_logits: Callable[[Tensor], Tensor],
+        compute_logits: Callable[[range], Tensor],
         prompt_rows: Sequence[PromptRows],
     ) -> dict[str, PromptLogprobs]:
         """Return the logprobs of a step's prompt tokens; see `compute_prompt_logprobs`."""
-        return compute_prompt_logprobs(hidden_states, compute_logits, prompt_rows)
+        return compute_prompt_logprobs(compute_logits, prompt_rows)
 
     def draw_on_device(
         self, logits: Tensor, sampling: SamplingInput, device: torch.device

@@ -211,7 +211,7 @@ class Choice:
         rate: mean acceptance rate of the requests with drafts.
         step_s: seconds of a step without drafts, with the chosen drafts, and with all drafts.
         gain: tokens per second with the chosen drafts, as a multiple of those without drafts.
-        drafting_s: seconds of making the drafts; 0: no time.
+        drafting_s: expected seconds of making the drafts; 0: making drafts takes no time.
     """
 
     num_drafts: int

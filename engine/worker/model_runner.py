@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from dataclasses import replace
@@ -15,7 +16,8 @@ from engine.sampling.step_sampler import LaunchedStep, Proposed, StepSampler
 from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.forward import Forward
 from engine.worker.input_batch import InputBatch
-from engine.worker.inputs.prepared_step import PreparedStep, StagedStep
+from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, StagedStep
+from models.base import spans_of_rows
 from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()
@@ -126,13 +128,16 @@ class ModelRunner:
         if not self._ranks.is_last_stage:
             return self._launched(prepared, None, {}, started_at)
         prompt_logprobs = self._sampler.prompt_logprobs(
-            hidden_states, self._model.compute_logits, prepared.prompt_rows
+            functools.partial(self._logits_of, hidden_states, inputs), prepared.prompt_rows
         )
         if not sampling.request_ids:
             launched = self._launched(prepared, None, prompt_logprobs, started_at)
             return self._drafted(launched, hidden_states, hooks)
-        last = hidden_states[inputs.last_token_rows] if prepared.has_prompts else hidden_states
-        logits = self._model.compute_logits(last)
+        last, spans = hidden_states, inputs.adapters
+        if prepared.has_prompts:
+            last = hidden_states[inputs.last_token_rows]
+            spans = spans_of_rows(spans, inputs.last_token_rows.tolist()) if spans else ()
+        logits = self._model.compute_logits(last, spans)
         if not self._ranks.leads:
             return self._launched(prepared, None, prompt_logprobs, started_at)
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
@@ -149,6 +154,11 @@ class ModelRunner:
                     self._ranks.everyone.send(token_ids, rank)
         last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
         return self._drafted(launched, hidden_states, hooks)
+
+    def _logits_of(self, hidden: Tensor, inputs: ModelInput, rows: range) -> Tensor:
+        """Return the logits of some of the step's tokens, `[n, vocab_size]`."""
+        spans = spans_of_rows(inputs.adapters, rows)
+        return self._model.compute_logits(hidden[rows.start : rows.stop], spans)
 
     def _drafted(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
         """Make drafts behind a launched step, waiting for the step; do nothing without a drafter.

@@ -62,7 +62,8 @@ def causal_conv(
         for segment in segments:
             inputs = torch.cat((window, gated[segment.tokens].T), dim=1)
             summed = x.new_zeros(1).float() if bias is None else bias.float().unsqueeze(1)
-            for tap in range(num_kept + 1):  # [num_channels, tokens]
+            for tap in range(num_kept + 1):
+                # [num_channels, tokens]
                 seen = inputs[:, tap : inputs.shape[1] - num_kept + tap].float()
                 summed = summed + weight[:, tap : tap + 1].float() * seen
             rounded = summed.to(x.dtype)

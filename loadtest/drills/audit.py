@@ -77,8 +77,7 @@ class Auditor:
             call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
             try:
                 found: admin_pb2.AuditResponse = await stub.Audit(admin_pb2.AuditRequest(), **call)
-                # After the audit: requests that ended in between were held, and are not held any
-                # more.
+                # Listed behind the audit: a request that ends between the two calls is no leak.
                 listed: admin_pb2.ListRouterRequestsResponse = await stub.ListRequests(
                     admin_pb2.ListRouterRequestsRequest(limit=_MOST_REQUESTS, open_only=True),
                     **call,

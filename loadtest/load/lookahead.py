@@ -45,7 +45,7 @@ class Lookahead:
             return None
         prepared = self._ready.popleft()
         self._num_bytes -= _num_bytes(prepared)
-        # Make it later, after the requests that are due now were sent.
+        # Prepare another conversation later, after the requests that are due now were sent.
         asyncio.get_running_loop().call_soon(self._make_one)
         return prepared
 

@@ -95,7 +95,7 @@ def planned_requests(plan: LoadPlan) -> Iterator[PlannedRequest]:
 
 
 def _sent_in_full(plan: LoadPlan) -> Iterator[Conversation]:
-    """Plan whole conversations, with numbers and cancels yet to be given."""
+    """Plan whole conversations, without numbers of requests and without cancels."""
     load, seed = plan.load, _seed(plan)
     if isinstance(load, TraceReplay):
         yield from _of_trace(load, seed)

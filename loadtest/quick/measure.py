@@ -173,7 +173,7 @@ async def _measure(
 
     Args:
         page: address of the decode node's metrics; empty: none.
-        token: bearer token of that page; empty: none needed.
+        token: bearer token of the metrics page; empty: none needed.
     """
     target = await open_target(access)
     try:

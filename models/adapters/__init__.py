@@ -1,1 +1,1 @@
-"""LoRA adapters beside a model's linear layers: targets, products, steps with several."""
+"""LoRA adapters beside a model's layers: targets, products, steps with several."""

@@ -16,20 +16,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baton_kernels as ops
-from baton.adapters.files import AdaptedModule, Adapter, AdapterTensor
+from baton.adapters.modules import AdapterFiles
 from baton_kernels import PackedWeight, WeightFormat
-from models.adapters.targets import Target
+from models.adapters.factors import Factors
+from models.adapters.targets import TargetPart
 from models.layers.linear import GatedLinear, PackedLinear
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS = 1024  # rows of a base weight that are unpacked at a time
+
+
+# What one module of an adapter adds to a layer: its factors, and which rows they are.
+Piece = tuple[Factors, Sequence[TargetPart]]
 
 
 def make_low_rank(
     layer: nn.Module,
-    path: str,
-    adapter: Adapter,
-    modules: Sequence[tuple[AdaptedModule, Target]],
+    files: AdapterFiles,
+    pieces: Sequence[Piece],
     dtype: torch.dtype,
     width: int,
 ) -> ops.LowRank:
@@ -37,43 +40,62 @@ def make_low_rank(
 
     Args:
         layer: the base model's layer, whose weight DoRA needs.
-        path: the layer's path in the model.
-        modules: the adapter's modules that are parts of this layer.
+        files: the adapter's files, for error messages.
+        pieces: what the adapter's modules add to the layer.
         dtype: type that the model computes in.
         width: outputs of a panel.
 
     Raises:
         AdapterError: a number is too large for ``dtype``, or a row of the adapted weight is 0.
     """
-    down = torch.cat([_read(adapter, module.a) for module, _ in modules])  # [sum of ranks, in]
-    parts: list[ops.LowRankPart] = []
+    num_outputs = _num_outputs(layer)
+    down = torch.cat([one.a for one, _ in pieces])  # [sum of ranks, in]
+    made: list[ops.LowRankPart] = []
     first_rank = 0
-    for module, target in modules:
-        stored = _read(adapter, module.b) * module.scale  # [num_outputs of the target, rank]
-        own_down = down[first_rank : first_rank + module.rank]
-        for part in target.parts:
-            if part.path != path:
-                continue
-            up = part.of(stored)
+    for factors, parts in pieces:
+        for part in parts:
+            up = part.of(factors.b)
             gains: Tensor | None = None
             shifts: Tensor | None = None
-            if module.magnitude is not None:
-                norms = _row_norms(layer, part.rows, up, own_down)
-                if not bool((norms > 0).all()):
-                    raise adapter.files.wrong(module.b, "a row of the adapted weight is 0")
-                gains = part.of(_read(adapter, module.magnitude)) / norms
+            if factors.magnitude is not None:
+                gains = gains_of(files, factors, _row_norms(layer, part.rows, up, factors.a), part)
                 up = up * gains.unsqueeze(1)
                 bias = _bias(layer)
                 shifts = None if bias is None else bias[part.rows] * (1 - gains)
-            packed = _pack(adapter, module.b, up, dtype, width)
-            first_column = part.rows.indices(_num_outputs(layer))[0]
-            parts.append(ops.LowRankPart(first_rank, first_column, packed, gains, shifts))
-        first_rank += module.rank
-    return ops.LowRank(_pack(adapter, modules[0][0].a, down, dtype, width), tuple(parts))
+            refuse_large(files, factors, dtype, factors.a, up)
+            first_column = part.rows.indices(num_outputs)[0]
+            packed = pack_matrix(up, dtype, width)
+            made.append(ops.LowRankPart(first_rank, first_column, packed, gains, shifts))
+        first_rank += len(factors.a)
+    return ops.LowRank(pack_matrix(down, dtype, width), tuple(made))
+
+
+def gains_of(files: AdapterFiles, factors: Factors, norms: Tensor, part: TargetPart) -> Tensor:
+    """Return DoRA's factor of each row, ``[n]``, given the norms of the adapted weight's rows.
+
+    Raises AdapterError if a row is 0.
+    """
+    assert factors.magnitude is not None
+    if not bool((norms > 0).all()):
+        raise files.wrong(factors.module.b, "a row of the adapted weight is 0")
+    return part.of(factors.magnitude) / norms
+
+
+def refuse_large(
+    files: AdapterFiles, factors: Factors, dtype: torch.dtype, a: Tensor, b: Tensor
+) -> None:
+    """Raise AdapterError for a number that is too large for ``dtype``."""
+    for name, matrix in (("lora_A", a), ("lora_B", b)):
+        if not bool(matrix.to(dtype).isfinite().all()):
+            problem = f"{name} has a number that is too large for {dtype}"
+            raise files.wrong(factors.module.a, problem.replace("torch.", ""))
 
 
 def plain_product(layer: nn.Module, x: Tensor) -> Tensor:
     """Return a layer's product without its activation: ``[n, in]`` -> ``[n, out_features]``."""
+    if activation_of(layer) is None:
+        product: Tensor = layer(x)
+        return product
     if isinstance(layer, PackedLinear):
         return ops.packed_linear(x, layer.packed)
     assert isinstance(layer, nn.Linear)
@@ -96,12 +118,6 @@ def _bias(layer: nn.Module) -> Tensor | None:
     """Return a layer's bias, ``[out_features]`` float32."""
     bias = getattr(layer, "bias", None)
     return None if bias is None else bias.detach().float()
-
-
-def _read(adapter: Adapter, tensor: AdapterTensor) -> Tensor:
-    """Return a tensor of an adapter in float32."""
-    numbers = torch.frombuffer(adapter.data[tensor.name], dtype=_DTYPES[tensor.dtype])
-    return numbers.view(tensor.shape).float()
 
 
 def _row_norms(layer: nn.Module, rows: slice, up: Tensor, down: Tensor) -> Tensor:
@@ -132,13 +148,8 @@ def _weight_rows(layer: nn.Module, rows: slice) -> Iterator[tuple[int, Tensor]]:
             yield start - first, weight[start:stop].detach().float()
 
 
-def _pack(
-    adapter: Adapter, tensor: AdapterTensor, matrix: Tensor, dtype: torch.dtype, width: int
-) -> PackedWeight:
-    """Pack a matrix in panels; raise AdapterError, which names ``tensor``, unless it is finite."""
-    if not bool(matrix.to(dtype).isfinite().all()):
-        problem = f"a number is too large for {dtype}".replace("torch.", "")
-        raise adapter.files.wrong(tensor, problem)
+def pack_matrix(matrix: Tensor, dtype: torch.dtype, width: int) -> PackedWeight:
+    """Pack a matrix, ``[outputs, inputs]``, in a model's dtype."""
     format_ = WeightFormat.of(dtype)
     assert format_ is not None, dtype
     num_rows, num_columns = matrix.shape

@@ -14,28 +14,35 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
 from baton.adapters.digest import AdapterDigest
-from baton.adapters.files import AdaptedModule, Adapter, AdapterFiles
+from baton.adapters.modules import Adapter, AdapterFiles
 from baton_kernels.dispatch import native_ops
-from models.adapters.low_rank import activation_of, make_low_rank, plain_product
-from models.adapters.targets import Target, Targets
+from models.adapters.embedding import AdaptedEmbedding
+from models.adapters.experts import AdaptedExperts
+from models.adapters.factors import read_factors
+from models.adapters.latents import AdaptedLatents
+from models.adapters.low_rank import (
+    Piece,
+    activation_of,
+    make_low_rank,
+    plain_product,
+)
+from models.adapters.step import StepSpans
+from models.adapters.targets import EMBEDDING, HEAD, Targets
 from models.base import AdapterSpan, ForwardContext
 from models.cpu.decode_tapes import DecodeTapes
 from models.decoder import Decoder, DecoderForCausalLM
+from models.layers.latent_attention import LatentProjection, PackedLatentProjection
+from models.layers.moe import SparseMoe
+from models.recipe import LatentSpec
 
 _WIDTH = 16  # width of panels, if no kernel wants another
-
-
-class _Step:
-    """The adapters of the step that is being computed; one for all layers of a twin."""
-
-    spans: tuple[AdapterSpan, ...] = ()
 
 
 class AdaptedLinear(nn.Module):
@@ -50,7 +57,7 @@ class AdaptedLinear(nn.Module):
         loaded: this layer's part of each adapter that has one.
     """
 
-    def __init__(self, layer: nn.Module, step: _Step) -> None:
+    def __init__(self, layer: nn.Module, step: StepSpans) -> None:
         super().__init__()
         self.layer = layer
         self.loaded: dict[AdapterDigest, ops.LowRank] = {}
@@ -59,17 +66,24 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[num_tokens, in_features]`` -> the layer's result, adapted."""
-        spans = [
-            ops.LowRankSpan(span.first, span.end, low_rank)
-            for span in self._step.spans
-            if (low_rank := self.loaded.get(span.adapter)) is not None
-        ]
-        if not spans:
+        found = self._step.found(self.loaded)
+        if not found:
             result: Tensor = self.layer(x)
             return result
         out = plain_product(self.layer, x)  # [num_tokens, out_features]
+        spans = [ops.LowRankSpan(rows.start, rows.stop, low_rank) for rows, low_rank in found]
         ops.add_low_rank(out, x, spans)
         return out if self._activation is None else ops.gated_mul(out, self._activation)
+
+    def make(
+        self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
+    ) -> ops.LowRank:
+        """Pack an adapter's part; raises AdapterError, see ``make_low_rank``."""
+        return make_low_rank(self.layer, files, pieces, dtype, width)
+
+
+# A place in a model beside which adapters compute.
+_Site = AdaptedLinear | AdaptedEmbedding | AdaptedExperts | AdaptedLatents
 
 
 class AdapterSlots:
@@ -81,19 +95,43 @@ class AdapterSlots:
     """
 
     def __init__(self, model: DecoderForCausalLM, dtype: torch.dtype) -> None:
-        self._decoder, self._dtype = model.model, dtype
+        self._decoder, self._config, self._dtype = model.model, model.config, dtype
         self._targets = Targets.of(model.config)
-        self._step = _Step()
+        self._step, self._logits_step = StepSpans(), StepSpans()
+        self._head = AdaptedLinear(_head_of(model), self._logits_step)
+        self._sites: dict[str, _Site] = {HEAD: self._head}
+        self._loaded: set[AdapterDigest] = set()
         paths = {part.path for target in self._targets.by_name.values() for part in target.parts}
-        self._layers = {
-            path.removeprefix("model."): AdaptedLinear(model.get_submodule(path), self._step)
-            for path in paths
-        }
-        wrapped = {layer.layer: layer for layer in self._layers.values()}
-        twin = _twin(self._decoder, wrapped)
+        mixtures: dict[str, AdaptedExperts] = {}
+        for path in sorted(paths - {HEAD}):
+            parent = path.rpartition(".")[0]
+            moe, layer = model.get_submodule(parent), model.get_submodule(path)
+            if isinstance(moe, SparseMoe) and layer in (moe.gate_up, moe.down):
+                mixtures.setdefault(parent, AdaptedExperts(moe, self._step))
+                self._sites[path] = mixtures[parent]
+            else:
+                self._sites[path] = self._make_site(path, layer)
+        sites = [one for one in self._sites.values() if not isinstance(one, AdaptedExperts)]
+        twin = _twin(self._decoder, {one.layer: one for one in sites if one is not self._head})
         assert isinstance(twin, Decoder)
+        for path, experts in mixtures.items():
+            moe = twin.get_submodule(path.removeprefix("model."))
+            assert isinstance(moe, SparseMoe)
+            assert moe is not model.get_submodule(path), "a part of it is a site"
+            moe.adapted = experts
         self._twin = twin
         self._forget_tapes()
+
+    def _make_site(
+        self, path: str, layer: nn.Module
+    ) -> AdaptedLinear | AdaptedEmbedding | AdaptedLatents:
+        if path == EMBEDDING:
+            return AdaptedEmbedding(layer, self._step)
+        if isinstance(layer, LatentProjection | PackedLatentProjection):
+            spec = self._config.layers[int(path.split(".")[2])].mixer
+            assert isinstance(spec, LatentSpec)
+            return AdaptedLatents(layer, spec, self._step)
+        return AdaptedLinear(layer, self._step)
 
     def check(self, files: AdapterFiles) -> None:
         """Raise AdapterError unless an adapter's names and shapes fit; safe from any thread."""
@@ -106,37 +144,49 @@ class AdapterSlots:
             AdapterError: it does not fit the model; nothing is kept of it then.
         """
         self.check(adapter.files)
-        made = {
-            path: make_low_rank(
-                self._layers[path].layer, f"model.{path}", adapter, modules, self._dtype, _width()
-            )
-            for path, modules in self._by_layer(adapter.files).items()
-        }
-        for path, low_rank in made.items():
-            self._layers[path].loaded[adapter.digest] = low_rank
-        return sum(low_rank.num_bytes for low_rank in made.values())
+        made = [
+            (site, site.make(adapter.files, pieces, self._dtype, _width()))
+            for site, pieces in self._pieces(adapter).items()
+        ]
+        for site, part in made:
+            site.loaded[adapter.digest] = part  # type: ignore[assignment]  # by the same site
+        self._loaded.add(adapter.digest)
+        return sum(part.num_bytes for _, part in made)
 
     def unload(self, digest: AdapterDigest) -> None:
         """Let go of an adapter, which no step may use any more; harmless if it is not there."""
-        for layer in self._layers.values():
-            layer.loaded.pop(digest, None)
+        for site in self._sites.values():
+            site.loaded.pop(digest, None)
+        self._loaded.discard(digest)
         self._forget_tapes()  # they hold its memory
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute a step with adapters; see ``CausalLM.forward``."""
+        # Layers without an adapter's part compute as the base model does, and nobody would see it.
+        missing = {span.adapter for span in context.adapters} - self._loaded
+        assert not missing, f"a step uses adapters that are not loaded: {missing}"
         self._step.spans = context.adapters
         self._twin.state_layers = self._decoder.state_layers
         hidden: Tensor = self._twin(input_ids, context)
         self._decoder.states = self._twin.states
         return hidden
 
-    def _by_layer(self, files: AdapterFiles) -> Mapping[str, list[tuple[AdaptedModule, Target]]]:
-        """Group an adapter's modules by the layer, as a path in the decoder, that has them."""
-        found: dict[str, list[tuple[AdaptedModule, Target]]] = defaultdict(list)
-        for name, module in files.modules.items():
-            target = self._targets.by_name[name]
-            for path in {part.path: None for part in target.parts}:
-                found[path.removeprefix("model.")].append((module, target))
+    def logits(self, hidden: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
+        """Return the output head's results for ``[n, hidden_size]``, of which rows are adapted."""
+        self._logits_step.spans = spans
+        logits: Tensor = self._head(hidden)
+        return logits
+
+    def _pieces(self, adapter: Adapter) -> Mapping[_Site, list[Piece]]:
+        """Read an adapter, and group what its modules add by the places in the model."""
+        found: dict[_Site, list[Piece]] = defaultdict(list)
+        for name, module in adapter.files.modules.items():
+            parts = self._targets.by_name[name].parts
+            for expert, factors in enumerate(read_factors(adapter, module, self._config)):
+                own = [one for one in parts if module.num_experts is None or one.expert == expert]
+                for path in {part.path: None for part in own}:
+                    of_path = [part for part in own if part.path == path]
+                    found[self._sites[path]].append((factors, of_path))
         return found
 
     def _forget_tapes(self) -> None:
@@ -160,6 +210,17 @@ def _twin(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Modu
     twin = copy.copy(module)
     twin.__dict__["_modules"] = {**module._modules, **children}
     return twin
+
+
+def _head_of(model: DecoderForCausalLM) -> nn.Module:
+    """Return a model's output head; of a tied one, a layer that shares the embedding's weight."""
+    if model.lm_head is not None:
+        return model.lm_head
+    embedding = model.model.embed_tokens
+    assert isinstance(embedding, nn.Embedding), "packed ones come with a head"
+    head = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")
+    head.weight = embedding.weight
+    return head
 
 
 def _width() -> int:

@@ -1,26 +1,41 @@
-"""Targets: the linear layers of a model that an adapter may adapt, by their names in checkpoints.
+"""Targets: the layers of a model that an adapter may adapt, by their names in checkpoints.
 
 PEFT names layers as ``transformers`` does. Some of them are parts of one layer here:
 
     self_attn.q_proj, k_proj, v_proj    rows of self_attn.qkv_proj, maybe in another order
     mlp.gate_proj, up_proj              rows of mlp.gate_up_proj
 
+Layers of experts have several names. ``*`` stands for all experts, whose layers are stacked:
+
+    mlp.experts.3.gate_proj     one expert's (checkpoints)
+    mlp.experts.gate_up_proj    all experts' gates and ups (transformers)
+    mlp.experts.*.gate_proj     all experts' gates (GGUF)
+
 Refuses to know: an adapter's numbers, how products are computed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from baton.adapters.files import AdaptedModule, AdapterFiles
+from baton.adapters.digest import AdapterError
+from baton.adapters.gguf import ANY_EXPERT, models_of
+from baton.adapters.modules import AdaptedModule, AdapterFiles
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
-from models.layers.latent_attention import LatentProjection
-from models.layers.linear import ExactLinear, ExpertsLinear, JoinedLinear
+from models.layers.linear import ExpertsLinear, JoinedLinear
 from models.loading.loader import on_meta_device
+from models.recipe import ExpertsSpec
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+_PREFIX, _BACKBONE = "model.", "backbone."
+_EXPERT = "experts.{}."
+_GATE = re.compile(r"\.mlp\.gate$")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,13 +44,15 @@ class TargetPart:
 
     Attributes:
         path: the layer's path in the model.
-        rows: rows of the layer's output.
+        rows: rows of the layer's output; of experts' layers, rows of one expert's output.
         order: the checkpoint's row of each of these rows, int64; None: they are the same.
+        expert: the expert whose layer this is; None: another layer.
     """
 
     path: str
     rows: slice
     order: Tensor | None = None
+    expert: int | None = None
 
     def of(self, stored: Tensor) -> Tensor:
         """Return these rows of a tensor in the checkpoint's order, ``[num_outputs, ...]``."""
@@ -44,95 +61,167 @@ class TargetPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A linear layer as checkpoints have it.
+    """A layer as checkpoints have it.
 
     Attributes:
+        num_inputs: inputs; of an embedding, the vocabulary.
+        num_outputs: outputs; of stacked layers, of one expert's.
         parts: where its outputs are in the model; they may be in two places.
+        num_experts: experts whose layers are stacked; None: one layer.
+        is_embedding: whether it is an embedding.
     """
 
     num_inputs: int
     num_outputs: int
     parts: tuple[TargetPart, ...]
+    num_experts: int | None = None
+    is_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """All linear layers of a model, by their names in checkpoints.
+    """All layers of a model that an adapter may adapt, by their names in files.
 
     Attributes:
-        by_name: layers that can be adapted.
-        refused: other layers, and why they cannot be adapted.
+        architecture: the model's name in config.json.
+        by_name: the layers.
     """
 
+    architecture: str
     by_name: Mapping[str, Target]
-    refused: Mapping[str, str]
 
     @classmethod
     def of(cls, config: ModelConfig) -> Targets:
         """List the layers of a model with this configuration; needs no weights."""
         with on_meta_device():
             model = DecoderForCausalLM(config)
-        by_name: dict[str, Target] = {}
-        refused = {
-            _stored_name(model, "model.embed_tokens"): "embeddings cannot be adapted",
-            "lm_head": "the output head cannot be adapted",
-        }
+        found: dict[str, Target] = {}
         for path, module in model.named_modules():
-            if not isinstance(module, nn.Linear) or path == "lm_head":
+            if isinstance(module, ExpertsLinear):
+                named = _experts(model, path, module)
+            elif isinstance(module, nn.Linear):
+                named = _linears(model, path, module)
+            else:
                 continue
-            reason = _reason_against(module)
-            for name, num_outputs, part in _parts(model, path, module):
-                if reason:
-                    refused[name] = reason
-                    continue
-                others = by_name[name].parts if name in by_name else ()
-                by_name[name] = Target(module.in_features, num_outputs, (*others, part))
-        return cls(by_name, refused)
+            for name, target in named:
+                before = found[name].parts if name in found else ()
+                found[name] = _with_parts(target, (*before, *target.parts))
+        sizes = (config.vocab_size, config.hidden_size)
+        whole = slice(None)
+        found[EMBEDDING] = Target(*sizes, (TargetPart(EMBEDDING, whole),), is_embedding=True)
+        found[HEAD] = Target(*sizes[::-1], (TargetPart(HEAD, whole),))
+        aliases = {
+            alias: target for name, target in found.items() for alias in _aliases(config, name)
+        }
+        return cls(config.architecture, {**found, **aliases})
 
     def check(self, files: AdapterFiles) -> None:
         """Raise AdapterError for the first tensor that does not fit the model."""
+        gguf = files.gguf_architecture
+        if gguf and self.architecture not in models_of(gguf):
+            problem = f"{gguf!r:.60}, but the base model is a {self.architecture}"
+            raise AdapterError(f"{files.path}: general.architecture: {problem}")
+        names: dict[Target, str] = {}
         for name, module in files.modules.items():
             target = self.by_name.get(name)
             if target is None:
-                reason = self.refused.get(name, "the base model has no such linear layer")
-                raise files.wrong(module.a, reason)
+                raise files.wrong(module.a, f"the base model has no linear layer {name:.200}")
+            if target in names:
+                raise files.wrong(module.a, f"adapts the same layer as {names[target]:.200}")
+            names[target] = name
+            _check_kind(files, module, target)
             _check_shapes(files, module, target)
 
 
+def _check_kind(files: AdapterFiles, module: AdaptedModule, target: Target) -> None:
+    if module.is_embedding != target.is_embedding:
+        expected = "an embedding" if target.is_embedding else "a linear layer"
+        raise files.wrong(module.a, f"the base model has {expected} of this name")
+    if module.num_experts != target.num_experts:
+        problem = f"{module.num_experts or 'no'} stacked experts"
+        expected = f"{target.num_experts or 'no'} in this layer"
+        raise files.wrong(module.a, f"{problem}, but the base model has {expected}")
+
+
 def _check_shapes(files: AdapterFiles, module: AdaptedModule, target: Target) -> None:
-    found = (module.a.shape[1], module.b.shape[0])
     for tensor, size, expected, side in (
-        (module.a, found[0], target.num_inputs, "inputs"),
-        (module.b, found[1], target.num_outputs, "outputs"),
+        (module.a, module.num_inputs, target.num_inputs, "inputs"),
+        (module.b, module.num_outputs, target.num_outputs, "outputs"),
     ):
         if size != expected:
             problem = f"shape {list(tensor.shape)}, but this layer has {expected} {side}"
             raise files.wrong(tensor, f"{problem} (was it trained for another base model?)")
 
 
-def _reason_against(module: nn.Linear) -> str:
-    """Return why a layer cannot be adapted; empty if it can be."""
-    if isinstance(module, ExpertsLinear):
-        return "layers of single experts cannot be adapted"
-    if isinstance(module, ExactLinear):
-        return "routers and gates of experts cannot be adapted"
-    if isinstance(module, LatentProjection):
-        return "the projection of latents to keys and values cannot be adapted"
-    return ""
-
-
-def _parts(
+def _linears(
     model: DecoderForCausalLM, path: str, module: nn.Linear
-) -> Iterator[tuple[str, int, TargetPart]]:
-    """Yield a layer's names in checkpoints, their numbers of outputs there, and their rows."""
+) -> Iterator[tuple[str, Target]]:
+    """Yield a layer's parts by their names in the model, each with its rows."""
+    if path == HEAD:
+        return
     if not isinstance(module, JoinedLinear) or module.stored_joined:
-        yield _stored_name(model, path), module.out_features, TargetPart(path, slice(None))
+        part = TargetPart(path, slice(None))
+        yield path, Target(module.in_features, module.out_features, (part,))
         return
     parent = path.rpartition(".")[0]
-    for part, rows in module.part_rows():
-        name = _stored_name(model, f"{parent}.{module.stored_name(part)}")
-        yield name, module.stored_rows(part), TargetPart(path, rows, module.row_order(part))
+    for name, rows in module.part_rows():
+        part = TargetPart(path, rows, module.row_order(name))
+        size = module.stored_rows(name)
+        yield f"{parent}.{module.stored_name(name)}", Target(module.in_features, size, (part,))
 
 
-def _stored_name(model: DecoderForCausalLM, path: str) -> str:
-    return model.checkpoint_name(f"{path}.weight").removesuffix(".weight")
+def _experts(
+    model: DecoderForCausalLM, path: str, module: ExpertsLinear
+) -> Iterator[tuple[str, Target]]:
+    """Yield the layers of experts, one by one and stacked; see the module's text."""
+    parent = path.rpartition(".")[0]
+    names = [name for name, _ in module.part_rows()]
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))  # gates before ups
+    num_experts, size = len(names) // len(kinds), module.part_sizes[0]
+    by_turns = _spec_of(model, path).stored_by_turns
+    fused: list[TargetPart] = []
+    for place, kind in enumerate(kinds):
+        rows = slice(place * size, (place + 1) * size)
+        stacked = [TargetPart(path, rows, None, expert) for expert in range(num_experts)]
+        for expert, part in enumerate(stacked):
+            name = f"{parent}.{_EXPERT.format(expert)}{kind}"
+            yield name, Target(module.in_features, size, (part,))
+        every = f"{parent}.{_EXPERT.format(ANY_EXPERT)}{kind}"
+        yield every, Target(module.in_features, size, tuple(stacked), num_experts)
+        if len(kinds) > 1:
+            step = len(kinds) if by_turns else 1
+            first = place if by_turns else place * size
+            order = torch.arange(first, first + step * size, step, device="cpu")[:size]
+            fused += [TargetPart(path, rows, order, expert) for expert in range(num_experts)]
+        else:
+            fused += stacked
+    name = f"{parent}.experts.{'gate_up_proj' if len(kinds) > 1 else kinds[0]}"
+    yield name, Target(module.in_features, len(kinds) * size, tuple(fused), num_experts)
+
+
+def _spec_of(model: DecoderForCausalLM, path: str) -> ExpertsSpec:
+    """Return the experts of the layer that a module is in."""
+    spec = model.config.layers[int(path.split(".")[2])].feed_forward
+    assert isinstance(spec, ExpertsSpec)
+    return spec
+
+
+def _with_parts(target: Target, parts: tuple[TargetPart, ...]) -> Target:
+    return Target(
+        target.num_inputs, target.num_outputs, parts, target.num_experts, target.is_embedding
+    )
+
+
+def _aliases(config: ModelConfig, name: str) -> Iterator[str]:
+    """Yield a layer's names in checkpoints and in ``transformers``."""
+    stored = config.recipe.stored_name(f"{name}.weight").removesuffix(".weight")
+    yield stored
+    if stored.startswith(_BACKBONE):  # Nemotron-H's checkpoints
+        yield _PREFIX + stored.removeprefix(_BACKBONE)
+    if name.startswith(_PREFIX):
+        yield config.recipe.stored_prefix + name.removeprefix(_PREFIX)
+    if config.experts is not None and config.experts.stored_as_linears:
+        # Granite 4's modules have other names than its checkpoints and than other models' modules.
+        yield _GATE.sub(".block_sparse_moe.router", name).replace(
+            ".mlp.experts.", ".block_sparse_moe.experts."
+        )

@@ -27,7 +27,7 @@ class DrafterSource:
         folder: the drafter's folder; None: the target model's folder.
         model_folder: the target model's folder.
         model: the loaded target model, packed if its weights are to be packed.
-        dtype, device, packer, ops, max_model_len: see `load_model`.
+        dtype, device, packer, ops, max_model_len: arguments of `load_model`.
     """
 
     folder: Path | None

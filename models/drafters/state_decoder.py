@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from models.base import ForwardContext, Rotations
+from models.base import AdapterSpan, ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import Inputs, Layers, Results
 from models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, Elsewhere, make_norm
@@ -260,8 +260,8 @@ class StateDrafter(DecoderForCausalLM):
             self.model.run(draft_all, inputs, context, comes_again=comes_again)
         ).tolist()
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.compute_logits``."""
+    def compute_logits(self, hidden: Tensor, adapters: tuple[AdapterSpan, ...] = ()) -> Tensor:
+        """Implement ``LayersDrafter.compute_logits``; drafters read no adapters."""
         if self.layout.final_norm and not self.layout.goes_on_normed:
             hidden = self.model.norm(hidden)
         if self._logits is not None:

@@ -108,7 +108,7 @@ def _recipe(model: ModelFields, latents: LatentSpec, experts: ExpertsSpec) -> Re
 
 
 def _v2(model: ModelFields) -> Recipe:
-    """Return V2's recipe; without a field for it, RoPE rotates neighbours together."""
+    """Return V2's recipe. RoPE always rotates neighbours together; V3 has a field for this."""
     return _recipe(model, _latents(model, rope_interleave=True), _experts_of_v2(model.fields))
 
 

@@ -79,11 +79,11 @@ class PackedLatentProjection(Computing):
         return self._keys, self._values
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
-        """Implement `LatentProjection`."""
+        """Implement `LatentProjection.absorb`."""
         self.ops.grouped_packed_linear(query, self._keys, out)
 
     def expand(self, attended: Tensor, out: Tensor) -> None:
-        """Implement `LatentProjection`."""
+        """Implement `LatentProjection.expand`."""
         self.ops.grouped_packed_linear(attended, self._values, out)
 
 

@@ -5,7 +5,7 @@ Refuses to know: how tokens are sorted, the names in checkpoints.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,16 @@ from models.parallel.shards import Rank
 from models.recipe import RELU2, ExpertsSpec
 
 
+class AdaptedMix(Protocol):
+    """Sends tokens through experts beside which adapters compute."""
+
+    def mix(
+        self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        """Send ``[num_tokens, width]`` through the experts, and add the shared experts' result."""
+        ...
+
+
 class SparseMoe(Computing):
     """Each token goes through few of many gated MLPs (Shazeer et al., arXiv:1701.06538).
 
@@ -35,6 +45,11 @@ class SparseMoe(Computing):
 
     Attributes:
         invariant: whether a token's results must not depend on others, even on a GPU.
+        adapted: computes tokens in place of `mix`, some of them adapted; None: nothing does.
+        width: size of the experts' input and output.
+        inner_size: size of an expert's middle.
+        num_halves: parts of an expert's first layer: gates and ups, or ups alone.
+        activation: see ``ops.experts``.
     """
 
     float32_parameters: ClassVar = frozenset({"e_score_correction_bias"})
@@ -52,6 +67,7 @@ class SparseMoe(Computing):
         )
         hidden, inner, experts = hidden_size, spec.inner_size, range(spec.num_experts)
         self.invariant = False
+        self.adapted: AdaptedMix | None = None
         self.gate: nn.Module = ExactLinear(hidden, spec.num_experts, bias=spec.has_biases)
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.has_bias:
@@ -63,16 +79,16 @@ class SparseMoe(Computing):
         if spec.latent_size is not None:
             self.fc1_latent_proj = nn.Linear(hidden, width, bias=False)
             self.fc2_latent_proj = nn.Linear(width, hidden, bias=False)
-        self._width, self._inner_size, self._is_gated = width, inner, spec.activation != RELU2
-        first = ("gate", "up") if self._is_gated else ("up",)
+        first = ("up",) if spec.activation == RELU2 else ("gate", "up")
+        self.width, self.inner_size, self.num_halves = width, inner, len(first)
         halves = [f"experts.{expert}.{half}_proj" for expert in experts for half in first]
         downs = [f"experts.{expert}.down_proj" for expert in experts]
-        bias, self._activation = spec.has_biases, spec.activation
+        bias, self.activation = spec.has_biases, spec.activation
         self.gate_up: nn.Module = ExpertsLinear(width, dict.fromkeys(halves, inner), bias=bias)
         self.down: nn.Module = ExpertsLinear(inner, dict.fromkeys(downs, width), bias=bias)
         self.shared_expert: GatedMLP | SquaredReluMLP | None = None
         self.shared_expert_gate: nn.Module | None = None
-        if spec.shared_size and not self._is_gated:
+        if spec.shared_size and self.num_halves == 1:
             self.shared_expert = SquaredReluMLP(hidden, spec.shared_size, bias=spec.shared_bias)
         elif spec.shared_size:
             self.shared_expert = GatedMLP(
@@ -89,10 +105,10 @@ class SparseMoe(Computing):
         """
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
-        first, end = span = rank.wide_span(self._inner_size)
+        first, end = span = rank.wide_span(self.inner_size)
         keep_outputs(self.gate_up, *(span for _ in self.gate_up.part_sizes))
         keep_inputs(self.down, span, adds_bias=rank.rank == 0)
-        self._inner_size = end - first
+        self.inner_size = end - first
         if self.shared_expert is not None:
             self.shared_expert.shard(rank)
 
@@ -101,13 +117,14 @@ class SparseMoe(Computing):
         ids, weights = self.ops.route(self.gate(x), self._routing, self.e_score_correction_bias)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
+        mix = self.mix if self.adapted is None else self.adapted.mix
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
-            return self._mix(x, ids, weights, shared, gate)
-        mixed = self._mix(self.fc1_latent_proj(x), ids, weights, None, None)
+            return mix(x, ids, weights, shared, gate)
+        mixed = mix(self.fc1_latent_proj(x), ids, weights, None, None)
         expanded: Tensor = self.fc2_latent_proj(mixed)
         return expanded if shared is None else self.ops.scaled_add(expanded, shared)
 
-    def _mix(
+    def mix(
         self,
         x: Tensor,
         ids: Tensor,
@@ -119,22 +136,22 @@ class SparseMoe(Computing):
         if isinstance(self.gate_up, PackedLinear) and isinstance(self.down, PackedLinear):
             packed = (self.gate_up.packed, self.down.packed)
             return self.ops.packed_experts(
-                x, ids, weights, *packed, shared, gate, activation=self._activation
+                x, ids, weights, *packed, shared, gate, activation=self.activation
             )
         assert isinstance(self.gate_up, nn.Linear)
         assert isinstance(self.down, nn.Linear)
-        first_size = self._inner_size * (2 if self._is_gated else 1)
-        gate_up = self.gate_up.weight.view(-1, first_size, self._width)
-        down = self.down.weight.view(-1, self._width, self._inner_size)
+        first_size = self.inner_size * self.num_halves
+        gate_up = self.gate_up.weight.view(-1, first_size, self.width)
+        down = self.down.weight.view(-1, self.width, self.inner_size)
         biases = None
         if self.gate_up.bias is not None and self.down.bias is not None:
             biases = (
                 self.gate_up.bias.view(-1, first_size),
-                self.down.bias.view(-1, self._width),
+                self.down.bias.view(-1, self.width),
             )
         return self.ops.experts(
             *(x, ids, weights, gate_up, down, shared, gate),
             biases=biases,
-            activation=self._activation,
+            activation=self.activation,
             invariant=self.invariant,
         )

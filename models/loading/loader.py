@@ -80,7 +80,7 @@ def load_model(
         folder: a local folder as ``save_pretrained`` writes it.
         dtype: type of weights and activations; None: the checkpoint's own.
         device: device of the weights.
-        max_model_len: see ``ModelConfig.from_folder``.
+        max_model_len: longest sequence to serve, in tokens; None: see ``ModelConfig.from_folder``.
         packer: keeps linear layers in a form of their own, such as
             ``models.cpu.packing.CpuPacker``; None: as torch's parameters.
         ops: compute what the layers do; None: the fastest ops for their device.

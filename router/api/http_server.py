@@ -19,7 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.access.access import Access
 from baton.access.audit_log import AuditKind
-from baton.access.call_roles import ANY, INFER, LOOK, OPEN, Roles
+from baton.access.call_roles import ANY, INFER, LOOK, OPEN, OPERATE, Roles
 from baton.access.credentials import http_credentials, page_credentials
 from baton.api.errors import (
     HTTP_STATUS_OF,
@@ -37,6 +37,8 @@ from baton.serving.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.telemetry.spans import TRACEPARENT, TRACESTATE
 from baton.telemetry.tracing import NO_TRACING, Tracing
 from baton.version import __version__
+from router.api.admin.adapters import AdapterAdmin
+from router.api.admin.lora_paths import LoadLoraRequest, LoraPaths, UnloadLoraRequest
 from router.api.anthropic_messages.api import count_tokens, messages
 from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest
 from router.api.http.chat import chat_completions
@@ -93,7 +95,7 @@ SERVED: dict[str, _Serve] = {
 # Kinds of bodies that the functions above read.
 BODY_KINDS = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
-    TokenizeRequest, DetokenizeRequest,
+    TokenizeRequest, DetokenizeRequest, LoadLoraRequest, UnloadLoraRequest,
 )  # fmt: skip
 NOT_SERVED = (
     "/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify",
@@ -103,6 +105,7 @@ NOT_SERVED = (
 _LINGERING_S = 2.0
 # Roles required for unknown paths: a key of any role, so that strangers learn nothing of the paths.
 _UNKNOWN_PATH = ANY
+_NOTED = {LOOK: AuditKind.LOOKED, OPERATE: AuditKind.CHANGED}  # in the audit log, by roles
 _RATE_WORDS = {REQUESTS: "requests", TOKENS: "tokens"}
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -123,6 +126,7 @@ class HttpServer:
         access_log: logs requests that have ended.
         status_page: page for operators; None: no page.
         tracing: decides which requests are traced; none if not given.
+        adapters: changes the adapters; one that reads no digests if not given.
     """
 
     def __init__(
@@ -140,8 +144,10 @@ class HttpServer:
         access_log: AccessLog | None = None,
         status_page: StatusPage | None = None,
         tracing: Tracing = NO_TRACING,
+        adapters: AdapterAdmin | None = None,
     ) -> None:
         self._names = names
+        lora = LoraPaths(adapters or AdapterAdmin(names))
         self._metrics = metrics
         self._options = HttpOptions(names=names, strict_fields=strict_fields)
         self._ignored_fields = IgnoredFieldsLog()
@@ -179,6 +185,8 @@ class HttpServer:
             (hdrs.METH_GET, "/version", self._version, ANY),
             (hdrs.METH_GET, "/load", self._load, LOOK),
             (hdrs.METH_GET, "/metrics", self._show_metrics, LOOK),
+            (hdrs.METH_POST, "/v1/load_lora_adapter", lora.load, OPERATE),
+            (hdrs.METH_POST, "/v1/unload_lora_adapter", lora.unload, OPERATE),
             *_pages_of(status_page),
         ]
         self._pages = {handler for _, path, handler, _ in routes if path.startswith(UI)}
@@ -324,8 +332,8 @@ class HttpServer:
                     raise
                 return _ask_for_key(error)
             request[PRINCIPAL] = principal
-            if roles is LOOK:
-                self._access.note(AuditKind.LOOKED, principal, shown.address, call)
+            if roles in _NOTED:
+                self._access.note(_NOTED[roles], principal, shown.address, call)
         return await handler(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:

@@ -18,6 +18,7 @@ from baton.link.words import (
 from baton.telemetry.spans import TraceContext
 from router.calls.call import Call
 from router.calls.output_buffer import DeltaOrder, OutputBuffer
+from router.fleet.adapter_places import NO_SOURCE, AdapterSource
 from router.fleet.load.forecast import PrefillForecast
 from router.fleet.node import LegDelta, Node
 
@@ -38,6 +39,7 @@ class Attempt:
         timeout_s: until the call's deadline.
         buffer: receives the tokens; holds those of earlier attempts.
         trace: this attempt's span, parent of the nodes' spans; None: the call is not traced.
+        adapter_source: where nodes find the files of the call's adapter.
 
     Attributes:
         prefill_receipt: None unless the prefill node's first token came.
@@ -60,6 +62,7 @@ class Attempt:
         timeout_s: float,
         buffer: OutputBuffer,
         trace: TraceContext | None = None,
+        adapter_source: AdapterSource = NO_SOURCE,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
@@ -78,7 +81,7 @@ class Attempt:
         self._finished_on: NodeRole | None = None
         self._closed = False
         self._num_cached_tokens = num_cached_tokens
-        self._trace = trace
+        self._trace, self._adapter_source = trace, adapter_source
         self._send_legs(call, tuple(buffer.token_ids), timeout_s)
 
     def _send_legs(self, call: Call, output_token_ids: tuple[int, ...], timeout_s: float) -> None:
@@ -114,6 +117,9 @@ class Attempt:
                     timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                     output_token_ids=output_token_ids,
                     cache_salt=call.cache_salt,
+                    adapter=call.terms.adapter,
+                    adapter_source=self._adapter_source.folder,
+                    pins_adapter=self._adapter_source.is_pinned,
                     trace=self._trace,
                 )
             )
@@ -132,6 +138,9 @@ class Attempt:
                 timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                 output_token_ids=output_token_ids,
                 cache_salt=call.cache_salt,
+                adapter=call.terms.adapter,
+                adapter_source=self._adapter_source.folder,
+                pins_adapter=self._adapter_source.is_pinned,
                 trace=self._trace,
             )
         )

@@ -25,8 +25,7 @@ class Terms:
         principal: the caller.
         cache_word: client's word for its cached blocks: only prompts with equal words share them;
             empty: no word.
-        adapter: digest of the adapter that the request's name stands for; empty: none. Commands
-            carry no adapter yet, so `NameTable.resolve` refuses such names.
+        adapter: digest of the adapter that the request's name stands for; empty: the base model.
         text_options: options for turning tokens into text.
         trace: the client's trace context; None: not traced.
     """
@@ -70,8 +69,9 @@ class Call:
     def __post_init__(self) -> None:
         # Hashing a long prompt takes 50 ms, so several outputs of one prompt must share the hashes.
         # `dataclasses.replace` passes them on.
-        if self.hashes is None or not self.hashes.are_of(self.prompt_token_ids, self.cache_salt):
-            hashes = PromptHashes(self.prompt_token_ids, self.cache_salt)
+        token_ids, salt, adapter = self.prompt_token_ids, self.cache_salt, self.terms.adapter
+        if self.hashes is None or not self.hashes.are_of(token_ids, salt, adapter):
+            hashes = PromptHashes(token_ids, salt, adapter)
             object.__setattr__(self, "hashes", hashes)
 
     @property

@@ -52,6 +52,10 @@ class RunningCalls:
         """Return the scoped ids of all calls."""
         return list(self._calls)
 
+    def count_adapter(self, digest: str) -> int:
+        """Return the number of calls of an adapter; O(calls), so not for every request."""
+        return sum(call.terms.adapter == digest for call in self._calls.values())
+
     def find(self, request_id: str, tenant: str | None = None) -> Call | None:
         """Return the tenant's call with this id, or None; without a tenant, search all tenants.
 
@@ -111,6 +115,10 @@ class Dispatcher:
     def num_open(self) -> int:
         """Number of calls that wait or are in progress."""
         return len(self._running)
+
+    def count_adapter(self, digest: str) -> int:
+        """Return the number of calls of an adapter that wait or are in progress."""
+        return self._running.count_adapter(digest)
 
     async def run(self, call: Call) -> AsyncGenerator[TextDelta, None]:
         """Stream a call's tokens, without text. Ending the iteration cancels the call on its nodes.

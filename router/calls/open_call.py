@@ -177,6 +177,7 @@ class OpenCall:
             timeout_s=self._remaining_s(),
             buffer=self._buffer,
             trace=noted.trace,
+            adapter_source=pool.adapters.source_of(call.terms.adapter),
         )
         self._placer.decisions.note_forecast(call.scoped_id, self._attempt.forecast)
         return self._attempt
@@ -197,7 +198,8 @@ class OpenCall:
             if self._placer.num_waiting < MAX_EXPECTING:
                 give_up_at = max(give_up_at, loop.time() + self._recovery.expected_s())
             until = min(give_up_at, self._expires_at)
-            await self._placer.wait_for_change(failure, num_tokens, until)
+            adapter = self._call.terms.adapter
+            await self._placer.wait_for_change(failure, num_tokens, until, adapter)
             await self._recovery.wait_to_be_tried()
             await self._turns.wait_for_turn()
         self._remaining_s()

@@ -59,7 +59,9 @@ class Placer:
         """
         pool = self._pool
         token_ids = [*call.prompt_token_ids, *output_token_ids]
-        hashes = PromptHashes(token_ids, call.cache_salt) if output_token_ids else call.hashes
+        adapter, hashes = call.terms.adapter, call.hashes
+        if output_token_ids:
+            hashes = PromptHashes(token_ids, call.cache_salt, adapter)
         query = RouteQuery(
             num_prompt_tokens=len(token_ids),
             max_tokens=call.sampling_params.max_tokens - len(output_token_ids),
@@ -69,10 +71,13 @@ class Placer:
             num_waiting=self._num_queued(),
             now=pool.clock(),
             find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
+            adapter_load_s=pool.adapters.load_s(pool.fleet, adapter) if adapter else {},
         )
         num_tokens = query.num_prompt_tokens
 
         def pick(fleet: Fleet) -> Placement | None:
+            if adapter:
+                fleet = pool.adapters.narrow(fleet, adapter)
             fleet = fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
             return self.policy.pick(query, narrow(fleet))
 
@@ -86,12 +91,15 @@ class Placer:
                 pool.prefix_index.note_placement(node.engine_id, hashes)
         return placement
 
-    async def wait_for_change(self, failure: str, num_tokens: int, until: float) -> None:
+    async def wait_for_change(
+        self, failure: str, num_tokens: int, until: float, adapter: str = ""
+    ) -> None:
         """Wait until nodes change, or until ``until``.
 
         Args:
             failure: why the attempt before failed; empty for the first attempt.
             num_tokens: context length that the nodes must allow.
+            adapter: digest of the adapter that the nodes must have or load; empty: none.
             until: deadline, by the event loop's clock.
 
         Raises:
@@ -100,7 +108,7 @@ class Placer:
         pool = self._pool
         now = asyncio.get_running_loop().time() + _EARLY_S
         if not pool.has_had_both_roles or now >= until:
-            why = "; ".join(filter(None, (failure, pool.why_no_pair(num_tokens))))
+            why = "; ".join(filter(None, (failure, pool.why_no_pair(num_tokens, adapter))))
             raise NodeUnavailableError(why)
         self.num_waiting += 1
         try:

@@ -30,7 +30,7 @@ RETURN_S = 15.0
 
 
 class Fate(Enum):
-    """What became of a lost node."""
+    """Outcomes of a loss: undecided, the node has returned, or it is dead."""
 
     OPEN = "open"
     RETURNED = "returned"

@@ -103,7 +103,6 @@ class Node:
         is_stuck: whether one of the node's threads makes no progress, though the node sends beats.
         replies: the node's answers to operators.
         identity: entries that decide which tokens the node's model makes.
-        adapters: digests of the adapters that the node reports as loadable.
         address: remote address of the node's link, without the port.
         num_bytes: size of the node's registration.
     """
@@ -117,7 +116,6 @@ class Node:
     is_stuck: bool = False
     replies: AdminReplies = field(default_factory=AdminReplies)
     address: str = ""
-    adapters: frozenset[str] = frozenset()
     num_bytes: int = field(init=False)
     clock: Callable[[], float] = field(init=False)
     load: NodeLoad = field(init=False)
@@ -166,6 +164,8 @@ class Node:
     def watch(self) -> None:
         """Eject the node if it is stalled, and update its weight; called once per beat interval."""
         load = self.load
+        if self.beat.num_waiting_for_adapters:  # for files: the engine is well
+            load.note_stalled()
         if (stalled_s := load.stalled_s) > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
             self.health.eject(f"no progress for {stalled_s:.0f} s")
             load.note_stalled()

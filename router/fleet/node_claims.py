@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.adapters.digest import DIGEST_CHARS, is_digest
 from baton.api.outputs import TokenLogprobs
+from baton.engine_config import MAX_ADAPTERS
 from baton.limits import MAX_PEER_INFO_BYTES, MAX_REVISION_CHARS
 from baton.link.words import (
     AdminReply,
@@ -243,14 +245,19 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
             f"num_free_blocks: must be at most num_blocks ({registration.num_blocks}), "
             f"got {beat.num_free_blocks}"
         )
-    for field in ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_transfers"):
+    for field in (
+        "num_waiting", "num_waiting_for_remote_kvs", "num_waiting_for_adapters", "num_running",
+        "num_transfers",
+    ):  # fmt: skip
         if getattr(beat, field) > MAX_REQUESTS:
             return f"{field}: must be at most {MAX_REQUESTS}, got {getattr(beat, field)}"
-    for field in ("stalled_s", "longest_round_s"):
+    for field in ("stalled_s", "longest_round_s", "adapter_load_s"):
         if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # false for NaN
             return f"{field}: must be 0 to {MAX_SECONDS:.0f}, got {getattr(beat, field):g}"
     if not _is_name(beat.stalled_thread):
         return f"stalled_thread: {_NAME}"
+    if len(beat.adapters) > MAX_ADAPTERS or not all(map(is_digest, beat.adapters)):
+        return f"adapters: must be at most {MAX_ADAPTERS} digests of {DIGEST_CHARS} digits"
     return ""
 
 

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from baton.adapters.digest import shorten_digest
 from baton.api.errors import NotFoundError
 from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
@@ -35,6 +36,7 @@ from baton.link.words import (
     StepDeltas,
     protocol_problem,
 )
+from router.fleet.adapter_places import AdapterPlaces
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet
 from router.fleet.health import NodeHealth
@@ -86,6 +88,7 @@ class NodePool:
         identity: decides which of the nodes' models is served.
         rollout: decides which revisions get requests, and their shares.
         vocabulary: limits of token ids and lengths in nodes' messages.
+        adapters: which nodes have or can load which adapters.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class NodePool:
         self._missing_since: float | None = None  # None: compute when asked
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
+        self.adapters = AdapterPlaces(clock)
 
     @property
     def nodes(self) -> list[Node]:
@@ -137,8 +141,16 @@ class NodePool:
         return len(self._nodes)
 
     def can_load_adapter(self, digest: str) -> bool:
-        """Return whether some joined node reports an adapter of this digest as loadable."""
-        return any(digest in node.adapters for node in self._nodes.values())
+        """Return whether joined nodes of each role have an adapter or can load it.
+
+        A role without nodes does not count: requests wait for its nodes in any case.
+        """
+        takes = {
+            node.registration.role
+            for node in self._nodes.values()
+            if self.adapters.takes(node.load, digest)
+        }
+        return takes == {node.registration.role for node in self._nodes.values()}
 
     @property
     def forecasts(self) -> ForecastCounts:
@@ -302,7 +314,7 @@ class NodePool:
             node.send(SendKVSnapshot())
 
     def _note_kv_sizes(self) -> None:
-        """Take the most common KV size of a token, by which transfer times are estimated."""
+        """Take the median of the nodes' KV sizes per token, to estimate transfer times."""
         sizes = [node.registration.kv_bytes_per_token for node in self._nodes.values()]
         known = [size for size in sizes if size]
         self._rates.kv_bytes_per_token = statistics.median_low(known) if known else 0.0
@@ -396,8 +408,10 @@ class NodePool:
                 logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
-        was_draining = node.is_draining
+        was_draining, had = node.is_draining, node.beat.adapters
         node.load.note_beat(beat)
+        if beat.adapters != had:
+            self._wake_waiting()  # a call may wait for an adapter's place
         self._watch_progress(node)
         if node.is_draining:
             node.send(DrainSeen())  # with every beat, since the node may have served in between
@@ -461,8 +475,15 @@ class NodePool:
         """Make a new fleet, because an eligibility predicate may have changed."""
         self._note_change()
 
-    def why_no_pair(self, num_tokens: int = 1) -> str:
-        """Return one line for a client on why there is no pair for this many tokens."""
+    def why_no_pair(self, num_tokens: int = 1, adapter: str = "") -> str:
+        """Return one line for a client on why there is no pair for this many tokens.
+
+        Args:
+            adapter: digest of the adapter that the pair must have or load; empty: none.
+        """
+        if self.fleet and adapter and not self.adapters.narrow(self.fleet, adapter):
+            why = self.adapters.why_not((node.load for node in self.nodes), adapter)
+            return f"no pair of nodes can load the adapter {shorten_digest(adapter)}: {why}"
         if self.fleet:
             return f"no pair of nodes takes requests of {num_tokens} tokens"
         return why_no_pair(
@@ -474,6 +495,9 @@ class NodePool:
 
     def _note_change(self) -> None:
         self._fleet = self._missing_since = None
+        self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()  # later waits are for the next change
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.adapters.digest import shorten_digest
 from baton.api.errors import NodeUnavailableError
 from router.calls.dispatcher import Dispatcher
 from router.fleet.node_pool import NodePool
@@ -45,13 +46,15 @@ class BaseModel:
                 raise NodeUnavailableError(f"model: no node of {self.model!r} has joined")
 
     def check_adapter(self, adapter: str) -> None:
-        """Raise NodeUnavailableError if no node reports that it can load this adapter.
+        """Raise NodeUnavailableError if no pair of nodes has an adapter or can load it.
 
         Args:
             adapter: digest of the adapter's bytes, 64 hex characters.
         """
         if not self.pool.can_load_adapter(adapter):
             with self.metrics.accepting():
+                why = self.pool.adapters.why_not((node.load for node in self.pool.nodes), adapter)
                 raise NodeUnavailableError(
-                    f"model: no node of {self.model!r} can load the adapter {adapter[:12]}"
+                    f"model: no node of {self.model!r} can load the adapter "
+                    f"{shorten_digest(adapter)}: {why}"
                 )

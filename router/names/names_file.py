@@ -7,6 +7,8 @@ request_defaults = "temperature=0.2,max_tokens=512"
 ["chat-legal"]
 model = "HuggingFaceTB/SmolLM2-135M-Instruct"
 adapter = "3f5c..."
+adapter_source = "legal"
+pins_adapter = true
 chat_template = "{{ messages[0].content }}"
 """
 
@@ -24,7 +26,8 @@ from router.names.base_model import BaseModel
 from router.names.defaults import read_name_defaults
 from router.names.served_name import ServedName
 
-_KEYS = ("model", "adapter", "request_defaults", "chat_template")
+_PINS = "pins_adapter"  # true or false; the other keys have texts
+_KEYS = ("model", "adapter", "adapter_source", "request_defaults", "chat_template", _PINS)
 
 
 class NamesFile:
@@ -77,8 +80,9 @@ class NamesFile:
         for key, value in table.items():
             if key not in _KEYS:
                 raise self._wrong(f"[{name}] {key}: must be one of {', '.join(_KEYS)}")
-            if not isinstance(value, str):
-                raise self._wrong(f"[{name}] {key}: must be a text, got {value!r:.99}")
+            if not isinstance(value, bool if key == _PINS else str):
+                kind = "true or false" if key == _PINS else "a text"
+                raise self._wrong(f"[{name}] {key}: must be {kind}, got {value!r:.99}")
         model = table.get("model", bases[0].model)
         base = next((one for one in bases if one.model == model), None)
         if base is None:
@@ -89,6 +93,8 @@ class NamesFile:
                 name=name,
                 base=base,
                 adapter=table.get("adapter", ""),
+                adapter_source=table.get("adapter_source", ""),
+                pins_adapter=table.get(_PINS, False),
                 defaults=read_name_defaults(table.get("request_defaults", "")),
                 chat_template=table.get("chat_template", ""),
             )
@@ -103,10 +109,12 @@ def _table_of(one: ServedName) -> str:
     values = {
         "model": one.base.model,
         "adapter": one.adapter,
+        "adapter_source": one.adapter_source,
         "request_defaults": one.defaults.text,
         "chat_template": one.chat_template,
     }
     lines = [f"{key} = {_quoted(value)}" for key, value in values.items() if value]
+    lines += [f"{_PINS} = true"] if one.pins_adapter else []
     return "\n".join([f"[{_quoted(one.name)}]", *lines, ""])
 
 

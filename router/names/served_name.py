@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.adapters.digest import is_digest
 from baton.api.errors import ConfigError, ModelLoadError
 from baton.text.chat_template import DEFAULT, ChatTemplate
 from router.intake.intake import Intake
@@ -14,7 +14,7 @@ from router.names.defaults import NO_DEFAULTS, NameDefaults
 
 MAX_NAME_CHARS = 256
 MAX_TEMPLATE_CHARS = 2**16  # of a chat template, because a worker gets it with each conversation
-_DIGEST = re.compile("[0-9a-f]{64}")
+MAX_SOURCE_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class ServedName:
     Attributes:
         base: base model whose nodes compute the requests.
         adapter: digest of the adapter's bytes, 64 hex characters; empty: none.
+        adapter_source: folder of the adapter below the nodes' ``--adapter-root``; empty: unknown.
+        pins_adapter: whether the adapter keeps its slot on nodes when others need one.
         defaults: values for requests that leave a field out.
         chat_template: text of a Jinja template; empty: the base model's.
     """
@@ -31,6 +33,8 @@ class ServedName:
     name: str
     base: BaseModel
     adapter: str = ""
+    adapter_source: str = ""
+    pins_adapter: bool = False
     defaults: NameDefaults = NO_DEFAULTS
     chat_template: str = ""
 
@@ -39,9 +43,14 @@ class ServedName:
             raise ConfigError(
                 f"name: must have 1 to {MAX_NAME_CHARS} printable characters, got {self.name!a:.99}"
             )
-        if self.adapter and not _DIGEST.fullmatch(self.adapter):
+        if self.adapter and not is_digest(self.adapter):
             raise ConfigError(
                 f"adapter: must be 64 hex characters in lower case, got {self.adapter!a:.99}"
+            )
+        if len(self.adapter_source) > MAX_SOURCE_CHARS or not self.adapter_source.isprintable():
+            raise ConfigError(
+                f"adapter_source: must have at most {MAX_SOURCE_CHARS} printable characters, "
+                f"got {self.adapter_source!a:.99}"
             )
         if len(self.chat_template) > MAX_TEMPLATE_CHARS:
             raise ConfigError(

@@ -19,6 +19,7 @@ from baton.api.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
+from router.fleet.adapter_places import NO_SOURCE, AdapterSource
 from router.names.base_model import BaseModel
 from router.names.names_file import NamesFile
 from router.names.served_name import ServedName
@@ -54,6 +55,7 @@ class NameTable:
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
         self._check(self._served)
+        self._tell_sources()
 
     @property
     def names(self) -> Sequence[str]:
@@ -113,6 +115,11 @@ class NameTable:
             if name == base.model:
                 return base
         return self.find(name).base
+
+    def find_adapter(self, name: str) -> str:
+        """Return the adapter of a name; empty: none, or there is no such name."""
+        served = self._served.get(name)
+        return "" if served is None else served.adapter
 
     def _first(self, principal: Principal) -> ServedName:
         """Return the first name that a caller may use; if there is none, the first one."""
@@ -181,6 +188,19 @@ class NameTable:
             except ConfigError as error:
                 raise InvalidRequestError("names", str(error)) from None
             self._served = served
+            self._tell_sources()
+
+    def _tell_sources(self) -> None:
+        """Tell each base model's pool where the files of named adapters are."""
+        for base in self.bases:
+            sources: dict[str, AdapterSource] = {}
+            for one in self._served.values():
+                if one.base is base and one.adapter:
+                    before = sources.get(one.adapter, NO_SOURCE)
+                    sources[one.adapter] = AdapterSource(
+                        before.folder or one.adapter_source, before.is_pinned or one.pins_adapter
+                    )
+            base.pool.adapters.set_sources(sources)
 
     @staticmethod
     def _check(served: Mapping[str, ServedName]) -> None:

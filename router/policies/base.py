@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from router.fleet.fleet import Fleet
@@ -33,6 +33,8 @@ class RouteQuery:
         now: current time, by `time.monotonic`; 0: ignore elapsed times.
         find_cached_tokens: returns how many leading prompt tokens each node has cached, by engine
             id; nodes without any are left out. Called only if needed.
+        adapter_load_s: seconds until a node that lacks the request's adapter has loaded it, by
+            engine id.
     """
 
     num_prompt_tokens: int
@@ -43,6 +45,7 @@ class RouteQuery:
     num_waiting: int = 0
     now: float = 0.0
     find_cached_tokens: Callable[[], Mapping[str, int]] = _nothing_cached
+    adapter_load_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class Candidate(NamedTuple):

@@ -6,7 +6,7 @@ Computes numbers from nodes' numbers; chooses nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.limits import NUM_LAYER_GROUPS
 from router.fleet.fleet import Fleet
@@ -42,6 +42,7 @@ class CostTerms:
         leaves_room: whether to avoid decode nodes with queued prompts.
         num_behind: prompts that this one will delay on any prefill node; see BUSY_FACTOR.
         kv_bytes_per_token: KV size of a token over all layers; 0: unknown.
+        adapter_load_s: seconds to load the request's adapter, by engine id of nodes that lack it.
     """
 
     fleet: Fleet
@@ -55,6 +56,7 @@ class CostTerms:
     best_bytes_per_s: float
     leaves_room: bool = False
     num_behind: float = 0.0
+    adapter_load_s: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(query: RouteQuery, fleet: Fleet) -> CostTerms:
@@ -70,6 +72,7 @@ class CostTerms:
             cached=query.find_cached_tokens(),
             now=query.now,
             leaves_room=query.leaves_room,
+            adapter_load_s=query.adapter_load_s,
             kv_bytes_per_token=decodes[0].shared.kv_bytes_per_token if decodes else 0.0,
             best_bytes_per_s=fleet.best_bandwidth or DEFAULT_BYTES_PER_S,
             num_behind=(
@@ -84,6 +87,10 @@ class CostTerms:
         if not self.cached:
             return self.num_tokens
         return max(self.num_tokens - self.cached.get(node.engine_id, 0), 1)
+
+    def load_s(self, node: NodeLoad) -> float:
+        """Return how long a node needs to load the request's adapter; 0 if it has it."""
+        return self.adapter_load_s.get(node.engine_id, 0.0)
 
     def tail_s(self, num_missing: int, bytes_per_s: float) -> float:
         """Return the transfer time of the last chunk's last layer group, which cannot be hidden."""
@@ -177,6 +184,7 @@ def prefill_costs(terms: CostTerms) -> list[float]:
             node = nodes[place]
             s_per_token = node.prefill_s_per_token + num_behind * node.prefill.per_unit
             costs_s[place] -= s_per_token * num_saved
+    _add_loads(terms, costs_s, places)
     return costs_s
 
 
@@ -210,7 +218,19 @@ def decode_costs(
         if place is not None:
             num_missing = max(num_tokens - num_cached, 1)
             costs_s[place] += terms.tail_s(num_missing, terms.best_bytes_per_s) - tail_s
+    _add_loads(terms, costs_s, places)
     return costs_s
+
+
+def _add_loads(terms: CostTerms, costs_s: list[float], places: Mapping[str, int]) -> None:
+    """Add to each node's cost the least that loading the adapter there adds to a pair's.
+
+    Both nodes load at once, so a pair waits for the slower one: at least half of the sum.
+    """
+    for engine_id, load_s in terms.adapter_load_s.items():
+        place = places.get(engine_id)
+        if place is not None:
+            costs_s[place] += load_s / 2
 
 
 # ---------------------------------------------------------------- one node, one place
@@ -263,6 +283,8 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
         "decode_ms": decode.steps_s,
         "damage_ms": decode.damage_s,
     }
+    if terms.adapter_load_s:
+        terms_s["adapter_load_ms"] = max(terms.load_s(prefill.node), terms.load_s(decode.node))
     return Place(sum(terms_s.values()), prefill, decode, terms_s)
 
 
@@ -283,6 +305,8 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
         "decode_ms": decode.steps_s,
         "damage_ms": decode.damage_s,
     }
+    if terms.adapter_load_s:
+        terms_s["adapter_load_ms"] = terms.load_s(node)
     if best_pair_s < float("inf"):
         share = 1.0 if node.num_batch else decode.num_missing / terms.num_tokens
         terms_s["margin_ms"] = share * (LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s))
@@ -295,7 +319,8 @@ def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
     O(requests there): not for every node.
     """
     compute_s, node = place.terms_s["prefill_ms"], place.decode.node
-    own_s = sum(place.terms_s[name] for name in ("local_queue_ms", "prefill_ms", "beside_ms"))
+    own_terms = ("local_queue_ms", "adapter_load_ms", "prefill_ms", "beside_ms")
+    own_s = sum(place.terms_s.get(name, 0.0) for name in own_terms)
     needed_s = own_s + terms.most_steps * node.step_base_s
     return needed_s <= terms.timeout_s and compute_s <= node.slack_s(terms.now)
 

@@ -52,6 +52,8 @@ CLIENT, OPERATOR, NODE = "the client's key", "the operator's key", "the node's k
 class EmptyNode:
     """Computes nothing, and says so."""
 
+    adapters = None
+
     def compute_first_steps(self) -> Future[None]:
         done: Future[None] = Future()
         done.set_result(None)

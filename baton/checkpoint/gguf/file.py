@@ -100,15 +100,22 @@ class GgufFile:
     parts: tuple[Path, ...]
 
     @classmethod
-    def read(cls, path: Path) -> GgufFile:
-        """Read the header; raises ModelLoadError if it is no GGUF, truncated or unsupported."""
+    def read(cls, path: Path, *, max_header_bytes: int | None = None) -> GgufFile:
+        """Read the header.
+
+        Args:
+            max_header_bytes: most bytes of the header; None: as many as the file has.
+
+        Raises:
+            ModelLoadError: the file is no GGUF, truncated or unsupported.
+        """
         size_of(path)
         try:
             with (
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
             ):
-                return _read(path, content)
+                return _read(path, content, max_header_bytes)
         except _BadFileError as error:
             raise ModelLoadError(f"{path}: {error}") from error
         except ValueError as error:  # mmap's error for an empty file
@@ -134,9 +141,10 @@ class _BadFileError(Exception):
 class _Cursor:
     """Read consecutive little-endian values."""
 
-    def __init__(self, content: mmap.mmap) -> None:
+    def __init__(self, content: mmap.mmap, max_bytes: int | None = None) -> None:
         self.content = content
         self.position = 0
+        self._end = len(content) if max_bytes is None else min(max_bytes, len(content))
 
     def scalar(self, code: str) -> Any:
         start = self._take(struct.calcsize(f"<{code}"))
@@ -172,7 +180,7 @@ class _Cursor:
     def _texts(self, number: int) -> list[str]:
         """Read many texts at once: vocabularies are most of a header."""
         self._check(number * 8)  # each takes at least its length field
-        content, position, size = self.content, self.position, len(self.content)
+        content, position, size = self.content, self.position, self._end
         length_at = struct.Struct("<Q").unpack_from
         texts = []
         try:
@@ -185,9 +193,8 @@ class _Cursor:
         except (UnicodeDecodeError, struct.error) as error:
             problem = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "truncated"
             raise _BadFileError(f"{problem}: a text that ends at byte {position}") from error
-        if position > size:
-            raise _BadFileError(f"truncated: needs {position} bytes, the file has {size}")
         self.position = position
+        self._check(0)
         return texts
 
     def _take(self, num_bytes: int) -> int:
@@ -198,17 +205,17 @@ class _Cursor:
         return start
 
     def _check(self, num_bytes: int) -> None:
-        if self.position + num_bytes > len(self.content):
-            raise _BadFileError(
-                f"truncated: needs {self.position + num_bytes} bytes, the file has "
-                f"{len(self.content)}"
-            )
+        needed, size = self.position + num_bytes, len(self.content)
+        if needed > size:
+            raise _BadFileError(f"truncated: needs {needed} bytes, the file has {size}")
+        if needed > self._end:
+            raise _BadFileError(f"header: must have at most {self._end} bytes, needs {needed}")
 
 
-def _read(path: Path, content: mmap.mmap) -> GgufFile:
+def _read(path: Path, content: mmap.mmap, max_header_bytes: int | None) -> GgufFile:
     if content[:4] != MAGIC:
         raise _BadFileError("no GGUF file: does not begin with GGUF")
-    cursor = _Cursor(content)
+    cursor = _Cursor(content, max_header_bytes)
     cursor.position = len(MAGIC)
     version = cursor.scalar("I")
     if version not in _VERSIONS:
@@ -232,6 +239,8 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
         kind = TENSOR_TYPES[type_id]
         if shape[-1] % kind.values_per_block:
             raise _BadFileError(f"{name}: rows of {shape[-1]} values do not fit {kind.name} blocks")
+        if name in tensors:
+            raise _BadFileError(f"{name}: is there twice")
         num_bytes = prod(shape) // kind.values_per_block * kind.bytes_per_block
         tensors[name] = StoredTensor(path, type_id, shape, start + offset, num_bytes)
         if start + offset + num_bytes > len(content):

@@ -58,6 +58,10 @@ _ENTRIES = {
         "baton.cli.admin.names:names",
         "See or change what clients may call models, and what each name stands for.",
     ),
+    "adapters": Entry(
+        "baton.cli.admin.adapters:adapters",
+        "See or change the LoRA adapters that a router's nodes compute.",
+    ),
     "flush-cache": Entry(
         "baton.cli.admin.tuning:flush_cache",
         "Empty the prefix cache of a node, or of all; requests in progress keep what they have.",

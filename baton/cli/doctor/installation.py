@@ -76,7 +76,9 @@ def look_at_cache() -> Finding:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (CacheFolderError, OSError) as error:
-        advice = "BATON_CACHE names another folder; else a temporary one is used, and lost"
+        advice = (
+            "set BATON_CACHE to a folder that can be written; until then a temporary one is used"
+        )
         return Finding("cache", f"cannot be written: {_problem(error)}", Grade.SLOW, advice)
     packed_bytes = used_bytes()
     packed = f", packed weights take {packed_bytes / 2**20:.0f} MiB" if packed_bytes else ""

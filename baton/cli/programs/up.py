@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 _FOR_ROUTER = (
     "policy", "served_model_name", "served_model_aliases", "names_file", "request_defaults",
     "chat_template",
-    "generation_config", "tool_call_parser", "reasoning_parser", "api_keys_file",
+    "generation_config", "tool_call_parser", "reasoning_parser", "api_keys_file", "adapter",
+    "adapter_root",
 )  # fmt: skip
 _FOR_NODES = (
     "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
-    "speculative_model",
+    "speculative_model", "adapter_root",
 )  # fmt: skip
+_MAX_ADAPTERS = 8  # in each node's memory, if there is a folder of adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,16 @@ class UpOptions:
     reasoning_parser: str = same_option(RouterConfig, "reasoning_parser")
     policy: str = same_option(RouterConfig, "policy")
     api_keys_file: str = same_option(RouterConfig, "api_keys_file")
+    adapter_root: str = option(
+        "", help="Folder of LoRA adapters that may be loaded, for the router and all nodes."
+    )
+    adapter: tuple[str, ...] = same_option(RouterConfig, "adapter")
+    max_adapters: int | None = option(
+        None,
+        least=1,
+        help="Most LoRA adapters in each node's memory; by default 8 with --adapter-root, else "
+        "none.",
+    )
     dtype: str = same_option(PrefillOptions, "dtype")
     kv_cache_dtype: str = same_option(PrefillOptions, "kv_cache_dtype")
     kv_cache_memory: str = same_option(PrefillOptions, "kv_cache_memory")
@@ -139,6 +151,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         ],
         node_args=[
             *(*file_args, *passed_on(context, _FOR_NODES), *_kv_memory(options), *by_ray),
+            *_adapter_slots(options),
             *options.node_args.split(),
         ],
         prefill_args=options.prefill_args.split(),
@@ -151,6 +164,13 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         ray_address=options.ray_address if with_ray else None,
         lend_cores=options.lend_cores,
     )
+
+
+def _adapter_slots(options: UpOptions) -> list[str]:
+    """Return the nodes' argument for the number of adapters in memory; empty: none are."""
+    if options.max_adapters is None and not options.adapter_root:
+        return []
+    return ["--max-adapters", str(options.max_adapters or _MAX_ADAPTERS)]
 
 
 def _kv_memory(options: UpOptions) -> list[str]:

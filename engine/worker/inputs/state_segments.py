@@ -16,7 +16,7 @@ from engine.worker.inputs.step_columns import Ints, StepColumns
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Runs of tokens of one request within one block: each `[num_segments]`.
+    """Segments: runs of tokens of one request within one block. Tensors have one entry for each.
 
     Attributes:
         num_requests: number of requests in the step.

@@ -26,12 +26,14 @@ def explain_now(
     max_tokens: int,
     token_ids: Sequence[int] | None = None,
     cache_salt: bytes = b"",
+    adapter: str = "",
 ) -> Decision:
     """Return the placement that a prompt would get now.
 
     Args:
         token_ids: the prompt's token ids; None: assume that no part of the prompt is cached.
         cache_salt: selects whose cached blocks count.
+        adapter: digest of the adapter that computes the prompt; empty: the base model.
 
     Raises NodeUnavailableError if there is no place.
     """
@@ -41,7 +43,7 @@ def explain_now(
         return (
             {}
             if token_ids is None
-            else pool.prefix_index.match_tokens(PromptHashes(token_ids, cache_salt))
+            else pool.prefix_index.match_tokens(PromptHashes(token_ids, cache_salt, adapter))
         )
 
     query = RouteQuery(
@@ -49,11 +51,13 @@ def explain_now(
         max_tokens=max_tokens,
         now=time.monotonic(),
         find_cached_tokens=find_cached_tokens,
+        adapter_load_s=pool.adapters.load_s(pool.fleet, adapter) if adapter else {},
     )
-    fleet = pool.fleet.with_room_for(num_prompt_tokens + 1)
+    fleet = pool.adapters.narrow(pool.fleet, adapter) if adapter else pool.fleet
+    fleet = fleet.with_room_for(num_prompt_tokens + 1)
     placement = dispatcher.placer.policy.pick(query, fleet)
     if placement is None:
-        raise NodeUnavailableError(pool.why_no_pair(num_prompt_tokens + 1))
+        raise NodeUnavailableError(pool.why_no_pair(num_prompt_tokens + 1, adapter))
     prefill = placement.prefill.node_name if placement.prefill else ""
     decode = placement.decode.node_name
     candidates = placement.explain()

@@ -33,6 +33,8 @@ def describe_name(served: ServedName) -> admin_pb2.NameDescription:
         request_defaults=served.defaults.text,
         chat_template=served.chat_template,
         num_nodes=pool.num_nodes,
+        adapter_source=served.adapter_source,
+        pins_adapter=served.pins_adapter,
         problem=problem,
     )
 
@@ -48,6 +50,11 @@ def name_from_proto(names: NameTable, request: admin_pb2.SetNameRequest) -> Serv
     try:
         if request.HasField("adapter"):
             changed["adapter"] = request.adapter
+            changed["adapter_source"] = _source_of(names, request.adapter)
+        if request.HasField("adapter_source"):
+            changed["adapter_source"] = request.adapter_source
+        if request.HasField("pins_adapter"):
+            changed["pins_adapter"] = request.pins_adapter
         if request.HasField("request_defaults"):
             changed["defaults"] = read_name_defaults(request.request_defaults)
         if request.HasField("chat_template"):
@@ -58,3 +65,8 @@ def name_from_proto(names: NameTable, request: admin_pb2.SetNameRequest) -> Serv
     except ConfigError as error:
         field, _, problem = str(error).partition(": ")
         raise InvalidRequestError(field, problem) from None
+
+
+def _source_of(names: NameTable, digest: str) -> str:
+    """Return the folder of an adapter that some name stands for; empty: unknown."""
+    return next((one.adapter_source for one in names.served if one.adapter == digest), "")

@@ -14,6 +14,7 @@ from baton.v1 import admin_pb2
 from router.fleet.node import Node
 
 TIMEOUT_S = 10.0  # nodes answer between two steps
+_LOAD_S = 50.0  # more, for reading an adapter's files
 
 
 class NodeCalls:
@@ -50,6 +51,25 @@ class NodeCalls:
     async def profile(self, node: Node, seconds: float) -> admin_pb2.ProfileResponse:
         request = admin_pb2.NodeAdminRequest(profile=admin_pb2.ProfileRequest(seconds=seconds))
         return (await self._ask(node, request, more_s=seconds)).profile
+
+    async def load_adapter(
+        self, node: Node, digest: str, source: str, *, pinned: bool = False
+    ) -> admin_pb2.AdaptersDescription:
+        """Load an adapter from a folder below the node's root; return the node's adapters."""
+        load = admin_pb2.LoadAdapterRequest(digest=digest, source=source, pinned=pinned)
+        request = admin_pb2.NodeAdminRequest(load_adapter=load)
+        answer = await self._ask(node, request, more_s=_LOAD_S)
+        return answer.load_adapter
+
+    async def unload_adapter(self, node: Node, digest: str) -> admin_pb2.AdaptersDescription:
+        """Take no more requests for an adapter; return the node's adapters."""
+        unload = admin_pb2.UnloadAdapterRequest(digest=digest)
+        request = admin_pb2.NodeAdminRequest(unload_adapter=unload)
+        return (await self._ask(node, request)).unload_adapter
+
+    async def list_adapters(self, node: Node) -> admin_pb2.AdaptersDescription:
+        request = admin_pb2.NodeAdminRequest(list_adapters=admin_pb2.ListAdaptersRequest())
+        return (await self._ask(node, request)).list_adapters
 
     async def _ask(
         self, node: Node, request: admin_pb2.NodeAdminRequest, *, more_s: float = 0.0

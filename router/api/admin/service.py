@@ -22,6 +22,7 @@ from baton.link.words import DrainCommand, NodeRegistration, scoped_id
 from baton.serving.call_gate import Context
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from baton.version import __version__
+from router.api.admin.adapters import AdapterAdmin
 from router.api.admin.explain import explain_now
 from router.api.admin.names import describe_name, describe_names, name_from_proto
 from router.api.admin.node_calls import NodeCalls
@@ -58,6 +59,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         names: model names that clients may use; has the base models, their pools and logs.
         policy: name of the current routing policy.
         overload: the router's overload state.
+        adapters: changes the adapters; one that reads no digests if not given.
         on_policy: called with the name of a newly chosen policy.
     """
 
@@ -67,12 +69,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         *,
         policy: str,
         overload: Overload | None = None,
+        adapters: AdapterAdmin | None = None,
         on_policy: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._names = names
         self._bases = names.bases
         self._policy = policy
         self._overload = overload or Overload()
+        self._adapters = adapters or AdapterAdmin(names)
         self._on_policy = on_policy
 
     @property
@@ -196,11 +200,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 token_ids = await base.intake.tokenize_only(request.prompt, context.principal)
                 whose = Principal(tenant=tenant) if tenant else context.principal
                 salt = base.intake.cache_salts.of(whose)
-                num_tokens = len(token_ids)
-                decisions = [explain_now(base.dispatcher, num_tokens, max_tokens, token_ids, salt)]
+                adapter, num_tokens = self._names.find_adapter(request.model), len(token_ids)
+                decisions = [
+                    explain_now(base.dispatcher, num_tokens, max_tokens, token_ids, salt, adapter)
+                ]
             case "num_prompt_tokens" if request.num_prompt_tokens:
                 base = self._names.find_base(request.model)
-                decisions = [explain_now(base.dispatcher, request.num_prompt_tokens, max_tokens)]
+                adapter, num_tokens = (
+                    self._names.find_adapter(request.model),
+                    request.num_prompt_tokens,
+                )
+                decisions = [explain_now(base.dispatcher, num_tokens, max_tokens, adapter=adapter)]
             case _:
                 raise InvalidRequestError(
                     "what", "one of request_id, prompt or num_prompt_tokens is needed"
@@ -321,6 +331,45 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         await self._names.remove(request.name)
         _note(context, f"remove the name {request.name!r}")
         return describe_names(self._names)
+
+    # ------------------------------------------------------------------ adapters
+
+    async def ListAdapters(  # gRPC's naming
+        self, request: admin_pb2.AdminListAdaptersRequest, context: Context
+    ) -> admin_pb2.AdminListAdaptersResponse:
+        """Return the adapters that have names or are in a node's memory."""
+        return await self._adapters.list_adapters(_calls(context))
+
+    async def LoadAdapter(  # gRPC's naming
+        self, request: admin_pb2.AdminLoadAdapterRequest, context: Context
+    ) -> admin_pb2.AdapterChange:
+        """Load an adapter on all nodes of a base model, and let a name stand for it."""
+        change = await self._adapters.load(
+            _calls(context),
+            request.name,
+            request.source,
+            digest=request.digest,
+            model=request.model,
+            pinned=request.pinned,
+        )
+        _note(context, f"load the adapter {change.digest} as {request.name!r}")
+        return change
+
+    async def PinAdapter(  # gRPC's naming
+        self, request: admin_pb2.AdminPinAdapterRequest, context: Context
+    ) -> admin_pb2.AdapterChange:
+        """Let an adapter keep its slot on nodes, or no longer."""
+        change = await self._adapters.pin(_calls(context), request.name, pinned=request.pinned)
+        _note(context, f"{'pin' if request.pinned else 'unpin'} the adapter {request.name!r}")
+        return change
+
+    async def UnloadAdapter(  # gRPC's naming
+        self, request: admin_pb2.AdminUnloadAdapterRequest, context: Context
+    ) -> admin_pb2.AdapterChange:
+        """Remove a name; its adapter leaves nodes once its requests have ended."""
+        change = await self._adapters.unload(_calls(context), request.name)
+        _note(context, f"unload the adapter {change.previous} of {request.name!r}")
+        return change
 
     # ------------------------------------------------------------------ asked of nodes
 

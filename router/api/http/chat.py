@@ -140,7 +140,7 @@ class ChatDialect:
         logprobs = self._logprobs(delta)
         finish_reason = self._finish_reason(index, delta.finish_reason)
         if message == MessageDelta() and finish_reason is None:
-            message.content = ""  # a token without text is a step all the same
+            message.content = ""  # each step has a chunk, also one without text
         return ChatChunkChoice(index, message, logprobs, finish_reason)
 
     def choice(self, index: int, delta: TextDelta) -> ChatChoice:

@@ -58,6 +58,7 @@ class Body(Protocol):
 
 
 T = TypeVar("T", bound=Body)
+Fields = TypeVar("Fields")
 
 ENTRY = web.RequestKey("entry", AccessEntry)
 SERVED = web.RequestKey("served", ServedName)
@@ -305,12 +306,26 @@ def check_num_returned(num_token_ids: int) -> None:
 async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -> T:
     """Return the request's fields, and note what its name stands for under `SERVED`.
 
-    Fields without effect are noted, too.
-
     Raises:
         InvalidRequestError: a field is wrong.
         ApiError: the body is not JSON, comes too slowly, or names a model that is not served.
         BatonError: the caller may not use the name, or no node can serve it.
+    """
+    body = await read_fields(request, kind, strict=options.strict_fields)
+    request[SERVED] = find_name(options.names, body.model, request[PRINCIPAL])
+    request[ENTRY].model = request[SERVED].name
+    return body
+
+
+async def read_fields(request: web.Request, kind: type[Fields], *, strict: bool) -> Fields:
+    """Return the request's fields; fields without effect are noted.
+
+    Args:
+        strict: whether a field without effect is an error.
+
+    Raises:
+        InvalidRequestError: a field is wrong.
+        ApiError: the body is not JSON, or comes too slowly.
     """
     # Not by `request.content_type`, which takes seconds for a header with thousands of semicolons.
     content_type, _, _ = request.headers.get(hdrs.CONTENT_TYPE, "no").partition(";")
@@ -319,10 +334,8 @@ async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -
         found = content_type.strip()[:_MAX_SHOWN_CHARS]
         raise ApiError(415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {found}")
     raw = await _read_in_turn(request)
-    body, ignored = decode(raw, kind, strict=options.strict_fields)
+    body, ignored = decode(raw, kind, strict=strict)
     note_ignored(request, ignored)
-    request[SERVED] = find_name(options.names, body.model, request[PRINCIPAL])
-    request[ENTRY].model = request[SERVED].name
     return body
 
 

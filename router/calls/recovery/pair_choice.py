@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from baton.link.words import NodeRole
+from baton.link.words import MOVED, NodeRole
 from router.fleet.fleet import Fleet, Pair
 from router.fleet.load.node_load import NodeLoad
 from router.fleet.node import LegDelta
@@ -27,15 +27,16 @@ class PairChoice:
     ) -> None:
         """Note that an attempt on this pair of engine ids failed.
 
-        Silent nodes are blamed, whichever node reported the error. A node that is lost, broken or
-        out of memory is blamed alone. Any other error concerns the hand-off, so the pair is blamed.
+        Silent nodes are blamed, whichever node reported the error. A node that is lost, broken, out
+        of memory or without the call's adapter is blamed alone. Any other error concerns the
+        hand-off, so the pair is blamed.
         """
         error = item.delta.error
         assert error is not None
         self._last_decode = decode
         if silent:
             self._failed_nodes |= silent
-        elif item.node_lost or error.code in ("INTERNAL", "PREEMPTED"):
+        elif item.node_lost or error.code in ("INTERNAL", *MOVED):
             self._failed_nodes.add(prefill if item.role is NodeRole.PREFILL else decode)
         else:
             self._failed_pairs.add((prefill, decode))

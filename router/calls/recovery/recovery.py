@@ -14,7 +14,13 @@ import secrets
 from collections.abc import Callable
 
 from baton.api.errors import NodeUnavailableError, error_of
-from baton.link.words import BEAT_INTERVAL_S, NodeRole, RequestError
+from baton.link.words import (
+    ADAPTER_MISSING,
+    BEAT_INTERVAL_S,
+    MOVED,
+    NodeRole,
+    RequestError,
+)
 from router.calls.attempt import Attempt
 from router.calls.call import Call
 from router.calls.recovery.pair_choice import PairChoice
@@ -90,8 +96,11 @@ class Recovery:
     def note_failure(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
         """Count a failed attempt; raises its error if the call must not be retried."""
         self._blame(attempt, item, error)
-        if error.code not in (*_RETRYABLE, "PREEMPTED"):
+        if error.code not in (*_RETRYABLE, *MOVED):
             raise error_of(error)
+        node = attempt.prefill if item.role is NodeRole.PREFILL else attempt.decode
+        if error.code == ADAPTER_MISSING and node is not None:
+            self._pool.adapters.bar(node.engine_id, self._call.terms.adapter, error.message)
         decode = attempt.decode.engine_id if attempt.decode else ""
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
         self._choice.note_failure(prefill, decode, item, self._silent_of(attempt))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from baton.api.errors import ConfigError, NodeUnavailableError, OverloadedError
-from baton.link.words import RequestError
+from baton.link.words import ADAPTER_MISSING, MOVED, RequestError
 
 WINDOW_S = 10.0
 # Waiting calls hold their prompts and clients: limit their number and their wait.
@@ -32,7 +32,8 @@ class RetryOptions:
             do not count.
         failing_for_s: while nodes cannot reach each other, the call fails only if its first failure
             was this long ago.
-        max_preemptions: after more preemptions than this the call fails.
+        max_preemptions: after more preemptions than this the call fails; nodes that lack the call's
+            adapter count, too.
         max_losses: after more attempts than this end by the loss of a node, the call fails.
         trial_pause_s: a suspect call is tried once no node was lost for this long, and no similar
             call is on trial (see `suspects.py`).
@@ -165,10 +166,12 @@ class CallRetries:
             NodeUnavailableError: too many losses or failures.
         """
         options = self._options
-        if error.code == "PREEMPTED":
+        if error.code in MOVED:
             self._num_preemptions += 1
             self._latest = None
             if self._num_preemptions > options.max_preemptions:
+                if error.code == ADAPTER_MISSING:
+                    raise NodeUnavailableError(error.message)
                 raise OverloadedError(f"{error.message} (preempted {self._num_preemptions} times)")
             return
         if not self._failures:

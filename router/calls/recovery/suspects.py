@@ -185,11 +185,12 @@ class Suspects:
         return len(found)
 
     def fingerprint(self, call: Call) -> str:
-        """Return a keyed hash of sender, prompt and parameters, without the seed."""
+        """Return a keyed hash of sender, adapter, prompt and parameters, without the seed."""
         params = dataclasses.replace(call.sampling_params, seed=0)
         digest = hashlib.blake2b(key=self._key, digest_size=16)
         sender = call.terms.principal.tenant or call.terms.principal.name
-        for part in (sender.encode(errors="replace"), repr(params).encode(errors="replace")):
+        for text in (sender, call.terms.adapter, repr(params)):
+            part = text.encode(errors="replace")
             digest.update(len(part).to_bytes(8, "little") + part)
         digest.update(array("Q", call.prompt_token_ids).tobytes())
         return digest.hexdigest()

@@ -103,6 +103,8 @@ class NodeLoad:
             up.
         num_blocks: size of its KV cache in blocks.
         max_model_len: most tokens of one request.
+        loads_adapters: whether the node can load adapters from files.
+        adapters: digests of the adapters that it has in memory.
         beat: the node's last report of its load by all routers.
         num_open_requests: requests that this router placed there and that have not ended.
         num_open_tokens: prompt tokens of open requests that are not computed yet (prefill node), or
@@ -142,6 +144,8 @@ class NodeLoad:
         self.num_blocks = registration.num_blocks
         self.block_size = registration.block_size
         self.max_model_len = registration.max_model_len
+        self.loads_adapters = registration.loads_adapters
+        self.adapters: frozenset[str] = frozenset()
         self.shared = shared or SharedRates()
         self._weight = 1.0
         self.beat = NodeBeat()
@@ -319,6 +323,8 @@ class NodeLoad:
 
     def note_beat(self, beat: NodeBeat) -> None:
         """Take a node's report of its own load."""
+        if beat.adapters != self.beat.adapters:
+            self.adapters = frozenset(beat.adapters)
         self.beat = beat
         self.has_beat = True
         # Tokens that the node must compute beyond those placed from here: other routers' requests,
@@ -423,7 +429,8 @@ class NodeLoad:
         self.num_batch = self.num_open_requests + self._num_foreign_requests
         num_free = (beat.num_free_blocks if self.has_beat else self.num_blocks) * self.block_size
         self.num_free_tokens = num_free - self.num_arriving_tokens
-        self.num_room_tokens = 0 if beat.num_waiting else self.num_free_tokens - self.block_size
+        waits_for_room = beat.num_waiting > beat.num_waiting_for_adapters
+        self.num_room_tokens = 0 if waits_for_room else self.num_free_tokens - self.block_size
         num_own_tokens = self.num_arriving_tokens + self._num_decoding_tokens
         own_units = REQUEST_UNITS * self.num_open_requests + num_own_tokens
         self.step_units = own_units + self._foreign_units

@@ -26,20 +26,24 @@ class PromptHashes:
     """Compute short hashes of one prompt's full blocks, once per kind.
 
     Args:
-        token_ids: the prompt's.
         token_ids: the prompt's token ids.
+        cache_salt: selects which prompts may share cached blocks, as on the nodes.
+        adapter: digest of the adapter that computes the prompt; empty: the base model.
     """
 
-    def __init__(self, token_ids: Sequence[int], cache_salt: bytes = b"") -> None:
+    def __init__(
+        self, token_ids: Sequence[int], cache_salt: bytes = b"", adapter: str = ""
+    ) -> None:
         self._token_ids = token_ids
-        self._cache_salt = cache_salt
-        self._extra_keys = extra_keys_of(cache_salt)
+        self._cache_salt, self._adapter = cache_salt, adapter
+        self._extra_keys = extra_keys_of(cache_salt, adapter)
         self._known: dict[HashKind, tuple[ShortHash, ...]] = {}
         self._salted: dict[bytes, PromptHashes] = {}
 
-    def are_of(self, token_ids: Sequence[int], cache_salt: bytes) -> bool:
-        """Return whether these hashes are of this very list of ids with this salt."""
-        return token_ids is self._token_ids and cache_salt == self._cache_salt
+    def are_of(self, token_ids: Sequence[int], cache_salt: bytes, adapter: str) -> bool:
+        """Return whether these hashes are of this very list of ids with this salt and adapter."""
+        keys = (self._cache_salt, self._adapter)
+        return token_ids is self._token_ids and (cache_salt, adapter) == keys
 
     def of(self, kind: HashKind) -> tuple[ShortHash, ...]:
         """Return the hashes of the prompt's full blocks, in order."""
@@ -56,5 +60,6 @@ class PromptHashes:
         """Return the hashes of the same prompt with another salt."""
         hashes = self._salted.get(cache_salt)
         if hashes is None:
-            hashes = self._salted[cache_salt] = PromptHashes(self._token_ids, cache_salt)
+            hashes = PromptHashes(self._token_ids, cache_salt, self._adapter)
+            self._salted[cache_salt] = hashes
         return hashes

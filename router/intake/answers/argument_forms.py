@@ -342,7 +342,7 @@ def _part(part: str) -> str:
 
 
 def _anywhere(way: str) -> str:
-    """Turn one alternative of a pattern into a regex of the whole text."""
+    """Return a regex of whole texts in which this alternative is found, unless it is anchored."""
     is_ended = way.endswith("$") and not way.endswith("\\$")
     inner = (way[:-1] if is_ended else way).removeprefix("^")
     before = "" if way.startswith("^") else "(?s:.*)"

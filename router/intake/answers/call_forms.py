@@ -135,7 +135,7 @@ def _arguments(function: Function, index: int) -> dict[str, Any]:
 
 
 def _arguments_rule(function: Function, index: int) -> str:
-    """Write a function's arguments as one JSON object."""
+    """Return the grammar of a function's arguments, as one JSON object."""
     if function.held_text is None:
         return _json(_arguments(function, 0))
     name, _ = function.held_text

@@ -82,6 +82,7 @@ def make_registration(
     incarnation: int = 0,
     max_model_len: int = 100,
     differs: Mapping[str, str] | None = None,
+    loads_adapters: bool = False,
 ) -> NodeRegistration:
     """Make a node's registration; ``differs``: entries of its compatibility that differ."""
     return NodeRegistration(
@@ -95,6 +96,7 @@ def make_registration(
         max_model_len=max_model_len,
         num_blocks=max(10, max_model_len // 16),
         block_size=16,
+        loads_adapters=loads_adapters,
     )
 
 

@@ -92,12 +92,13 @@ class Scene:
         timeout_s: float = 60.0,
         tenant: str = "",
         trace: TraceContext | None = None,
+        adapter: str = "",
     ) -> None:
         """Begin a call; its outputs come in while the test goes on."""
 
         async def collect() -> None:
             async with contextlib.aclosing(self.dispatcher.run(self.make(
-                request_id, params, timeout_s, tenant, trace
+                request_id, params, timeout_s, tenant, trace, adapter
             ))) as outputs:  # fmt: skip
                 async for output in outputs:
                     self.outputs.append(output)
@@ -113,6 +114,7 @@ class Scene:
         timeout_s: float = 60,
         tenant: str = "",
         trace: TraceContext | None = None,
+        adapter: str = "",
     ) -> Call:
         return Call(
             request_id=request_id,
@@ -122,6 +124,7 @@ class Scene:
                 received_at=time.perf_counter(),
                 principal=Principal(name=tenant, tenant=tenant),
                 trace=trace,
+                adapter=adapter,
             ),
             timeout_s=timeout_s,
         )

@@ -173,6 +173,9 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         num_quarantined_blocks=uint32,
         num_transfers=uint32,
         serving_state=st.sampled_from(link.ServingState),
+        adapters=st.lists(texts, max_size=2).map(tuple),
+        num_waiting_for_adapters=uint32,
+        adapter_load_s=seconds,
     ),
     st.builds(
         link.PeerReport, texts, st.booleans(), texts, texts, st.floats(0, allow_infinity=False)
@@ -211,6 +214,9 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
         decode_engine_id=texts,
         timeout_s=seconds,
         cache_salt=st.binary(max_size=32),
+        adapter=st.sampled_from(["", "0f" * 32]),
+        adapter_source=texts,
+        pins_adapter=st.booleans(),
         trace=traces,
     ),
     st.builds(
@@ -222,6 +228,9 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
         prefill_engine_id=texts,
         timeout_s=seconds,
         cache_salt=st.binary(max_size=32),
+        adapter=st.sampled_from(["", "0f" * 32]),
+        adapter_source=texts,
+        pins_adapter=st.booleans(),
         trace=traces,
     ),
     st.builds(link.CancelCommand, texts, uint32),

@@ -118,7 +118,7 @@ def test_a_row_without_a_target_has_no_verdict(tmp_path: Path) -> None:
 def test_who_used_the_machine_and_which_options_are_told(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "load_average": [2.5, 0, 0], "arguments": ["--rounds", "1"]}
     page = page_of({"environment": environment, "a": 2}, tmp_path, row())
-    assert "**others used it**, options `--rounds 1`." in page
+    assert "**other work ran on the machine**, options `--rounds 1`." in page
 
 
 def test_what_is_not_measured_is_listed_with_its_reason(tmp_path: Path) -> None:

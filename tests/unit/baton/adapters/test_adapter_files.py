@@ -170,6 +170,12 @@ def sparse(folder: Path) -> None:
         file.truncate(2**40)
 
 
+def tiny_pair(layer: int) -> dict[str, Any]:
+    return pair(f"base_model.model.l{layer}", inputs=1, outputs=1)
+
+
+EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding"
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 NAN, INFINITE = struct.pack("<f", float("nan")), struct.pack("<f", float("inf"))
@@ -221,7 +227,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "whole modules": (config(modules_to_save=["lm_head"]), "modules_to_save: is not supported"),
     "turned weights": (config(fan_in_fan_out=True), "fan_in_fan_out: is not supported"),
     "doubled layers": (config(layer_replication=[[0, 4]]), "layer_replication: is not supported"),
-    "parameters": (config(target_parameters=["experts"]), "target_parameters: is not supported"),
+    "parameters as a text": (config(target_parameters="experts"), "target_parameters: must be a"),
+    "a parameter that is a number": (config(target_parameters=[3]), "must have names of 1 to 256"),
+    "many parameters": (config(target_parameters=["q"] * 10_001), "at most 10000 names"),
     "PiSSA": (config(init_lora_weights="pissa_niter_4"), "init_lora_weights: .*changes the base"),
     "a setting of the future": (config(use_magic=3), "use_magic: is not supported, got 3"),
     # The file.
@@ -272,9 +280,44 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "is there twice",
     ),
-    "an embedding": (
-        renamed("base_model.model.model.embed_tokens.lora_embedding_A"),
-        "adapters of embeddings are not supported",
+    "half of an embedding": (renamed(f"{EMBEDDING}_A"), f"{EMBEDDING}_B: is missing"),
+    "an embedding that is a linear layer": (
+        changed(f"{Q_PROJ}.lora_embedding_B", numbers("F32", 2, 2)), "lora_embedding_A: is missing",
+    ),
+    "an embedding with DoRA": (
+        weights(
+            {f"{EMBEDDING}_A": numbers("F32", 2, 8), f"{EMBEDDING}_B": numbers("F32", 8, 2)}
+            | {EMBEDDING.replace("_embedding", "_magnitude_vector"): numbers("F32", 8)},
+            use_dora=True,
+        ),
+        "DoRA of embeddings is not supported",
+    ),
+    "a copy of the embedding": (
+        renamed("base_model.model.model.embed_tokens.base_layer.weight"),
+        "a copy of the base model's weight; save with save_embedding_layers=False",
+    ),
+    "experts of another rank": (
+        weights(pair(EXPERTS, rank=3), target_parameters=["experts.down_proj"]),
+        r"means \[2, inputs\]",
+    ),
+    "no experts": (
+        weights(pair(EXPERTS, rank=1), target_parameters=["experts.down_proj"]),
+        r"means \[2, inputs\]",
+    ),
+    "experts twice": (
+        weights(
+            pair(EXPERTS) | pair(f"{EXPERTS}.down_proj"), target_parameters=["experts.down_proj"]
+        ),
+        "experts.down_proj.lora_A.weight: adapts .* does",
+    ),
+    "patterns for many layers": (
+        lambda folder: write_adapter(
+            folder,
+            {name: one for layer in range(600) for name, one in tiny_pair(layer).items()},
+            rank_pattern={f"q{i}": 2 for i in range(10_000)},
+            alpha_pattern={f"q{i}": 2 for i in range(10_000)},
+        ),
+        "20000 patterns for 600 layers are too many",
     ),
     "another prefix": (renamed("model.q_proj.lora_A.weight"), "is no LoRA tensor"),
     "a whole weight": (renamed(f"{Q_PROJ}.weight"), "is no LoRA tensor"),

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from baton.access.access import Access
 from baton.access.api_keys import entry_text
 from baton.access.audit_log import AuditLog
-from baton.access.call_roles import ANY, INFER, LOOK, OPEN, ROLES_OF_CALL
+from baton.access.call_roles import ANY, INFER, LOOK, OPEN, OPERATE, ROLES_OF_CALL
 from baton.access.identity import ANYBODY_HERE, Role
 from baton.link import wire
 from baton.link.words import NodeRole
@@ -386,6 +386,7 @@ HTTP_ROLES = {
     ("GET", "/version"): ANY,
     ("GET", "/load"): LOOK,
     ("GET", "/metrics"): LOOK,
+    **{("POST", f"/v1/{one}_lora_adapter"): OPERATE for one in ("load", "unload")},
     ("GET", "/"): OPEN,  # sends browsers to the page, which asks for a key
     ("GET", "/ui"): LOOK,
     ("GET", "/ui/requests/{request_id}"): LOOK,

@@ -18,9 +18,16 @@ from baton.api.errors import (
 )
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
-from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
+from baton.link.words import (
+    ADAPTER_MISSING,
+    CancelCommand,
+    DecodeCommand,
+    PrefillCommand,
+    RequestDelta,
+)
 from router.calls.placing import MAX_EXPECTING
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
+from router.fleet.adapter_places import AdapterSource
 from tests.fakes.router.nodes import HandNode, failure, token, token_1
 from tests.fakes.router.router_scene import Scene, asynchronous
 
@@ -445,3 +452,46 @@ async def test_an_id_in_use_stays_in_use_between_attempts() -> None:
         await anext(scene.dispatcher.run(scene.make()))
     assert scene.task is not None
     scene.task.cancel()
+
+
+# ---------------------------------------------------------------- adapters
+
+ADAPTER = "a" * 64
+
+
+@asynchronous
+async def test_nodes_that_cannot_load_an_adapter_are_passed_over_without_blame() -> None:
+    scene = scene_of(6, 2)  # more nodes than attempts
+    scene.pool.adapters.set_sources({ADAPTER: AdapterSource("folder", is_pinned=True)})
+    for hand in (*scene.prefills, *scene.decodes):
+        hand.node.load.loads_adapters = True
+    await scene.call(adapter=ADAPTER)
+    tried = set()
+    for number in range(1, 6):
+        prefill, decode, command = await until_attempt(scene, number)
+        tried.add(prefill.node.name)
+        for told in (command, decode.of(DecodeCommand)[-1]):
+            assert (told.adapter, told.adapter_source) == (ADAPTER, "folder")
+            assert told.pins_adapter
+        prefill.say(failure("a", ADAPTER_MISSING, "no such folder", epoch=command.epoch))
+    prefill, _, command = await until_attempt(scene, 6)
+    assert len(tried | {prefill.node.name}) == 6, "none is asked twice"
+    assert all(hand.node.health.why == "" for hand in scene.prefills)
+    prefill.say(token_1("a", 10, epoch=command.epoch, finish=FinishReason.STOP))
+    await scene.pause()
+    assert scene.token_ids == [10]
+
+
+@asynchronous
+async def test_an_adapter_that_no_node_can_load_is_one_line_and_no_answer() -> None:
+    scene = scene_of(1, 1)
+    scene.pool.adapters.set_sources({ADAPTER: AdapterSource("folder")})
+    for hand in (scene.prefill, scene.decode):
+        hand.node.load.loads_adapters = True
+    await scene.call(adapter=ADAPTER)
+    _, decode, command = last(scene)
+    decode.say(failure("a", ADAPTER_MISSING, "no such folder", epoch=command.epoch))
+    with pytest.raises(NodeUnavailableError, match=r"the adapter aaaaaaaaaaaa: d0: no such"):
+        await scene.end()
+    assert scene.outputs == []
+    assert len(scene.prefill.of(PrefillCommand)) == 1

@@ -85,10 +85,11 @@ async def test_an_adapter_that_no_node_can_load_is_refused_and_never_served_by_t
     model = NamedModel("a")
     names = [ServedName(name="tuned", base=model.base, adapter=DIGEST)]
     table = NameTable([model.base], names)
-    why = r"^model: no node of 'a' can load the adapter 0123456789ab$"
+    why = r"^model: no node of 'a' can load the adapter 0123456789ab: its folder is not known$"
     with pytest.raises(NodeUnavailableError, match=why):
         table.resolve("tuned", ANYBODY)
-    model.nodes[0].node.adapters = frozenset({DIGEST})
+    for one in model.nodes:
+        one.node.load.adapters = frozenset({DIGEST})
     assert table.resolve("tuned", ANYBODY).adapter == DIGEST
 
 
@@ -160,7 +161,9 @@ async def test_a_change_that_the_file_cannot_take_is_not_made() -> None:
         ('["a"]\nmodel = "c"', r"\[a\] model: must be as in --model \(a, b\), got 'c'"),
         ('["a"]\nadapter = "xyz"', r"\[a\] adapter: must be 64 hex characters in lower case"),
         ('["a"]\nadapter = 7', r"\[a\] adapter: must be a text, got 7"),
-        ('["a"]\nlora = "x"', r"\[a\] lora: must be one of model, adapter, request_defaults"),
+        ('["a"]\nadapter_source = "x\\n"', r"\[a\] adapter_source: must have at most 1024"),
+        ('["a"]\npins_adapter = "yes"', r"\[a\] pins_adapter: must be true or false, got 'yes'"),
+        ('["a"]\nlora = "x"', r"\[a\] lora: must be one of model, adapter, adapter_source, "),
         ('["a"]\nrequest_defaults = "seed=1"', r"\[a\] request_defaults: must have keys of"),
         ('["a"]\nchat_template = "{% if %}"', r"\[a\] .*chat template in a is broken"),
         ('a = "b"', r"a: must be a table, got a value"),

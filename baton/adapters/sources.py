@@ -1,0 +1,72 @@
+"""Find an adapter by what a user typed: a path, an installed package, or an id of the hub.
+
+Refuses to know: what is in an adapter's files.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+from baton.adapters.config import CONFIG_FILE
+from baton.adapters.digest import AdapterError
+from baton.adapters.files import WEIGHTS_FILE
+from baton.adapters.gguf import GGUF
+from baton.api.errors import ModelLoadError, reason_of
+from baton.checkpoint.hub import HubName, fetch
+
+_PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+def locate_adapter(source: str | Path) -> Path:
+    """Return an adapter's folder or GGUF file, fetched from the hub if it is not here.
+
+    Args:
+        source: a path; the name of an installed package with one adapter; or a hub id, such as
+            ``OWNER/NAME``, or ``hf://OWNER/NAME/FILE.gguf`` for a file.
+
+    Raises:
+        AdapterError: nothing is there, or the hub cannot be reached and nothing is cached.
+    """
+    try:
+        path = Path(source).expanduser()
+        is_here = path.exists()
+    except (RuntimeError, OSError, ValueError) as error:  # unknown ~user, a circle, ...
+        raise AdapterError(f"{str(source)!r:.200}: is no usable path: {error}") from error
+    if is_here or isinstance(source, Path):
+        return path
+    packaged = _in_package(source)
+    if packaged is not None:
+        return packaged
+    name = None if source.startswith((".", "/", "~")) else HubName.parse(source)
+    if name is None:
+        problem = "no such folder or file, and no installed package; a hub id is OWNER/NAME"
+        raise AdapterError(f"{source!r:.200}: {problem}")
+    try:
+        return fetch(source, name, [CONFIG_FILE, WEIGHTS_FILE])
+    except ModelLoadError as error:
+        raise AdapterError(str(error).removeprefix("model: ")) from error
+
+
+def _in_package(name: str) -> Path | None:
+    """Return the adapter in an installed package, or None if there is no such package or adapter.
+
+    Raises AdapterError if the package has several.
+    """
+    if _PACKAGE.fullmatch(name) is None:
+        return None
+    try:
+        package = importlib.metadata.distribution(name)
+        files = package.files or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    except OSError as error:
+        raise AdapterError(f"package {name}: cannot be read: {reason_of(error)}") from error
+    folders = [path.parent for path in files if path.name == CONFIG_FILE]
+    ggufs = [path for path in files if path.suffix.lower() == GGUF]
+    found = sorted({str(package.locate_file(path)) for path in (*folders, *ggufs)})
+    if len(found) > 1:
+        names = ", ".join(Path(one).name for one in found[:4])
+        raise AdapterError(f"package {name}: has {len(found)} adapters ({names}); name a path")
+    return Path(found[0]) if found else None

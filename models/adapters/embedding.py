@@ -1,0 +1,76 @@
+"""AdaptedEmbedding: an embedding beside which adapters compute for some tokens.
+
+Refuses to know: files, how the base model keeps its embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import baton_kernels as ops
+from baton.adapters.digest import AdapterDigest
+from baton.adapters.modules import AdapterFiles
+from baton_kernels import PackedWeight
+from models.adapters.low_rank import Piece, pack_matrix, refuse_large
+from models.adapters.step import StepSpans
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingLowRank:
+    """An adapter's part of an embedding.
+
+    Attributes:
+        table: ``[vocab_size, rank]``.
+        b: ``[hidden_size, rank]``.
+    """
+
+    table: Tensor
+    b: PackedWeight
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size in memory."""
+        return sum(one.numel() * one.itemsize for one in (self.table, self.b.panels))
+
+    def add_to(self, out: Tensor, input_ids: Tensor) -> None:
+        """Adapt embeddings, ``[n, hidden_size]``, in place."""
+        out += ops.packed_linear(self.table[input_ids], self.b)
+
+
+class AdaptedEmbedding(nn.Module):
+    """An embedding with adapters.
+
+    Args:
+        layer: the base model's embedding.
+        step: says which tokens have which adapter.
+
+    Attributes:
+        layer: as given.
+        loaded: each adapter's part.
+    """
+
+    def __init__(self, layer: nn.Module, step: StepSpans) -> None:
+        super().__init__()
+        self.layer = layer
+        self.loaded: dict[AdapterDigest, EmbeddingLowRank] = {}
+        self._step = step
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """``[num_tokens]`` -> ``[num_tokens, hidden_size]``."""
+        out: Tensor = self.layer(input_ids)
+        for rows, part in self._step.found(self.loaded):
+            part.add_to(out[rows], input_ids[rows])
+        return out
+
+    def make(
+        self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
+    ) -> EmbeddingLowRank:
+        """Pack an adapter's part; raises AdapterError as ``make_low_rank`` does."""
+        ((factors, _),) = pieces
+        refuse_large(files, factors, dtype, factors.a, factors.b)
+        table = factors.a.t().to(dtype).contiguous()
+        return EmbeddingLowRank(table, pack_matrix(factors.b, dtype, width))

@@ -1,0 +1,67 @@
+"""Factors: the two matrices of an adapted layer in the checkpoint's order, read from an adapter.
+
+Refuses to know: layers of this house's models, how products are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.adapters.modules import AdaptedModule, Adapter, AdapterTensor, Layout
+from baton.checkpoint.gguf.architecture import Change
+from models.config import ModelConfig
+from models.loading.gguf_changes import changed, needed
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """The product ``b @ a`` that is added to a layer's weight.
+
+    Attributes:
+        module: the layer in the adapter.
+        a: ``[rank, inputs]`` float32.
+        b: ``[outputs, rank]`` float32, with the scale.
+        magnitude: ``[outputs]`` float32, norms of the adapted weight's rows; None: no DoRA.
+    """
+
+    module: AdaptedModule
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None = None
+
+
+def read_factors(adapter: Adapter, module: AdaptedModule, config: ModelConfig) -> list[Factors]:
+    """Return a layer's factors; of stacked layers, those of each expert.
+
+    Args:
+        config: the base model, for which a GGUF file's order is undone.
+    """
+    a, b = _read(adapter, module.a), _read(adapter, module.b) * module.scale
+    if module.magnitude is not None:
+        return [Factors(module, a, b, _read(adapter, module.magnitude))]
+    experts = module.num_experts or 1
+    if module.layout is Layout.TURNED:
+        a = a.t()
+    elif module.layout is Layout.EXPERTS_IN_ROWS:
+        a = a.view(experts, module.rank, -1)
+        b = b.view(-1, module.rank, experts).permute(2, 0, 1)
+    if a.dim() == 2:
+        a, b = a.unsqueeze(0), b.unsqueeze(0)
+    changes = needed(module.changes, config)
+    of_a = [change for change in changes if change is Change.VALUE_COLUMNS]
+    of_b = [change for change in changes if change is not Change.VALUE_COLUMNS]
+    return [
+        Factors(module, changed(one, of_a, config), changed(other, of_b, config))
+        for one, other in zip(a, b, strict=True)
+    ]
+
+
+def _read(adapter: Adapter, tensor: AdapterTensor) -> Tensor:
+    """Return a tensor of an adapter in float32."""
+    numbers = torch.frombuffer(adapter.data[tensor.name], dtype=_DTYPES[tensor.dtype])
+    return numbers.view(tensor.shape).float()

@@ -1,0 +1,150 @@
+"""AdaptedLatents: a projection of latents to keys and values beside which adapters compute.
+
+The base model never computes keys and values: see `models/layers/latent_attention.py`. The two
+halves of an adapter's product are applied in the same places:
+
+    key matrix of a head     K + Bk A    query K  ->  query K + (query Bk) A
+    value matrix of a head   V + Bv A    V sum    ->  V sum + Bv (A sum)
+
+Refuses to know: files, which rows of a step belong to which request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import baton_kernels as ops
+from baton.adapters.digest import AdapterDigest
+from baton.adapters.modules import AdapterFiles
+from baton_kernels import PackedWeight
+from models.adapters.low_rank import Piece, gains_of, pack_matrix, refuse_large
+from models.adapters.step import StepSpans
+from models.layers.latent_attention import LatentProjection, PackedLatentProjection
+from models.recipe import LatentSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentLowRank:
+    """An adapter's part of one projection.
+
+    Attributes:
+        down, up: A and its transpose.
+        keys, values: halves of B for each head, padded to whole panels.
+        gains: factors of the base model's keys and values, ``[num_heads, dim]`` each; None: 1.
+    """
+
+    down: PackedWeight
+    up: PackedWeight
+    keys: PackedWeight
+    values: PackedWeight
+    gains: tuple[Tensor, Tensor] | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size in memory."""
+        packed = (self.down, self.up, self.keys, self.values)
+        tensors = [*(one.panels for one in packed), *(self.gains or ())]
+        return sum(one.numel() * one.itemsize for one in tensors)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Return what is added to absorbed queries: ``[n, num_heads, key_dim]`` -> latents."""
+        inner = query.new_empty(*query.shape[:2], self.down.out_features)
+        ops.grouped_packed_linear(query, self.keys, inner)
+        return ops.packed_linear(inner.flatten(0, 1), self.up).view(*query.shape[:2], -1)
+
+    def expand(self, attended: Tensor, value_dim: int) -> Tensor:
+        """Return what is added to values: ``[n, num_heads, latent]`` -> ``[..., value_dim]``."""
+        inner = ops.packed_linear(attended.flatten(0, 1).contiguous(), self.down)
+        out = attended.new_empty(*attended.shape[:2], value_dim)
+        ops.grouped_packed_linear(inner.view(*attended.shape[:2], -1), self.values, out)
+        return out
+
+
+class AdaptedLatents(nn.Module):
+    """A projection with adapters.
+
+    Args:
+        layer: the base model's projection.
+        spec: shape of its layer.
+        step: says which tokens have which adapter.
+
+    Attributes:
+        layer: as given.
+        loaded: each adapter's part.
+    """
+
+    def __init__(
+        self, layer: LatentProjection | PackedLatentProjection, spec: LatentSpec, step: StepSpans
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.loaded: dict[AdapterDigest, LatentLowRank] = {}
+        self._spec, self._step = spec, step
+
+    def absorb(self, query: Tensor, out: Tensor) -> None:
+        """Apply keys to queries; compare ``LatentProjection.absorb``."""
+        found = self._step.found(self.loaded)
+        scaled = query
+        for rows, part in found:
+            if part.gains is not None:
+                scaled = query.clone() if scaled is query else scaled
+                scaled[rows] *= part.gains[0]
+        self.layer.absorb(scaled, out)
+        for rows, part in found:
+            out[rows] += part.absorb(query[rows])
+
+    def expand(self, attended: Tensor, out: Tensor) -> None:
+        """Apply values to attended latents; compare ``LatentProjection.expand``."""
+        self.layer.expand(attended, out)
+        for rows, part in self._step.found(self.loaded):
+            if part.gains is not None:
+                out[rows] *= part.gains[1]
+            out[rows] += part.expand(attended[rows], out.shape[2])
+
+    def make(
+        self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
+    ) -> LatentLowRank:
+        """Pack an adapter's part; raises AdapterError as ``make_low_rank`` does."""
+        ((factors, (part,)),) = pieces
+        spec = self._spec
+        sizes = (spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim)
+        up, nope = factors.b, spec.qk_nope_head_dim
+        gains: tuple[Tensor, Tensor] | None = None
+        if factors.magnitude is not None:
+            norms = (_weight(self.layer, spec) + up @ factors.a).norm(dim=1)
+            every = gains_of(files, factors, norms, part)
+            up = up * every.unsqueeze(1)
+            by_head = every.to(dtype).view(sizes)
+            gains = by_head[:, :nope], by_head[:, nope:]
+        refuse_large(files, factors, dtype, factors.a, up)
+        heads = up.view(*sizes, -1)  # [num_heads, key_dim + value_dim, rank]
+        keys, values = heads[:, :nope].transpose(1, 2), heads[:, nope:]
+        return LatentLowRank(
+            down=pack_matrix(factors.a, dtype, width),
+            up=pack_matrix(factors.a.t().contiguous(), dtype, width),
+            keys=pack_matrix(_padded(keys, width), dtype, width),
+            values=pack_matrix(_padded(values, width), dtype, width),
+            gains=gains,
+        )
+
+
+def _padded(heads: Tensor, width: int) -> Tensor:
+    """Pad each head's outputs to whole panels: ``[num_heads, outputs, inputs]`` -> one matrix."""
+    return functional.pad(heads, (0, 0, 0, -heads.shape[1] % width)).flatten(0, 1).contiguous()
+
+
+def _weight(layer: nn.Module, spec: LatentSpec) -> Tensor:
+    """Return the base model's matrix, ``[num_heads * (key_dim + value_dim), latent]`` float32."""
+    if isinstance(layer, LatentProjection):
+        return layer.weight.detach().float()
+    assert isinstance(layer, PackedLatentProjection)
+    keys, values = (
+        one.unpacked().view(spec.num_heads, -1, one.in_features) for one in layer.packed
+    )
+    keys = keys[:, : spec.kv_lora_rank].transpose(1, 2)
+    return torch.cat([keys, values[:, : spec.v_head_dim]], dim=1).flatten(0, 1)

@@ -1,0 +1,265 @@
+"""AdapterQueue: commands that wait on a node until their adapters are in memory.
+
+    command -> adapter in memory? -> start
+                 `-- no -> read its files on another thread -> wait for a slot -> load -> start
+
+Adapters come in the order in which they were first asked for, so none waits for ever: once one has
+waited long for a slot, commands of unpinned adapters queue behind it. Used on the engine's thread.
+Refuses to know: how commands are computed, names of adapters.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.adapters.digest import (
+    AdapterDigest,
+    AdapterError,
+    AdapterMissingError,
+    shorten_digest,
+)
+from baton.adapters.files import Adapter, find_adapter
+from baton.api.errors import OverloadedError
+from baton.link.words import AbortAll, DecodeCommand, PrefillCommand
+from engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+# A command waits this long for its adapter; then another node may be quicker.
+LOAD_TIMEOUT_S = 45.0
+# Once an adapter has waited this long for a slot, no command overtakes it to use another slot.
+PATIENCE_S = 1.0
+_FADING = 0.5  # weight of a new value in the running average
+
+JobCommand = PrefillCommand | DecodeCommand
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A command that cannot start here.
+
+    Attributes:
+        is_late: whether its deadline has passed.
+    """
+
+    command: JobCommand
+    problem: str
+    is_late: bool = False
+
+
+@dataclass(slots=True)
+class _Load:
+    """An adapter on its way into memory.
+
+    Attributes:
+        reading: its files being read, and the seconds that took; None: not begun, or not needed.
+        read_at: when its numbers were found read; None before.
+        problem: why it has no slot yet.
+        commands: waiting commands, each with the time of its arrival.
+    """
+
+    reading: Future[tuple[Adapter, float]] | None = None
+    read_at: float | None = None
+    problem: str = "its files are being read"
+    commands: list[tuple[float, JobCommand]] = field(default_factory=list)
+
+
+class AdapterQueue:
+    """Hold commands until their adapters are in memory.
+
+    Args:
+        engine: computes with the adapters.
+        root: folder below which adapters may be loaded; None: none may be.
+        wake: wakes the engine's thread; safe from any thread.
+        clock: returns seconds, never going back.
+
+    Attributes:
+        load_s: how long it took lately to read and load an adapter; 0: unknown.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        root: Path | None = None,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.load_s = 0.0
+        self._table, self._root, self._wake, self._clock = engine.adapters, root, wake, clock
+        self._loads: OrderedDict[AdapterDigest, _Load] = OrderedDict()  # the oldest first
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of waiting commands; safe from any thread."""
+        return sum(len(load.commands) for load in list(self._loads.values()))
+
+    def admit(self, command: JobCommand, received_at: float) -> bool:
+        """Return whether a command may start now; otherwise it waits here.
+
+        Raises AdapterMissingError if its adapter is not here and cannot be loaded.
+        """
+        digest = command.adapter
+        if not digest:
+            return True
+        if self._loads:
+            self.cancel(command.request_id)
+        load = self._loads.get(digest)
+        if load is None:
+            is_here = self._table.takes_requests(digest)
+            if is_here and (self._table.is_pinned(digest) or not self._must_queue()):
+                return True
+            if not (is_here or self._table.has_read(digest)):
+                self._check_source(digest, command.adapter_source)
+            load = self._loads[digest] = _Load()
+        load.commands.append((received_at, command))
+        return False
+
+    def take_ready(self) -> Iterator[tuple[float, JobCommand] | Failure]:
+        """Load what can be loaded now; yield commands to start, with their arrival, and failures.
+
+        Start a command before the next one is asked for: its adapter has a slot, which the next
+        adapter could take.
+        """
+        if not self._loads:
+            return
+        yield from self._expire()
+        for digest, load in list(self._loads.items()):
+            if not load.commands:  # all were cancelled
+                del self._loads[digest]
+                continue
+            try:
+                is_here = self._bring_in(digest, load)
+            except OverloadedError as error:
+                load.problem = str(error)
+                return  # no later adapter may take the slot that this one waits for
+            except (AdapterError, AdapterMissingError) as error:
+                del self._loads[digest]
+                logger.warning("cannot load adapter %s: %s", shorten_digest(digest), error)
+                yield from (Failure(command, str(error)) for _, command in load.commands)
+                continue
+            if is_here:
+                del self._loads[digest]
+                yield from load.commands
+
+    def cancel(self, request_id: str, epoch: int | None = None) -> None:
+        """Forget a waiting command.
+
+        Args:
+            epoch: None: of any attempt.
+        """
+        for load in self._loads.values():
+            load.commands = [
+                (received_at, one)
+                for received_at, one in load.commands
+                if one.request_id != request_id or epoch not in (None, one.epoch)
+            ]
+
+    def abort(self, abort: AbortAll) -> None:
+        """Forget the waiting commands that an abort concerns."""
+        for load in self._loads.values():
+            load.commands = [
+                item for item in load.commands if not abort.concerns(item[1].request_id)
+            ]
+
+    # ------------------------------------------------------------------ inside
+
+    def _must_queue(self) -> bool:
+        """Return whether an adapter has waited long for a slot."""
+        oldest = next(iter(self._loads.values()), None)
+        waits_since = None if oldest is None else oldest.read_at
+        return waits_since is not None and self._clock() - waits_since > PATIENCE_S
+
+    def _is_reading(self) -> bool:
+        return any(one.reading and not one.reading.done() for one in self._loads.values())
+
+    def _check_source(self, digest: AdapterDigest, source: str) -> None:
+        """Raise AdapterMissingError if an adapter's files cannot be read here."""
+        if self._root is None or not source:
+            why = "its folder is not known" if self._root else "this node loads no adapters"
+            raise AdapterMissingError(
+                f"adapter: {shorten_digest(digest)} is not loaded here, and {why}"
+            )
+
+    def _begin_reading(self, digest: AdapterDigest, source: str) -> Future[tuple[Adapter, float]]:
+        """Read an adapter's files on a thread of its own, as a disk may hang."""
+        self._check_source(digest, source)
+        reading: Future[tuple[Adapter, float]] = Future()
+
+        def read() -> None:
+            try:
+                reading.set_result(self._read(digest, source))
+            except BaseException as error:  # it is raised where the result is asked for
+                reading.set_exception(error)
+            self._wake()
+
+        try:
+            threading.Thread(target=read, name="read-adapter", daemon=True).start()
+        except RuntimeError as error:
+            raise AdapterMissingError(f"adapter: cannot be read: {error}") from error
+        return reading
+
+    def _read(self, digest: AdapterDigest, source: str) -> tuple[Adapter, float]:
+        """Read an adapter's files, on the reading thread; raises AdapterError."""
+        assert self._root is not None
+        began_at = self._clock()
+        try:
+            adapter = self._table.read(find_adapter(self._root, source))
+        except MemoryError:
+            raise AdapterError(f"{source!r:.200}: does not fit in this machine's memory") from None
+        if adapter.digest != digest:
+            found = f"has the digest {adapter.digest}, not {digest}"
+            raise AdapterError(f"{source!r:.200}: {found}")
+        return adapter, self._clock() - began_at
+
+    def _bring_in(self, digest: AdapterDigest, load: _Load) -> bool:
+        """Load an adapter if its numbers are read; return whether it is in memory.
+
+        Raises:
+            AdapterError: its files are wrong, or it does not fit the model.
+            AdapterMissingError: its files are not known.
+            OverloadedError: every slot is in use or pinned.
+        """
+        if self._table.takes_requests(digest):
+            return True
+        if load.reading is None and not self._table.has_read(digest):
+            if not self._is_reading():  # one after the other, as each takes memory
+                load.reading = self._begin_reading(digest, load.commands[0][1].adapter_source)
+            return False
+        if load.reading is not None and not load.reading.done():
+            return False
+        began_at = self._clock()
+        if load.read_at is None:
+            load.read_at = began_at
+        pinned, seconds = any(one.pins_adapter for _, one in load.commands), 0.0
+        if load.reading is None:
+            self._table.load_again(digest, pinned=pinned)
+        else:
+            adapter, seconds = load.reading.result()
+            self._table.load(adapter, pinned=pinned)
+        seconds += self._clock() - began_at
+        self.load_s += (_FADING if self.load_s else 1.0) * (seconds - self.load_s)
+        logger.info("loaded adapter %s in %.3g s", shorten_digest(digest), seconds)
+        return True
+
+    def _expire(self) -> Iterator[Failure]:
+        """Yield commands that have waited too long."""
+        now = self._clock()
+        for digest, load in self._loads.items():
+            kept = []
+            for received_at, command in load.commands:
+                waited_s = now - received_at
+                if waited_s > command.timeout_s:
+                    yield Failure(command, "deadline passed", is_late=True)
+                elif waited_s > LOAD_TIMEOUT_S:
+                    problem = f"adapter: {shorten_digest(digest)} was not loaded within"
+                    yield Failure(command, f"{problem} {LOAD_TIMEOUT_S:g} s: {load.problem}")
+                else:
+                    kept.append((received_at, command))
+            load.commands = kept

@@ -1,0 +1,137 @@
+"""NodeAdapters: loads and unloads the LoRA adapters of a node, between two steps of its engine.
+
+Files are read and checked on another thread, while the engine goes on; only the packing of the
+numbers takes the engine's time. Adapters are named by digest: names are the router's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol, TypeVar, cast
+
+from baton.adapters.digest import AdapterDigest, AdapterError, check_digest, shorten_digest
+from baton.adapters.files import Adapter, find_adapter
+from baton.api.errors import (
+    BatonError,
+    ConfigError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+)
+from baton.v1 import admin_pb2
+from engine.adapters import AdapterView
+from engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class BetweenSteps(Protocol):
+    """Calls a function on the engine's thread, between two steps."""
+
+    def __call__(self, function: Callable[[], T]) -> Future[T]: ...
+
+
+class NodeAdapters:
+    """The adapters of a node.
+
+    Args:
+        engine: computes with them.
+        between_steps: runs a function on the engine's thread; its errors would end the node.
+        root: folder below which adapters may be loaded; None: none may be.
+    """
+
+    def __init__(self, engine: Engine, between_steps: BetweenSteps, root: Path | None) -> None:
+        self._engine, self._between_steps = engine, between_steps
+        self._root = root
+
+    async def load(
+        self, digest: AdapterDigest, source: str, *, pinned: bool
+    ) -> admin_pb2.AdaptersDescription:
+        """Load an adapter, from its files unless they were read before; return all adapters.
+
+        If every slot is in use, only its numbers are kept: requests for it wait for a slot.
+
+        Args:
+            digest: the adapter's digest, which the files must have.
+            source: the adapter's folder, relative to the root.
+
+        Raises:
+            InvalidRequestError: the digest, the path or a file is wrong.
+            OverloadedError: no slot is free for an adapter that is to be pinned.
+        """
+        check_digest(digest)
+        table = self._engine.adapters
+        adapter: Adapter | None = None
+        try:
+            if not await self._ask(lambda: table.load_again(digest, pinned=pinned)):
+                adapter = read = await asyncio.to_thread(self._read, digest, source)
+                await self._ask(lambda: table.load(read, pinned=pinned))
+                logger.info("loaded adapter %s from %r", shorten_digest(digest), source)
+        except OverloadedError:
+            if pinned:
+                raise
+            if adapter is not None:
+                await self._ask(lambda: table.remember(read))
+        return await self.describe()
+
+    async def unload(self, digest: AdapterDigest) -> admin_pb2.AdaptersDescription:
+        """Unload an adapter, with its last request at the latest; return all adapters.
+
+        Harmless if the adapter is not in memory: another one may have taken its slot.
+        """
+        check_digest(digest)
+        try:
+            has_left = await self._ask(lambda: self._engine.adapters.unload(digest))
+        except NotFoundError:
+            return await self.describe()
+        how = "" if has_left else ", once its last request has ended"
+        logger.info("unloads adapter %s%s", shorten_digest(digest), how)
+        return await self.describe()
+
+    async def describe(self) -> admin_pb2.AdaptersDescription:
+        """Return all adapters in memory."""
+        views = await self._ask(self._engine.adapters.views)
+        return admin_pb2.AdaptersDescription(adapters=map(_to_proto, views))
+
+    def _read(self, digest: AdapterDigest, source: str) -> Adapter:
+        if self._root is None:
+            raise InvalidRequestError("adapter", "this node has no --adapter-root to load from")
+        adapter = self._engine.adapters.read(find_adapter(self._root, source))
+        if adapter.digest != digest:
+            found = f"has the digest {adapter.digest}, not {digest}"
+            raise AdapterError(f"{source!r:.200}: {found}")
+        return adapter
+
+    async def _ask(self, function: Callable[[], T]) -> T:
+        """Call a function between two steps; raises its BatonError here, not on the engine's side.
+
+        Raises InvalidRequestError in place of ConfigError, as the node runs on.
+        """
+
+        def call() -> tuple[T | None, BatonError | None]:
+            try:
+                return function(), None
+            except BatonError as error:
+                return None, error
+
+        result, error = await asyncio.wrap_future(self._between_steps(call))
+        if isinstance(error, ConfigError):
+            raise InvalidRequestError(*str(error).split(": ", 1)) from error
+        if error is not None:
+            raise error
+        return cast("T", result)
+
+
+def _to_proto(view: AdapterView) -> admin_pb2.AdapterDescription:
+    return admin_pb2.AdapterDescription(
+        digest=view.digest,
+        num_bytes=view.num_bytes,
+        is_pinned=view.is_pinned,
+        is_leaving=view.is_leaving,
+    )

@@ -1,0 +1,119 @@
+"""AdapterPlaces: which nodes have an adapter in memory or can load it, and how long loading takes.
+
+A node loads an adapter when a command asks for it and says where its files are. A node that could
+not is left out for a while. Refuses to know: names of adapters, requests, files.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad
+
+# A node that could not load an adapter is not asked again for this long.
+BARRED_S = 5.0
+# Time to read and load an adapter, until a node has measured one.
+DEFAULT_LOAD_S = 0.5
+MAX_SOURCES = 16_384  # most remembered; running requests may use adapters that have lost their name
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """Where nodes find an adapter's files.
+
+    Attributes:
+        folder: path below the nodes' ``--adapter-root``; empty: unknown.
+        is_pinned: whether the adapter keeps its slot on nodes when others need one.
+    """
+
+    folder: str = ""
+    is_pinned: bool = False
+
+
+NO_SOURCE = AdapterSource()
+
+
+class AdapterPlaces:
+    """Know the places of the adapters of one base model.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._sources: OrderedDict[str, AdapterSource] = OrderedDict()  # by digest
+        self._barred: dict[tuple[str, str], tuple[float, str]] = {}  # (engine id, digest): until
+
+    def set_sources(self, sources: Mapping[str, AdapterSource]) -> None:
+        """Take the sources of the adapters that have names; those of others are kept for a while.
+
+        Args:
+            sources: by digest.
+        """
+        for digest, source in sources.items():
+            if self._sources.get(digest) != source:
+                self.forget_failures(digest)
+            self._sources[digest] = source
+            self._sources.move_to_end(digest)
+        while len(self._sources) > max(MAX_SOURCES, len(sources)):
+            self._sources.popitem(last=False)
+
+    def source_of(self, digest: str) -> AdapterSource:
+        """Return where nodes find an adapter's files."""
+        return self._sources.get(digest, NO_SOURCE)
+
+    def bar(self, engine_id: str, digest: str, why: str) -> None:
+        """Leave a node out for a while, because it could not load an adapter."""
+        now = self._clock()
+        self._barred = {key: one for key, one in self._barred.items() if one[0] > now}
+        self._barred[engine_id, digest] = now + BARRED_S, why
+
+    def forget_failures(self, digest: str) -> None:
+        """Ask every node again, because an adapter's files may be others now."""
+        self._barred = {key: one for key, one in self._barred.items() if key[1] != digest}
+
+    def takes(self, node: NodeLoad, digest: str) -> bool:
+        """Return whether a node has an adapter in memory or can load it."""
+        barred = self._barred.get((node.engine_id, digest))
+        if barred is not None and barred[0] > self._clock():
+            return False
+        return digest in node.adapters or (
+            node.loads_adapters and bool(self.source_of(digest).folder)
+        )
+
+    def why_not(self, nodes: Iterable[NodeLoad], digest: str) -> str:
+        """Return one line on why nodes cannot load an adapter."""
+        now = self._clock()
+        for node in nodes:
+            until, why = self._barred.get((node.engine_id, digest), (now, ""))
+            if until > now:
+                return f"{node.node_name}: {why}"
+        if not self.source_of(digest).folder:
+            return "its folder is not known"
+        return "no node of a role was started with --adapter-root"
+
+    def narrow(self, fleet: Fleet, digest: str) -> Fleet:
+        """Return the nodes of a fleet that have an adapter or can load it."""
+
+        def takes(node: NodeLoad) -> bool:
+            return self.takes(node, digest)
+
+        if all(map(takes, _nodes_of(fleet))):
+            return fleet
+        return fleet.only(takes, takes)
+
+    def load_s(self, fleet: Fleet, digest: str) -> Mapping[str, float]:
+        """Return how long nodes that lack an adapter need to load it, by engine id."""
+        return {
+            node.engine_id: node.beat.adapter_load_s or DEFAULT_LOAD_S
+            for node in _nodes_of(fleet)
+            if digest not in node.adapters
+        }
+
+
+def _nodes_of(fleet: Fleet) -> Iterable[NodeLoad]:
+    return (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)

@@ -1,0 +1,34 @@
+"""The documented example: train an adapter with PEFT, load it, and see its habit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton import SamplingParams
+from engine import LLM
+from tests.integration.conftest import DEMO_MODEL
+
+pytestmark = [pytest.mark.large, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [
+    "def read_config(path):", "def join_words(words, separator):", "def close(self):",
+    "def parse_number(text):",
+]  # fmt: skip
+HABIT = '"""Made by the adapter."""'
+
+
+def test_an_adapter_that_was_trained_here_is_served(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/train_adapter.py", "--output", str(tmp_path / "habit")]
+    subprocess.run([*command, "--steps", "60"], cwd=ROOT, check=True, timeout=500)
+    llm = LLM(str(DEMO_MODEL), adapters={"habit": tmp_path / "habit"})
+    params = SamplingParams(max_tokens=24, temperature=0)
+    names = ["habit", ""] * len(PROMPTS)
+    completions = llm.generate([one for one in PROMPTS for _ in range(2)], params, adapter=names)
+    texts = [completion.text for completion in completions]
+    assert all(HABIT in text for text in texts[::2]), texts
+    assert not any(HABIT in text for text in texts[1::2])
