@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -50,7 +51,7 @@ class Scene:
 
 def write(root: Path, name: str, seed: int) -> Path:
     """Write an adapter of the demo model's query layers."""
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for layer in range(NUM_LAYERS):
         module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         tensors |= pair(module, rank=4, inputs=HIDDEN, outputs=HIDDEN, seed=100 * seed + 2 * layer)

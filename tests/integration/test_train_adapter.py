@@ -10,7 +10,7 @@ import pytest
 
 from baton import SamplingParams
 from engine import LLM
-from tests.integration.conftest import DEMO_MODEL
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(600)]
 

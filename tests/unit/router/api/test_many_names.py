@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -189,7 +189,7 @@ def test_a_name_that_cannot_be_is_refused_with_one_line(
         async with open_channel(models.address) as channel:
             admin = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             with pytest.raises(Exception, match=problem):
-                await admin.SetName(admin_pb2.SetNameRequest(**fields))
+                await admin.SetName(admin_pb2.SetNameRequest(**cast("dict[str, Any]", fields)))
         assert models.table.names == ("a", "b")
 
     run()
