@@ -52,7 +52,7 @@ class JoinedNode:
 
 @dataclass(slots=True)
 class Answer:
-    """What nodes said to one request.
+    """Answers of nodes to one request.
 
     Attributes:
         num_computed_tokens: prompt tokens that the prefill node computed.
