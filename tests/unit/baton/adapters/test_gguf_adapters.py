@@ -112,7 +112,7 @@ def test_without_alpha_all_scales_are_1(tmp_path: Path) -> None:
 
 def test_the_digest_is_of_the_content_and_of_its_meaning(tmp_path: Path) -> None:
     plain = adapter_digest(write(tmp_path / "a.gguf", gguf(both())))
-    turned = dict(reversed(both().items()))
+    turned = dict(reversed(list(both().items())))
     named = FIELDS | {"general.name": "other"}
     assert adapter_digest(write(tmp_path / "b.gguf", gguf(turned, named))) == plain
     others = {
