@@ -39,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_folder, "own_cache_folder", lambda name: tmp_path / "folders")
 
 
-def targets_of(theirs: Any) -> dict[str, list[str]]:
+def targets_of(theirs: Any) -> dict[str, Any]:
     names = [name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)]
     experts = [name for name, one in theirs.named_parameters() if one.dim() == 3]
     stacked = [one for one in experts if ".experts." in one]
