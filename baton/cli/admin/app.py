@@ -13,7 +13,7 @@ _ENTRIES = {
     "node": Entry("baton.cli.admin.nodes:node", "Show one node."),
     "drain": Entry(
         "baton.cli.admin.lifecycle:drain",
-        "Have a node take nothing new and end what it has; it stays, for `resume` or `remove`.",
+        "Let a node finish its requests and take no new ones; the node stays, for `resume` or `remove`.",
     ),
     "resume": Entry(
         "baton.cli.admin.lifecycle:resume", "Have a draining or drained node serve again."
@@ -47,7 +47,7 @@ _ENTRIES = {
     "release": Entry("baton.cli.admin.quarantine:release", "Stop refusing a quarantined request."),
     "audit": Entry(
         "baton.cli.admin.audit:audit",
-        "Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.",
+        "Show who holds the KV blocks of a node, or of all; exit code 5 if a block has no owner.",
     ),
     "policy": Entry("baton.cli.admin.tuning:policy", "See or change how requests are placed."),
     "rollout": Entry(
@@ -60,7 +60,7 @@ _ENTRIES = {
     ),
     "adapters": Entry(
         "baton.cli.admin.adapters:adapters",
-        "See or change the LoRA adapters that a router's nodes compute.",
+        "See or change the LoRA adapters that nodes compute beside the base model.",
     ),
     "flush-cache": Entry(
         "baton.cli.admin.tuning:flush_cache",
@@ -68,7 +68,7 @@ _ENTRIES = {
     ),
     "log-level": Entry(
         "baton.cli.admin.tuning:log_level",
-        "Set what a node, or the router (its name here is `router`), logs from now on.",
+        "Set the log level of a node, or of the router (named `router`), from now on.",
     ),
     "profile": Entry(
         "baton.cli.admin.tuning:profile",

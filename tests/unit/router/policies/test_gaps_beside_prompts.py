@@ -18,8 +18,9 @@ pytestmark = pytest.mark.medium
 def test_prompts_hardly_stretch_the_gaps_of_streams(num_users: int, stretch: float) -> None:
     seen = play("split", num_users, 64)
     assert percentile(seen.later_gaps_s, 0.99) <= stretch * statistics.median(seen.later_gaps_s)
-    # Behind token 1 there are the hand-off, a step that has begun, and a step of its own.
-    assert max(seen.gaps_s) <= (stretch + 2) * statistics.median(seen.gaps_s)
+    # Behind token 1 there are the hand-off, a step with 64 prompt tokens that has begun, and a step
+    # of its own.
+    assert max(seen.gaps_s) <= (stretch + 3) * statistics.median(seen.gaps_s)
 
 
 def test_prompts_are_still_computed_beside_decodes_where_prefill_nodes_are_busy() -> None:
