@@ -13,7 +13,8 @@ _ENTRIES = {
     "node": Entry("baton.cli.admin.nodes:node", "Show one node."),
     "drain": Entry(
         "baton.cli.admin.lifecycle:drain",
-        "Let a node finish its requests and take no new ones; the node stays, for `resume` or `remove`.",
+        "Let a node finish its requests and take no new ones; the node stays, for `resume` or "
+        "`remove`.",
     ),
     "resume": Entry(
         "baton.cli.admin.lifecycle:resume", "Have a draining or drained node serve again."
