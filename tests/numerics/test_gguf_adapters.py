@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType
@@ -69,9 +69,7 @@ def test_a_file_equals_its_adapter_in_pefts_layout(name: str, tmp_path: Path) ->
     family, architecture = GGUF_FAMILIES[name], name.partition(" ")[0]
     theirs = make_hugging_face_model(family.model, **{**SHAPE, **family.shape})
     folder = save(theirs, tmp_path / "model")
-    made = make_adapter(
-        theirs, tmp_path / "peft", r=4, lora_alpha=2, **cast("dict[str, Any]", targets_of(theirs))
-    )
+    made = make_adapter(theirs, tmp_path / "peft", r=4, lora_alpha=2, **targets_of(theirs))
     path = convert_adapter(made.folder, tmp_path / "one.gguf", architecture, theirs.config)
     expected = certain_prompts(made.model, 2, 10, NUM_OUTPUTS, SHAPE["vocab_size"])
     prompts, outputs = [prompt for prompt, _ in expected], [output for _, output in expected]
@@ -93,9 +91,7 @@ def test_both_forms_over_a_base_model_that_stays_packed(kind: str, tmp_path: Pat
         common_fields(theirs.config) | family.fields(theirs.config),
         vocab_size=theirs.config.vocab_size,
     )
-    made = make_adapter(
-        theirs, tmp_path / "peft", r=4, lora_alpha=2, **cast("dict[str, Any]", targets_of(theirs))
-    )
+    made = make_adapter(theirs, tmp_path / "peft", r=4, lora_alpha=2, **targets_of(theirs))
     path = convert_adapter(made.folder, tmp_path / "one.gguf", "llama", theirs.config)
     prompts = [[3, 1, 4, 1, 5], [2, 7, 1, 8, 2, 8]]
     assert tokens(base, prompts, path) == tokens(base, prompts, made.folder)
