@@ -132,8 +132,7 @@ def test_names_of_adapters_and_of_the_base_model_share_a_fleet(
             for name in ("one", "two", "base", "one"):
                 completion = await client.generate(fresh[0], PARAMS, timeout_s=60, model=name)
                 assert completion.receipt is not None
-                assert completion.receipt.prefill is not None
-                found.append(completion.receipt.prefill.num_cached_tokens)
+                found.append(completion.receipt.num_cached_tokens)
             assert found[:3] == [0, 0, 0], "KV of another version was found"
             assert found[3] > 0
 

@@ -16,15 +16,15 @@ pytestmark = [pytest.mark.large, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [
-    "def read_config(path):", "def join_words(words, separator):", "def close(self):",
-    "def parse_number(text):",
+    "def read_config(path):\n", "def join_words(words, separator):\n", "def close(self):\n",
+    "def parse_number(text):\n",
 ]  # fmt: skip
 HABIT = '"""Made by the adapter."""'
 
 
 def test_an_adapter_that_was_trained_here_is_served(tmp_path: Path) -> None:
     command = [sys.executable, "examples/train_adapter.py", "--output", str(tmp_path / "habit")]
-    subprocess.run([*command, "--steps", "60"], cwd=ROOT, check=True, timeout=500)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=500)
     llm = LLM(str(DEMO_MODEL), adapters={"habit": tmp_path / "habit"})
     params = SamplingParams(max_tokens=24, temperature=0)
     names = ["habit", ""] * len(PROMPTS)
