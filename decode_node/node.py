@@ -66,7 +66,7 @@ class DecodeNode:
         options: options of decode nodes.
         clock: returns seconds, never going back.
         spans: takes spans of traced requests; None: no tracing.
-        adapters: holds commands until their adapters are in memory; None: one that reads no files.
+        adapters: holds commands until their adapters are in memory; None: a queue without files.
     """
 
     def __init__(
@@ -217,7 +217,8 @@ class DecodeNode:
     def note_prefill_node(self, engine_id: str, *, is_connected: bool) -> None:
         """Note that a prefill node is connected or gone; call on this node's thread.
 
-        While any is connected, prompts may stretch a decode step only by ``max_step_stretch``.
+        While a prefill node is connected, ``max_step_stretch`` limits how much prompts may slow a
+        decode step.
         """
         had_any = bool(self._prefill_nodes)
         (self._prefill_nodes.add if is_connected else self._prefill_nodes.discard)(engine_id)

@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 # How long to remember an ended request, and a START that came before its DecodeCommand.
 MEMORY_S = 60.0
-MAX_EARLY_STARTS = 10_000  # most remembered; their requests may never come
+MAX_EARLY_STARTS = 10_000  # requests whose START came early may never come
 TICK_S = 0.1
 NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport="", exposed_transfer_s=0.0)
 
 
 class ReservationState(Enum):
-    """A reservation's state. COMMITTED from the start if the prompt is computed here."""
+    """A reservation's state; COMMITTED from the start if this node computes the prompt."""
 
     PARKED = "PARKED"
     GRANTED = "GRANTED"
@@ -60,7 +60,7 @@ class Reservation:
     Attributes:
         block_ids: blocks that the prefill node may write.
         num_received_tokens: the highest watermark; messages may arrive in any order.
-        committed_at_step: number of engine steps at the commit.
+        committed_at_step: number of engine steps before the commit.
     """
 
     request: Request
@@ -132,10 +132,10 @@ class Reservations:
     def decline(
         self, request: Request, epoch: int, engine_id: str, received_at: float
     ) -> Reservation:
-        """Note that ``engine_id`` need not send a request's KV, as it is computed here."""
+        """Note that ``engine_id`` need not send a request's KV, because it is computed here."""
         key = (request.request_id, epoch)
         now = self._clock()
-        self._ended[key] = now  # a START for it may still arrive
+        self._ended[key] = now  # a START for this request may still arrive
         if self._early_starts.pop((key, engine_id), None) is not None:
             self._receiver.cancel(key[0], epoch, engine_id)
         return Reservation(

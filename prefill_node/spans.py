@@ -26,7 +26,7 @@ class PrefillTrace:
 
     Attributes:
         parent: context of the router's attempt.
-        chunks: for each chunk its begin, and its end once it has ended.
+        chunks: per chunk its start time and, once it is computed, its end time.
         error: why the request failed; empty: it did not.
     """
 
@@ -154,6 +154,6 @@ class PrefillTraces:
         self._sink(trace.spans(now, has_pushed=has_pushed), zero_of(self._clock))
 
     def end_others(self, is_open: Callable[[str, int], bool]) -> None:
-        """End the traces of requests whose push was dropped."""
+        """End the traces of requests that have no open hand-off any more."""
         for request_id, epoch in [key for key in self._open if not is_open(*key)]:
             self.end_trace(request_id, epoch, has_pushed=True)
