@@ -174,8 +174,8 @@ def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
     Call this on the thread that will compute all steps: kernels' threads and their scratch memory
     belong to the calling thread.
 
-    pushes: whether the node sends a prompt's layers while it computes later ones.
-        pushes: whether layers of a prompt are sent while later ones are computed.
+    Args:
+        pushes: whether the node sends a prompt's layers while it computes later ones.
     """
     began_at = time.perf_counter()
     compiles = engine.kv_memory.tensor.device.type != "cpu"
