@@ -163,7 +163,7 @@ class Admission:
         return False
 
     def shed(self, least_urgent: float) -> None:
-        """From now on, refuse requests with a larger priority number; infinity: refuse none."""
+        """Refuse requests with a larger priority number from now on; infinity: refuse none."""
         self._least_urgent = least_urgent
 
     def note_first_token(self, ticket: Ticket) -> None:

@@ -10,7 +10,7 @@ from baton.api.errors import BatonError
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """What the gate knows of one request.
+    """The gate's knowledge of one request.
 
     Attributes:
         request_id: the request's scoped id.

@@ -19,7 +19,7 @@ MAX_SOURCE_CHARS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedName:
-    """What one name stands for; raises ConfigError naming the field.
+    """A served name and its meaning; raises ConfigError naming the field.
 
     Attributes:
         base: base model whose nodes compute the requests.

@@ -21,7 +21,7 @@ def _nothing_cached() -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteQuery:
-    """What is known of a request before it is placed.
+    """Facts about a request before it is placed.
 
     Attributes:
         num_prompt_tokens: tokens to compute first: the prompt, and output of earlier attempts.

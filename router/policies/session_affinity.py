@@ -19,7 +19,8 @@ class SessionAffinity:
     """Pick by rendezvous hashing with bounded loads; requests without a session go by tokens.
 
     When a node leaves, only its own sessions move. Thaler and Ravishankar, "Using Name-Based
-    Mappings to Increase Hit Rates", 1998; Mirrokni et al., "Consistent Hashing with Bounded Loads", 2016.
+    Mappings to Increase Hit Rates", 1998; Mirrokni et al., "Consistent Hashing with Bounded
+    Loads", 2016.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ _LONG_FADING = 0.01
 
 @dataclass(slots=True)
 class SharedRates:
-    """What all nodes of a router measured together; new nodes start from these rates.
+    """Rates that all nodes of a router measured together; new nodes start from these.
 
     Attributes:
         output_tokens: mean output length of a request.
@@ -65,7 +65,7 @@ class SharedRates:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What one open request counts for on one node; only the node's `NodeLoad` writes here.
+    """The load of one open request on one node; only the node's `NodeLoad` writes here.
 
     Attributes:
         num_tokens: what the request adds to the node's ``num_open_tokens``.

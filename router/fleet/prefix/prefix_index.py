@@ -40,7 +40,7 @@ MAX_KINDS = 8  # a prompt is hashed once for each
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """What the index knows of a node since the node's last snapshot.
+    """The index's knowledge of a node since the node's last snapshot.
 
     Attributes:
         bit: the node's bit in sets of nodes.

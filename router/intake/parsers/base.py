@@ -61,7 +61,7 @@ class OutputParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """What a parser may know of its request.
+    """Facts about a request that its parser may use.
 
     Attributes:
         tools: JSON Schema of each offered function's parameters, by name.

@@ -25,7 +25,7 @@ Row = TypeVar("Row", Family, Thoughts)
 
 @dataclass(frozen=True, slots=True)
 class AskedThinking:
-    """What a request says about thinking before the answer.
+    """A request's wishes about thinking before the answer.
 
     Attributes:
         is_off: whether the model must not think.
