@@ -39,7 +39,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReceipt:
-    """What a request cost the prefill node; seconds by this node's clock.
+    """The cost of a request on the prefill node; seconds by this node's clock.
 
     Attributes:
         queue_s: command received -> first chunk scheduled.
@@ -58,7 +58,7 @@ class PrefillReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReceipt:
-    """What a push of KV blocks cost; sent in the commit record.
+    """The cost of a push of KV blocks; sent in the commit record.
 
     Attributes:
         num_descriptors: memory ranges that were written, after merging adjacent ones.
