@@ -37,7 +37,7 @@ class _OwnPackages(MetaPathFinder):
 
 
 def prefer_own_packages() -> None:
-    """From now on, import Baton's packages from the folder of `baton`.
+    """Import Baton's packages from the folder of `baton` from now on.
 
     Raises:
         ImportError: another module has been imported under such a name.

@@ -75,7 +75,7 @@ class PushReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReceipt:
-    """What a request cost the decode node; seconds by this node's clock.
+    """The cost of a request on the decode node; seconds by this node's clock.
 
     Attributes:
         num_cached_tokens: prompt tokens whose KV was in the node's own prefix cache, not pushed.
@@ -239,7 +239,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """What a request cost an engine without a router; times in seconds.
+    """The cost of a request in an engine without a router; times in seconds.
 
     Attributes:
         queue_s: time from arrival until it was first scheduled.

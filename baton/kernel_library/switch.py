@@ -16,7 +16,7 @@ _BUILD = "build"
 
 @dataclass(frozen=True, slots=True)
 class KernelSwitch:
-    """What the environment demands of native kernels.
+    """The environment's wishes about native kernels.
 
     Attributes:
         must_build: whether to build the library here even if one was built ahead.

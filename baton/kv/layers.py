@@ -139,7 +139,7 @@ class StateKV:
 
     @property
     def retained_tokens(self) -> int | None:
-        """Implement `PagedKV.retained_tokens`: the next token, and the one before, for its state."""
+        """Implement `PagedKV.retained_tokens`: the next token and, for its state, the last one."""
         return 2
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:

@@ -135,7 +135,7 @@ class NodeEnd:
         return self._num_missed_beats > MAX_MISSED_BEATS
 
     def leave(self) -> AbortAll | None:
-        """Leave the link; return a command that ends the router's requests, or None if not joined."""
+        """Leave the link; return the command that ends the router's requests, if it was joined."""
         if not self.joined:
             return None
         self.joined = False

@@ -72,7 +72,7 @@ class DecodeTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
-    """What a node tells routers about itself. Only nodes with equal ``compatibility`` are paired.
+    """A node's description of itself. Only nodes with equal ``compatibility`` are paired.
 
     Attributes:
         prefix_hash: algorithm of block hashes (`baton/kv/block_hash.py`); empty: no prefix cache.
