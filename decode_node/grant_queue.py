@@ -43,8 +43,7 @@ class GrantQueue:
     Args:
         engine: allocates the blocks.
         max_requests: most requests that receive at a time.
-        max_tokens: most tokens received at a time; a request that receives alone may have more.
-            0: half of the KV cache.
+        max_tokens: most tokens received at a time (more for one long prompt); 0: half the cache.
     """
 
     def __init__(self, engine: Engine, *, max_requests: int, max_tokens: int) -> None:

@@ -217,8 +217,7 @@ class DecodeNode:
     def note_prefill_node(self, engine_id: str, *, is_connected: bool) -> None:
         """Note that a prefill node is connected or gone; call on this node's thread.
 
-        While a prefill node is connected, ``max_step_stretch`` limits how much prompts may slow a
-        decode step.
+        With a prefill node, ``max_step_stretch`` limits how much prompts may slow decode steps.
         """
         had_any = bool(self._prefill_nodes)
         (self._prefill_nodes.add if is_connected else self._prefill_nodes.discard)(engine_id)

@@ -3,9 +3,8 @@
     PARKED -> GRANTED -> RECEIVING -> COMMITTED          its blocks belong to the running request
         `--------`-----------`------> QUARANTINED -> free
 
-Parks requests and grants blocks; turns transfer events into arrivals and failures. Blocks that a
-peer may still write after a request's end go into quarantine (`decode_node/quarantine.py`).
-Refuses to know: RPCs, tensors.
+Parks requests, grants blocks, and applies transfer events. Blocks that a peer may still write after
+a request's end go into quarantine (`decode_node/quarantine.py`). Refuses to know: RPCs, tensors.
 """
 
 from __future__ import annotations
@@ -152,8 +151,7 @@ class Reservations:
     def settle(self, event: TransferEvent) -> Reservation | None:
         """Apply a transfer event; return the reservation if it is now COMMITTED or has failed.
 
-        A failed reservation has left the engine, with its blocks in quarantine or free. Its state
-        is QUARANTINED.
+        A failed reservation is QUARANTINED: out of the engine, blocks in quarantine or free.
         """
         key = (event.request_id, event.epoch)
         reservation = self._open.get(key)

@@ -1,8 +1,7 @@
 """PushTracker: which blocks of each request may travel, and which are still in use.
 
-The tracker turns scheduled and computed steps into pushes for the sender. It references each block
-of a request from before the block is filled until the transfer's end event, so the request may
-finish or be aborted at any time.
+Turns scheduled and computed steps into pushes for the sender. References each block until the end
+event of the block's transfer, so a request may finish or be aborted at any time.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class _Handoff:
         epoch: number of the attempt.
         engine_id: engine id of the decode node.
         block_ids: ids of the travelling blocks that are allocated so far.
-        held_block_ids: ids of all referenced blocks; after a preemption the old blocks may still
-            travel.
+        held_block_ids: ids of all referenced blocks, also of those from before a preemption.
         tail: pushes the blocks from ``tail_first`` on, some layers at a time.
     """
 
@@ -137,8 +135,7 @@ class PushTracker:
     def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
         """Start the transfer of requests whose first chunk is scheduled; hold their blocks.
 
-        Returns:
-            A callback for after each layer of the step, or None.
+        Returns a callback to call after each layer of the step, or None.
         """
         tail: LayerTail | None = None
         for item in scheduled.scheduled:
@@ -230,11 +227,7 @@ class PushTracker:
             self.drop(request_id, "its prefill node lost its router")
 
     def settle(self, event: TransferEvent) -> bool:
-        """Release the blocks of a transfer that ended.
-
-        Returns:
-            True if a hand-off that was still wanted has failed.
-        """
+        """Release an ended transfer's blocks; return whether a hand-off still wanted has failed."""
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:
             self._ended[event.outcome] += 1

@@ -185,8 +185,7 @@ class OpenCall:
     async def _wait_for_placement(self, failure: str) -> Placement:
         """Return the placement of the next attempt; wait if no nodes are available now.
 
-        Raises:
-            NodeUnavailableError: no nodes became available in time, or none are expected.
+        Raises NodeUnavailableError if no nodes become available in time, or none are expected.
         """
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
         give_up_at = loop.time() + self._recovery.pair_timeout_s
