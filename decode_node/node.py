@@ -88,7 +88,7 @@ class DecodeNode:
         self._options = options
         self._inbox, self._outbox = Inbox(DecodeCommand, clock, self._adapters), Outbox(emit)
         self._jobs: dict[str, _Job] = {}
-        self._prefill_nodes = set[str]()  # engine ids of those that are connected
+        self._prefill_nodes = set[str]()  # engine ids of connected prefill nodes
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""

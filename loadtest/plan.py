@@ -107,8 +107,8 @@ class LoadPlan:
         cancel_rate: share of requests that the client cancels before their end.
         seed: seed of everything drawn. Another seed makes other prompts, even of traces and data
             sets.
-        round: number of a repetition with this seed. Each has other prompts, because a server may
-            have cached the previous ones.
+        round: number of a repetition with this seed. Each repetition has new prompts, because a
+            server may have cached the old prompts.
         turns: turns per conversation; each prompt repeats all earlier messages. A turn is sent
             after the previous answer. Open loops start conversations at their rate.
         turn_pause_s: mean pause between an answer and the next turn, exponential.

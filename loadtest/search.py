@@ -64,7 +64,7 @@ async def find_highest(
     precision: float,
     least: float,
 ) -> tuple[float, float]:
-    """Find the highest value that holds together with all lower ones, and the lowest failing one.
+    """Find the highest value that holds like all lower values, and the lowest failing value.
 
     Returns 0 in place of the first if no tried value held, and infinity in place of the second if
     none failed.
@@ -154,7 +154,7 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
 
 
 def _bracket(steps: Sequence[Step], repeat: int) -> tuple[float, float]:
-    """Return a repeat's bracket (see SearchResult); without tries of its own, use all tries."""
+    """Return a repeat's bracket (see SearchResult), or of all repeats if this one has no tries."""
     tried = [step for step in steps if step.repeat == repeat] or steps
     low = max((step.value for step in tried if step.held), default=0.0)
     return low, min((step.value for step in tried if step.value > low), default=low)

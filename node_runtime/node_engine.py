@@ -175,7 +175,7 @@ def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
     belong to the calling thread.
 
     Args:
-        pushes: whether the node sends a prompt's layers while it computes later ones.
+        pushes: whether the node sends a prompt's layers while it computes later layers.
     """
     began_at = time.perf_counter()
     compiles = engine.kv_memory.tensor.device.type != "cpu"

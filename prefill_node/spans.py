@@ -52,7 +52,7 @@ class PrefillTrace:
                 return
 
     def spans(self, now: float, *, has_pushed: bool) -> list[Span]:
-        """Return all spans; open ones end now.
+        """Return all spans; open spans end now.
 
         Args:
             has_pushed: whether the request's KV was sent to a decode node.
@@ -145,7 +145,7 @@ class PrefillTraces:
     def end_trace(
         self, request_id: str, epoch: int, error: str = "", *, has_pushed: bool = False
     ) -> None:
-        """Emit a request's spans, as it ended here; do nothing if it is not traced or has ended."""
+        """Emit the spans of a request that ended here; do nothing if it is untraced or unknown."""
         trace = self._open.pop((request_id, epoch), None) if self._open else None
         if trace is None or self._sink is None:
             return

@@ -181,7 +181,7 @@ def compile_case(case: AotCase, capability: int) -> Any:
 
 
 def sum_order(ttgir: str, ptx: str) -> int:
-    """Return a number for the order in which a kernel adds: kernels with one number add alike. The
+    """Return a number for the order in which a kernel adds: equal numbers mean equal orders. The
     order follows from the matrix instructions and from each thread's parts of a summed tile.
     """
     layouts = dict(_LAYOUT.findall(ttgir))

@@ -2,7 +2,7 @@
 
     python -m tools.house            print per package: files, lines, lengths of functions
     python -m tools.house --write    write the generated parts of PAGES: packages, day path, ...
-    python -m tools.house --check    find stale parts of those pages; `make check` runs this
+    python -m tools.house --check    find stale parts of these pages; `make check` runs this
 
 Generated stubs do not count. Functions' lines are counted as in check_layout.
 """
@@ -360,7 +360,7 @@ def show(root: Path) -> None:
 
 
 def main(root: Path, words: list[str]) -> int:
-    """Do what the command line says; return the exit code."""
+    """Run the command line; return the exit code."""
     if words == ["--write"]:
         write(root)
     elif words == ["--check"]:

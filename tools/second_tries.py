@@ -49,7 +49,7 @@ def days_of(record: Path) -> dict[str, Counter[str]]:
 
 
 def main(root: Path, words: list[str]) -> int:
-    """Do what the command line says; return the exit code."""
+    """Run the command line; return the exit code."""
     record = record_of(root)
     if words == ["note"]:
         git = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]

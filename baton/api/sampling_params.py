@@ -66,7 +66,7 @@ class SamplingParams:
             request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut the output.
         thinking: the thought before the answer and its token limits. A ``structured_output`` then
             begins after the thought.
-        prompt_logprobs: like ``logprobs``, for each prompt token given those before it; the first
+        prompt_logprobs: like ``logprobs``, for each prompt token given the tokens before; the first
             is None. Returned with the first output token. Such prompts do not use the prefix cache.
     """
 

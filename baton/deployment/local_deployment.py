@@ -550,7 +550,7 @@ class LocalDeployment:
 
 
 def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
-    """Return the tokens of router and nodes; random ones if the router has other keys."""
+    """Return the tokens of router and nodes; with any credentials, missing tokens are random."""
     given = {
         "BATON_ADMIN_TOKEN": config.admin_token or os.environ.get("BATON_ADMIN_TOKEN", ""),
         "BATON_NODE_TOKEN": os.environ.get("BATON_NODE_TOKEN", ""),

@@ -163,7 +163,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers_per_unit(self) -> int:
-        """Number of equal parts of each unit: its layers if all groups are alike, else 1."""
+        """Number of equal parts of each unit: its layers if all groups are equal, else 1."""
         layouts = {(group.num_places, group.layer_bytes(), group.order) for group in self.groups}
         is_cut = len(layouts) == 1 and self.groups[0].order is KVOrder.LAYERS
         return self.groups[0].num_places if is_cut else 1
@@ -186,7 +186,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
     def places(self, group: KVGroup, stage: int) -> Sequence[int]:
         """Return the layer slots of a group that a stage has, in order.
 
-        A single stage also has the unused slots, which make units of all groups alike.
+        A single stage also has the unused slots, which make the units of all groups equal.
         """
         if self.num_stages == 1:
             return range(group.num_places)
@@ -194,7 +194,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         return [place for place, layer in enumerate(group.layers) if layer in own]
 
     def num_places(self, stage: int) -> int:
-        """Return the number of layer slots in a stage's units: those of its largest group."""
+        """Return the number of layer slots in a stage's units: the slots of the largest group."""
         return max(1, *(len(self.places(group, stage)) for group in self.groups))
 
     def unit_bytes(self, rank: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Operators' requests that router and nodes answer alike: log levels and profiles."""
+"""Operators' requests that router and nodes answer in the same way: log levels, profiles."""
 
 from __future__ import annotations
 

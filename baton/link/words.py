@@ -62,7 +62,7 @@ class DecodeTime:
     """Duration of one step that decoded a token of each request on an otherwise idle node.
 
     Attributes:
-        num_context_tokens: tokens before the decoded ones, summed over all requests.
+        num_context_tokens: tokens before each request's decoded token, summed over all requests.
     """
 
     num_requests: int

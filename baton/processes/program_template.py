@@ -319,7 +319,7 @@ def _show_title(words: Sequence[str]) -> None:
     stat = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     start, end = (int(number) for number in stat[_ARG_START : _ARG_START + 2])
     title = os.fsencode(" ".join(words))[: end - start - 2]
-    # Linux shows the text up to the first zero if the last byte is not zero.
+    # If the last byte is not zero, Linux shows the title up to the first zero.
     ctypes.memmove(start, title.ljust(end - start - 1, b"\0") + b"\1", end - start)
 
 

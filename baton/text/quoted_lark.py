@@ -3,8 +3,9 @@
     start: /.+/    matches  say "a"    and converted  say \\"a\\"
 
 Each character has one spelling in the string: a short escape if JSON has one, ``\\u00..`` for other
-control characters, otherwise itself. All escapes begin alike, and the library's lexer looks one
-byte ahead. So each escape is a lexeme, and terminals that may contain escapes become rules.
+control characters, otherwise itself. All escapes begin with a backslash, but the library's lexer
+looks only one byte ahead. So each escape is a lexeme, and terminals that may contain escapes become
+rules.
 
     /[^x]+y/  ->  (/[^x"\\]/ | ESCAPE) (/[^x"\\]+/ | ESCAPE)* /[^x"\\]*y/
 """

@@ -1,4 +1,4 @@
-"""Rows of the page about the hand-off: what it costs, and what hides behind the prefill."""
+"""Rows of the page about the hand-off: its cost, and the part hidden behind the prefill."""
 
 from __future__ import annotations
 

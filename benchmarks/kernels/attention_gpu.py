@@ -265,7 +265,7 @@ def _flashinfer(
 
 
 def decode_cells(device: str) -> Iterator[Cell]:
-    """Yield all decode cells that fit into memory; on a CPU two tiny ones."""
+    """Yield all decode cells that fit into memory; on a CPU two tiny cells."""
     if torch.device(device).type == "cpu":
         yield Cell(4, 2, 1, 1, 6, 16, 4, torch.float32)
         yield Cell(2, 1, 3, 1, 9, 16, 4, torch.float32)
@@ -279,7 +279,7 @@ def decode_cells(device: str) -> Iterator[Cell]:
 
 
 def prefill_cells(device: str) -> Iterator[Cell]:
-    """Yield the prefill cells; on a CPU two tiny ones."""
+    """Yield the prefill cells; on a CPU two tiny cells."""
     if torch.device(device).type == "cpu":
         yield Cell(2, 1, 1, 5, 0, 16, 4, torch.float32)
         yield Cell(2, 1, 1, 3, 6, 16, 4, torch.float32)
@@ -290,7 +290,7 @@ def prefill_cells(device: str) -> Iterator[Cell]:
 
 @torch.inference_mode()
 def measure(device: str) -> Iterator[Row]:
-    """Yield rows as they are measured, prefill first; on a CPU tiny ones, without times.
+    """Yield rows as they are measured, prefill first; on a CPU tiny shapes, without times.
 
     A failing cell gives a row with the key "failed", and the other cells still run.
     """

@@ -66,7 +66,7 @@ class Sizes:
 
     @classmethod
     def of(cls, device: str) -> Sizes:
-        """Return sizes for a device; a CPU gets tiny ones, in a dtype of Triton's interpreter."""
+        """Return sizes for a device; a CPU gets tiny sizes, in a dtype of Triton's interpreter."""
         if torch.device(device).type != "cpu":
             return cls(device, torch.bfloat16)
         return cls(device, torch.float32, 32, 48, 2, 1, 16, 4, 300, 2**12, (3,), (2,))
@@ -268,7 +268,7 @@ PARTS: dict[str, Callable[[Sizes], Iterator[Row]]] = {
 
 @torch.inference_mode()
 def measure(device: str, parts: tuple[str, ...] = tuple(PARTS)) -> Iterator[Row]:
-    """Yield rows as they are measured; on a CPU tiny ones, whose times mean nothing.
+    """Yield rows as they are measured; on a CPU for tiny shapes, whose times mean nothing.
 
     A failure gives a row with the key "failed", and ends its part.
     """

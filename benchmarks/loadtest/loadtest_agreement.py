@@ -89,7 +89,7 @@ def baton_command(job: Job) -> list[str]:
 
 
 def baton_numbers(folder: Path) -> Numbers:
-    """Return Baton's numbers; other programs call its TPOT ITL."""
+    """Return Baton's numbers, with TPOT under the other programs' name ITL."""
     summary = read(folder / "result.json")["summary"]
     found = {
         f"{name}_{ours}_ms": summary["latencies"][f"{key}_s"][ours] * 1e3

@@ -5,8 +5,8 @@
 A router, a prefill node, a decode node and the attackers run in separate processes. Attackers have
 a low priority, because attackers on a network could not take cores from the system. Each trick goes
 to the router's gRPC port and to a decode node's port for some seconds; then all tricks run at once.
-Meanwhile a probe asks the router's /health and another client streams. The goals are those of
-`hostile_shapes.py`, and that every link between router and node stays. Rows that miss a goal are
+Meanwhile a probe asks the router's /health and another client streams. The goals: those of
+`hostile_shapes.py`, and no lost link between router and node. Rows that miss a goal are
 printed, and the exit code is then 1. `starved_ms` is the time for which a program's main thread
 waited for a core; a machine without spare cores misses goals for this reason alone.
 """

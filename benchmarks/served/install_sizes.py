@@ -1,7 +1,7 @@
 """Measure the disk space of an installation: the project's requirements, extra by extra.
 
-Counts the files of all distributions that an extra adds to those before. Nothing is installed or
-downloaded; torch counts as the build in this environment.
+Counts the files of all distributions that an extra adds to the extras before. Nothing is installed
+or downloaded; torch counts as the build in this environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_LARGEST = 3
 
 
 def run(run: Run) -> Document:
-    """Measure what each extra adds to those before."""
+    """Measure the disk space that each extra adds to the extras before."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = {"core": project["dependencies"], **project["optional-dependencies"]}
     held: set[str] = set()

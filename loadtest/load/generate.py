@@ -20,7 +20,7 @@ from loadtest.load.traces import BLOCK_TOKENS, TraceRequest, num_blocks
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Numbers of tokens, log-normal: many short ones and a long tail.
+    """Distribution of numbers of tokens, log-normal: many small numbers and a long tail.
 
     Attributes:
         mean: mean of the distribution.

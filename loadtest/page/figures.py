@@ -23,7 +23,7 @@ _CDFS = {
 
 
 def all_figures(document: Document, look: Look) -> dict[str, Figure]:
-    """Draw a result's figures by name; those without numbers are left out."""
+    """Draw a result's figures by name; runs without numbers are left out."""
     if document["kind"] == "compare":
         return compare_figures(document, look)
     if "steps" in document:

@@ -37,7 +37,7 @@ class Attempt:
         num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
         epoch: number of this attempt in the nodes' deltas.
         timeout_s: seconds until the call's deadline.
-        buffer: receives the tokens; holds those of earlier attempts.
+        buffer: receives the tokens; already holds the tokens of earlier attempts.
         trace: this attempt's span, parent of the nodes' spans; None: the call is not traced.
         adapter_source: where nodes find the files of the call's adapter.
 

@@ -21,7 +21,7 @@ from baton.link.words import NodeRegistration
 from router.fleet.node import Node, num_bytes_of
 
 MAX_NODES = 4096
-# Most bytes of registrations: what nodes tell their peers, some kB per node.
+# Most bytes of registrations, which hold what nodes tell their peers: some kB per node.
 MAX_KEPT_BYTES = 96 * 2**20
 MAX_KEPT_BYTES_OF_ADDRESS = 32 * 2**20
 # Joins per address: a burst for a whole cluster that returns, then a steady rate.

@@ -76,7 +76,7 @@ class LostNodes:
             self._losses.append(Loss(self._clock(), engine_id, node_name, num_open))
 
     def note_joined(self, engine_id: str, node_name: str) -> None:
-        """Decide open losses: this process is alive, earlier ones with its name are dead."""
+        """Settle open losses: the joined process lives, the name's earlier processes are dead."""
         for loss in self._losses:
             if self._is_open(loss):
                 if loss.engine_id == engine_id:

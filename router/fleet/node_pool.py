@@ -178,7 +178,7 @@ class NodePool:
 
     @property
     def has_had_both_roles(self) -> bool:
-        """Return whether nodes of both roles have ever joined; if so, missing ones may return."""
+        """Return whether nodes of both roles have ever joined; if so, missing nodes may return."""
         return self._roles_seen == set(NodeRole)
 
     def awaited_until(self, return_s: float) -> float:

@@ -3,7 +3,7 @@
     normal -> shed (less urgent requests are refused, connections are not kept open)
            -> critical (all requests are refused; health, operators and nodes are served)
 
-Each signal has a level of its own; the worst one counts. A level begins at once, and ends when its
+Each signal has a level; the worst level counts. A level begins at once, and ends when its
 signals have been well below it for a while. Measurements come through `note`, and callers read
 `level`: `Overload` knows no API and no operating system.
 """

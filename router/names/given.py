@@ -17,7 +17,7 @@ from router.names.served_name import ServedName
 def names_given(
     bases: Sequence[BaseModel], names: Sequence[str], aliases: str, defaults: str
 ) -> list[ServedName]:
-    """Return the served names; those of the first base model come first.
+    """Return the served names; names of the first base model come first.
 
     Args:
         names: with one base model its names, with several ``NAME=MODEL``. A base model without a

@@ -1,6 +1,6 @@
 """MetricsPage: the text of `/metrics`, for one base model or several.
 
-one base model     its metrics, as they are
+one base model     the model's metrics, unchanged
 several            each sample of a base model has a label ``base_model``
 """
 

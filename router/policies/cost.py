@@ -193,7 +193,7 @@ class _Search:
         return self._harmless(some, best_pair_s)
 
     def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:
-        """Return places without local ones that would win and make a request miss its deadline.
+        """Return the places without local places that would win but miss a deadline.
 
         For a tenant at its fair share, decode nodes with queued prompts are left out too: such a
         request began because prefill nodes have room, and other tenants would wait behind it.

@@ -20,9 +20,9 @@ DEFAULT_BYTES_PER_S = 10e9
 LAST_CHUNK_TOKENS = 2048
 # A second of slower decoding, spread over many tokens, counts less than a second before token 1.
 DECODE_WEIGHT = 0.5
-# A prompt delays all prompts that come before its node is idle again. While it is computed, about
-# as many arrive as it found queued, q (Little's law, random arrivals). These delay more: in all
-# q / (1 - utilization), with an assumed utilization of one half.
+# A prompt delays all prompts that come before its node is idle again. If it finds q prompts
+# queued, about q more arrive while it is computed (Little's law, random arrivals). Those delay
+# others: in all q / (1 - utilization), with an assumed utilization of one half.
 BUSY_FACTOR = 2.0
 # Computing a prompt on D must be faster by this margin, because the next prompt waits for it. On an
 # idle D the margin shrinks with the share of the prompt that D lacks: a conversation with a short

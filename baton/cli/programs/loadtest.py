@@ -84,7 +84,7 @@ def compare(options: CompareOptions) -> None:
 
     Restarts each deployment before each repeat. With --find-max-goodput, starts each only once and
     compares them at the highest rate that each sustains. Goodput within --slo decides; effects on
-    ITL and TTFT are shown too. Exit codes are those of `run`.
+    ITL and TTFT are shown too. Exit codes are the same as for `run`.
     """
 
     async def main() -> int:

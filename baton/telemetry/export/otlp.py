@@ -25,7 +25,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from baton.telemetry.spans import Attribute, Span
 from baton.version import __version__
 
-# Parts of a span with their tags: trace_id and span_id; kind, begin and end.
+# Fixed-size parts of a span, tags included: trace_id and span_id; kind, begin and end.
 _IDS = struct.Struct("<2s16s2s8s")
 _TIMES = struct.Struct("<BBBQBQ")
 _TRACE_ID, _SPAN_ID, _PARENT_ID = b"\x0a\x10", b"\x12\x08", b"\x22\x08"

@@ -112,7 +112,7 @@ def _not(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
 
 
 def _one_of(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
-    """Make alternatives exclude each other if they limit only properties."""
+    """Rewrite oneOf: make alternatives that limit only properties exclude each other."""
     ways = schema.get("oneOf")
     if not isinstance(ways, list) or not 1 < len(ways) <= _MAX_WAYS:
         return schema

@@ -1,4 +1,4 @@
-"""Thought marks: how models mark thoughts, and what an engine must know for a prompt.
+"""Thought marks: how models mark thoughts, and the part of this that an engine must know.
 
 prompt ... <|im_start|>assistant <think> | thought | </think> | answer     opened by the prompt
 prompt ... <|im_start|>assistant | <think> thought | </think> | answer     the model may open it

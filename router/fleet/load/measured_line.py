@@ -5,7 +5,7 @@
              level of all nodes, or an unmeasured node would look faster than its measured equals
     slope    least squares of relative errors around that level; outliers are bounded
 
-Only the latest measurements count, newer ones more. The line knows neither nodes nor clocks.
+Only the latest measurements count, the newest most. The line knows neither nodes nor clocks.
 """
 
 from __future__ import annotations

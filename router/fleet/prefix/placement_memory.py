@@ -42,7 +42,7 @@ class PlacementMemory:
 
     @property
     def num_blocks(self) -> int:
-        """Number of contents remembered; a content in both generations counts twice."""
+        """Number of entries in both generations; a content in both counts twice."""
         return len(self._newest) + len(self._previous)
 
     def note(self, bit: int, hashes: Iterable[ShortHash]) -> None:
