@@ -269,7 +269,7 @@ def load_text(seed: int) -> Corpus:
     training, validation = split_sources(sources, seed)
     documents = encode_in_pieces(tokenizer, training, seed)
     own = write_texts(documents, seed)
-    # About half of the training text is the model's own.
+    # About half of the training text is written by the model itself.
     size, own_size = (sum(map(len, texts)) for texts in (documents, own))
     return Corpus(
         documents=[*documents, *own * max(round(size / own_size), 1)],

@@ -23,8 +23,8 @@ class LayerTail:
         sender: takes the pushes.
         layer_groups: ranges of a block's layers, in order; each is pushed once its last layer is
             computed.
-        num_layers: if blocks cannot be cut by layers: the model's number of layers, after which
-            whole blocks are pushed. None: blocks are cut.
+        num_layers: number of the model's layers, after which whole blocks are pushed; None: blocks
+            are cut by layers.
         fence: returns a function that tells whether a GPU has finished all work launched so far;
             see `KVMemory.fence`.
 

@@ -61,7 +61,7 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
     # A few compressed kilobytes could become megabytes, and many messages gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-    # Equal to the guard's limit, because gRPC refuses calls at random between two limits.
+    # Both limits are the guard's: between two different limits gRPC would refuse at random.
     ("grpc.max_metadata_size", FrameLimits().max_header_bytes),
     ("grpc.absolute_max_metadata_size", FrameLimits().max_header_bytes),
 ]

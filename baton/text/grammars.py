@@ -88,7 +88,7 @@ def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLT
         except ValueError:
             if not ends:
                 raise
-            # Load again if the model names end tokens that the tokenizer does not have.
+            # The model may name end tokens that the tokenizer lacks; load again without these.
             tokenizer = LLTokenizer(str(path))
             known = [token_id for token_id in ends if token_id < tokenizer.vocab_size]
             return LLTokenizer(str(path), eos_token=known) if known else tokenizer

@@ -77,7 +77,7 @@ async def look_at_rest(site: Site) -> dict[str, Usage]:
     await site.repair()
     await wait_until_free(site)
     looks = []
-    for _ in range(NUM_LOOKS):  # the client's own connection counts at the router
+    for _ in range(NUM_LOOKS):  # this client's connection adds descriptors to the router
         await asyncio.sleep(1.0)
         looks.append(look(site))
     return {name: min((one[name] for one in looks), key=order) for name in SURVIVORS}

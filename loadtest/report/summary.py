@@ -1,7 +1,7 @@
 """Summary: the server's figures from a run's records, and whether they can be trusted.
 
-Measured requests are those scheduled within the window, after the warm-up; latencies and rates are
-theirs. TTFT and E2E count from the scheduled time. TPOT is a request's time after its first frame,
+Latencies and rates are of measured requests: those scheduled within the window, after the warm-up.
+TTFT and E2E count from the scheduled time. TPOT is a request's time after its first frame,
 over the number of tokens after it. ITL counts every token: a frame of k tokens after a gap g counts
 as k gaps of g / k.
 """

@@ -144,7 +144,7 @@ class OutputBuffer:
     # ------------------------------------------------------------------ the reader
 
     async def wait(self) -> None:
-        """Wait for a failure, or for tokens and the reader's wave."""
+        """Wait for a failure, or for tokens and then the reader's turn in a wave."""
         if self._has_rest:
             await asyncio.sleep(0)  # let other tasks run
             return

@@ -140,7 +140,7 @@ class Fleet:
     @functools.cached_property
     def max_model_len(self) -> int:
         """Longest request, in tokens, that some nodes can take; 0 without nodes."""
-        longest: dict[int, int] = {}  # by id of the list, which most prefill nodes share
+        longest: dict[int, int] = {}  # most prefill nodes share one list, so compute once per list
         pairs = [node.max_model_len for node in self.self_prefilling]
         for prefill in self.prefills:
             reached = self.reached_by(prefill)

@@ -246,5 +246,5 @@ class Architecture:
         return self.prefix + names[part] + kind if part in names else None
 
     def changes_of(self, part: str, kind: str) -> tuple[Change, ...]:
-        """Return the changes of a tensor that must be undone."""
+        """Return what GGUF converters changed in a tensor, to be undone."""
         return self.changes.get(part + kind) or self.changes.get(part, ())

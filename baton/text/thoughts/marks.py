@@ -132,7 +132,7 @@ class ThoughtFinder:
 
         Args:
             must_open: whether the output must begin with a thought (`Thinking`).
-            before_calls: whether a grammar of calls in the family's form follows, not of an answer.
+            before_calls: whether the grammar after the thought is of calls in the family's form.
         """
         marks = self._marks
         is_open, is_over = marks.place_of(self.prompt_end(prompt))

@@ -151,7 +151,7 @@ class PromptLogprob(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """vLLM's fields that any choice may have, set if requested."""
+    """The fields that vLLM adds to every kind of choice, on request."""
 
     token_ids: list[int] | UnsetType = UNSET
 

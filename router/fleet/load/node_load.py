@@ -440,7 +440,7 @@ class NodeLoad:
 
 
 def _profile(registration: NodeRegistration) -> tuple[Point, ...]:
-    """Return the node's step times and one more point, for a prompt of several largest steps."""
+    """Return the node's measured step times, plus an extrapolated time for a long prompt."""
     times = registration.step_times
     if len(times) < 2:
         return ()

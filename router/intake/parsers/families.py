@@ -1,7 +1,7 @@
 """Families: one row for each way in which models write calls and reasoning.
 
-A row has signs found in chat templates, marks of calls, and the form of call ids. Parsers read by
-these rows, and `router/intake/answers/call_forms.py` writes grammars from them.
+A row has signs found in chat templates, marks of calls, and the form of call ids. Parsers use
+the rows to read outputs, `router/intake/answers/call_forms.py` to write grammars.
 """
 
 from __future__ import annotations
