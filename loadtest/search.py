@@ -136,7 +136,7 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
         found = highest[-1]
         factor = _MAX_FACTOR if found is None else min(1 + 2 * search.precision, _MAX_FACTOR)
         start = min(step.value for step in steps) if found is None else found.value
-        if found is not None:  # the next repeat tries other rates
+        if found is not None:  # start at random near the found rate
             start *= (1 + search.precision) ** chance.uniform(-0.5, 0.5)
     brackets = [_bracket(steps, repeat) for repeat in range(len(highest))]
     goodputs = [

@@ -118,7 +118,7 @@ def _num_lines(first: ast.stmt, last: ast.stmt) -> int:
 
 
 def names_owned_by_others() -> Iterator[str]:
-    """Find other distributions that have one of our import names; they are imported instead."""
+    """Find other distributions with one of our import names; Python would import theirs."""
     owners = packages_distributions()
     for name in PACKAGES:
         for owner in sorted(set(owners.get(name, [])) - {DISTRIBUTION}):

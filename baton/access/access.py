@@ -98,7 +98,7 @@ class Access:
         self._own_changes = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
 
     def note_names(self, names: Callable[[], Sequence[str]]) -> None:
-        """Note a function that returns the names served now, the default one first."""
+        """Note a function that returns the served models' names, the default model's name first."""
         self._names = names
 
     def warn_of_gaps(self, roles: Iterable[Role]) -> None:

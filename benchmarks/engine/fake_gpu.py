@@ -36,7 +36,7 @@ _NOT_LAUNCHED = (  # beginnings of names
 
 
 class FakeDriver:
-    """Counts calls that reach the driver; a process makes one."""
+    """Driver that counts its calls; make only one per process."""
 
     def __init__(self) -> None:
         assert os.environ.get("TRITON_INTERPRET", "0") != "1", "nothing is launched there"
