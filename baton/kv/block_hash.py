@@ -54,7 +54,7 @@ CACHE_KEYS = (
 
 
 def cache_namespace(entries: Mapping[str, str]) -> bytes:
-    """Return a digest of all facts about a node on which equal tokens' KV depends.
+    """Return a digest of a node's properties; equal tokens have equal KV only if these are equal.
 
     Args:
         entries: compatibility entries; a missing one counts as empty.

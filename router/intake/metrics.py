@@ -199,7 +199,7 @@ class RouterMetrics:
 
     @contextmanager
     def running(self) -> Iterator[RequestRecord]:
-        """Enclose an accepted request, to count it by outcome."""
+        """Count an accepted request as open inside the block, and at its end by outcome."""
         record = RequestRecord()
         self._open.inc()
         try:

@@ -309,7 +309,7 @@ class _TaggedValues:
         self._mark = mark
         is_token = mark(form.value_end) != json.dumps(form.value_end)
         line = "\n" if form.has_lines else ""
-        # A token ends a text's lexeme by itself; a mark in plain text must be part of the lexeme.
+        # A closing mark in plain text must belong to the text's lexeme; a special token need not.
         self._end = json.dumps(line if is_token else f"{line}{form.value_end}\n")
         self._behind = f"{mark(form.value_end)} {_NEWLINE}" if is_token else ""
 
