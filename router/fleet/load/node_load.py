@@ -20,8 +20,8 @@ from router.fleet.load.forecast import ForecastCounts, PrefillForecast
 from router.fleet.load.measured_line import MeasuredLine, Point
 from router.fleet.load.promises import Promise, Promises
 
-# Assumed (prompt tokens, seconds) and (step units, seconds) of nodes that report no step times, until
-# a measurement. The numbers fit one mid-range GPU with an 8B model.
+# Assumed (prompt tokens, seconds) and (step units, seconds) of a node that reports no step times,
+# until it is measured. The numbers fit one mid-range GPU with an 8B model.
 _DEFAULT_PREFILL = ((0.0, 0.01), (8000.0, 0.81))
 _DEFAULT_STEP = ((0.0, 0.01), (100_000.0, 0.02))
 # In a decode step, a request costs about as much as this many tokens of context.
