@@ -54,7 +54,7 @@ class Compilers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The guard was not reaped, so no other group can have its number.
+        # The guard leads the group and is not reaped yet, so the group's number was not given away.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.group, signal.SIGKILL)
         self._guard.communicate()

@@ -75,9 +75,9 @@ class Rollout:
     # ------------------------------------------------------------------ nodes
 
     def note_joined(self, revision: str, here: Collection[str] = ()) -> None:
-        """Note a node that joined; a new revision becomes the newest one.
+        """Note a joined node's revision, which counts as the newest if it is new.
 
-        Only a revision that has no node and is not undone may be forgotten.
+        To make room, forgets only revisions that have no node and are not undone.
 
         Args:
             here: revisions of all nodes that have joined.
