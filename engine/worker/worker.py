@@ -29,8 +29,8 @@ from engine.worker.device_choice import (
     choose_ops,
     choose_packer,
     describe_weights,
-    make_current,
     has_bfloat16,
+    make_current,
 )
 from engine.worker.drafting.make_drafting import (
     AnyDrafter,
