@@ -37,13 +37,13 @@ from baton.kv.block_hash import BlockHash
 # give longer extents, but stray further from the free list's order.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # enough for long runs when many blocks are wanted
-# More than `FEW_EXTENTS` extents, shorter than `SHORT_EXTENT` blocks, slow a transfer more than
-# using new memory does.
+# Blanks in more than `FEW_EXTENTS` extents of under `SHORT_EXTENT` blocks on average are
+# left, as new memory costs less.
 FEW_EXTENTS, SHORT_EXTENT = 2, 8
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache now holds these contents, a chain that continues ``parent``."""
+    """The prefix cache now holds these contents; the first one follows ``parent``."""
 
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
@@ -200,7 +200,7 @@ class BlockPool:
         Args:
             parent: hash of the block before the first one; None: the first one begins a sequence.
             silent: record no events about these hashes, now or later.
-            cache_class: class of blocks whose content is new; see the module's text.
+            cache_class: class of blocks whose content is new; see top of file.
         """
         if silent or self._events is None:
             for block_id, block_hash in zip(block_ids, hashes, strict=True):

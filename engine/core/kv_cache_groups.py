@@ -78,7 +78,7 @@ def group_layers(
 
 
 def smallest_block_size(kv_layers: Sequence[LayerKV], layer_bytes: LayerBytes) -> int:
-    """Return the smallest block size, a multiple of 16, that needs few enough groups for states.
+    """Return the smallest block size, a multiple of 16, with few enough groups for the states.
 
     Small blocks waste less on short sequences and let more prefixes be found. Without states, the
     size is 16.
