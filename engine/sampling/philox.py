@@ -1,6 +1,6 @@
 """Random words that depend only on (seed, output position), so there is no generator state to lose.
 
-Words kept between steps are only computed in advance.
+Words kept between steps are only computed ahead.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class WordTable:
         """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
-            # Refill all rows, so that they run out together, not one in every step.
+            # Refill all rows at once; otherwise, one row would run out in nearly every step.
             first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))  # first place per row
             wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
             words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))
             self._words[rows[first]] = words.reshape(*wanted.shape, 2)
             self._first[rows[first]] = positions[first]
             ahead = positions - self._first[rows]
-            if (ahead >= POSITIONS_AHEAD).any():  # one row spans too many positions in this step
+            if (ahead >= POSITIONS_AHEAD).any():  # more in one step than a refill holds
                 return counter_words(seeds, positions)
         return self._pairs.take(rows * POSITIONS_AHEAD + ahead).view(np.uint32).reshape(-1, 2)
