@@ -100,8 +100,7 @@ class SparseMoe(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: ranks divide each expert's middle; all route all tokens.
-        """
+        """Implement ``Shareable.shard``: ranks divide each expert's middle; all of them route."""
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self.inner_size)
