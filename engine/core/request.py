@@ -54,7 +54,7 @@ class Request:
     """One prompt, its output, and its progress.
 
     The first ten fields suffice in the plain case: one engine, unconstrained output, no step
-        scheduled ahead. Each other group of fields serves one feature.
+    scheduled ahead. Each other group of fields serves one feature.
 
     Attributes:
         token_ids: prompt, then output.

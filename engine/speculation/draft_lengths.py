@@ -203,8 +203,8 @@ def choose_lengths(
 class Choice:
     """A decision on the number of drafts, and its reasons.
 
-    num_drafts: drafts to compute, over all requests of the step.
-        num_drafts: chosen drafts, over all requests of the step.
+    Attributes:
+        num_drafts: drafts to compute, over all requests of the step.
         num_possible: available drafts, over all requests of the step.
         num_rows: requests in the step.
         rate: mean acceptance rate of the requests with drafts.
@@ -259,7 +259,7 @@ class Trials:
     """Decides when to retry drafting after it stopped paying, at growing intervals.
 
     Trials take only a small share of all time: a drafter with many unread tokens may take as long
-        as many steps.
+    as many steps.
     """
 
     def __init__(self) -> None:

@@ -33,9 +33,9 @@ _OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_mode
 def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
     """Return the text part's fields, with the whole model's fields that also hold for it.
 
-    fields: fields of a file with an object for the text part, or without (early Qwen2-VL).
+    Args:
+        fields: fields of a file with an object for the text part, or without (early Qwen2-VL).
         is_tied: whether the head uses the embedding's weight by default.
-        is_tied: whether the head uses the embedding's weight, if the file does not say.
     """
     text = fields.child("text_config") if fields.has("text_config") else fields
     shared = {

@@ -146,9 +146,10 @@ class LayersDrafting:
     ) -> None:
         """Append a step's tokens and states to the unread ones.
 
-        known: tokens of positions ``start`` to ``end``. The last one is missing if the request
-        sampled no token and the drafter reads no states.
-        states: states of the positions from ``start`` on.
+        Args:
+            known: tokens of positions ``start`` to ``end``. The last one is missing if the request
+                sampled no token and the drafter reads no states.
+            states: states of the positions from ``start`` on.
         """
         shift = self._shift
         next_position = row.position + len(row.token_ids)

@@ -1,8 +1,8 @@
 """Passes: makes the forward contexts in which a drafter computes tokens of some requests.
 
 A pass with few tokens per request becomes a decode step: each token counts as a request with the
-    same blocks, as each layer writes the KV of all tokens before it reads any. On a CPU, a tape can
-    replay such a step.
+same blocks, as each layer writes the KV of all tokens before it reads any. On a CPU, a tape can
+replay such a step.
 """
 
 from __future__ import annotations

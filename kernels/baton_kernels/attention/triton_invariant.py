@@ -23,8 +23,8 @@ class InvariantTritonAttention:
     """``AttentionBackend`` over `baton_kernels.triton.invariant.attention`.
 
     A decode-only step may be captured as with `TritonAttention`: its launches do not depend on
-        lengths. Steps with prompts are launched kernel by kernel. Buffers are never freed, as a
-        graph may hold them.
+    lengths. Steps with prompts are launched kernel by kernel. Buffers are never freed, as a graph
+    may hold them.
     """
 
     reason_against_fp8 = staticmethod(TritonAttention.reason_against_fp8)

@@ -1,7 +1,7 @@
 """Launch Triton kernels without Triton's own search for the compiled variant.
 
 Triton inspects every argument of every launch by name: 20 us of Python for a kernel that runs 3 us.
-    Only the following matters, and most of it never changes while a model lives:
+Only the following matters, and most of it never changes while a model lives:
 
     constants   a `Launcher` is made once for them
     numbers     strides and sizes, by value; those that Triton does not specialize on may change

@@ -1,7 +1,7 @@
 """The work between the joined projection and attention: norm heads, rotate, and store KV.
 
 A program takes some heads of one token, of any kind: query and key heads are normalized and
-    rotated, key and value heads go to the cache. Refuses to know: models, the choice of slots.
+rotated, key and value heads go to the cache. Refuses to know: models, the choice of slots.
 """
 
 from __future__ import annotations

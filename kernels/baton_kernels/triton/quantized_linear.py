@@ -474,8 +474,8 @@ def numbers_of(
     """Unpack a chunk's codes to numbers, ``[rows, inputs]``, scaled if ``IS_SCALED``.
 
     ``at``: the chunk, pointers to the groups' numbers, the rows, and the numbers of all inputs and
-        rows. Planes are interleaved: an input's index is its plane first, then its word. So each
-        number stays in the register in which it is unpacked when it becomes an operand.
+    rows. Planes are interleaved: an input's index is its plane first, then its word. So each number
+    stays in the register in which it is unpacked when it becomes an operand.
     """
     if BITS == 4:
         p = planes_of_4_bits(words, dtype, HAS_MINIMA, HAS_ASM)

@@ -55,7 +55,8 @@ def _bind(
 ) -> tuple[tuple[int, ...], Callable[..., None] | None]:
     """Return the result's shape and the bound launch; None: rows are not contiguous.
 
-    dtype: dtype of the tensors; each dtype has its own launch.
+    Args:
+        dtype: dtype of the tensors; each dtype has its own launch.
     """
     *rows, both = shape
     size, row = both // 2, row_stride(shape, stride)

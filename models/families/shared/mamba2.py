@@ -12,7 +12,7 @@ def read_mamba2(fields: Fields, hidden_size: int) -> Mamba2Spec:
     """Read the fields ``mamba_...``.
 
     Raises:
-        ModelLoadError: the sizes do not fit, or a limit is not supported.
+        ModelLoadError: sizes do not fit, or a limit is not supported.
     """
     refuse_time_step_limit(fields)
     num_heads = fields.integer("mamba_n_heads", 128)
