@@ -57,10 +57,10 @@ class LayersDrafting:
         num_layers: number of the model's layers; the drafter's layers are numbered after these.
         max_model_len: most tokens of one request.
         chooser: samples the drafts.
-        read_states: returns states from between the model's layers in the latest step, if the
-            drafter reads these; None: it reads the states after the last norm.
-        greedy: the drafter, if it can make all greedy drafts of one request in one call; None: it
-            cannot, or drafts are accepted by rejection sampling.
+        read_states: returns states between the model's layers in the latest step, if the drafter
+            reads these; None: it reads the states after the last norm.
+        greedy: the drafter, if one call can make a request's greedy drafts; None: it cannot, or
+            drafts are accepted by rejection sampling.
     """
 
     def __init__(
