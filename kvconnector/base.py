@@ -54,8 +54,7 @@ class BlockPush:
             the layers, which completes no token.
         record: the hand-off record; set only in the last push of a request.
         layers: the layers to write; None: all.
-        is_computed: returns whether the GPU has computed these blocks; called on the I/O thread.
-            None: it has.
+        is_computed: returns whether the GPU has computed these blocks (I/O thread); None: yes.
     """
 
     request_id: str

@@ -311,7 +311,7 @@ class Simulation:
     # ------------------------------------------------------------------ stepping
 
     def _wake(self) -> None:
-        """Give the node a turn now, or when the step in flight has ended."""
+        """Step the node now, or when the step in flight has ended."""
         if self._step_is_due:
             self._is_awake = True
         else:
