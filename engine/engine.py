@@ -114,7 +114,7 @@ class Engine:
             self._grammars.submit(request)
 
     def grant(self, request_id: str) -> GrantedBlocks | None:
-        """Return the blocks for the rest of a parked request's KV; None: memory is short."""
+        """Return the blocks that a parked request still needs; None: memory is short."""
         return self._scheduler.grant(request_id)
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
@@ -204,7 +204,7 @@ class Engine:
         return handed_back
 
     def can_begin(self, request: Request) -> bool:
-        """Return whether a new request would run in the next step without delaying another one."""
+        """Return whether a new request would run in the next step without delaying another."""
         return self._scheduler.can_begin(request)
 
     def abort(self, request_id: str) -> Request | None:
@@ -285,7 +285,7 @@ class Engine:
         return self._end(scheduled, self.executor.submit(plan, hooks))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
-        """Launch a step, if possible while another one is in flight; then end the one in flight."""
+        """Launch a step, if possible while the previous step is in flight; then end that step."""
         result, before = StepResult(), self._in_flight
         if before is not None:
             scheduled = scheduled.without_finished()

@@ -70,7 +70,7 @@ def measure_decode_times(
     short, long = min(_SHORT_CONTEXT, most_context), min(_LONG_CONTEXT, most_context)
     alone_s = _time(engine, _decode_plan(engine, 1, short), compiles=compiles)
     times = [(1, short, alone_s)]
-    # On a slow machine, measure fewer requests; in a batch, each costs less than one alone.
+    # On a slow machine, measure fewer requests; in a batch, a request costs less than alone.
     num_affordable = int(2 * _MOST_SECONDS / alone_s)
     many = min(_MANY_REQUESTS, config.max_num_requests, num_affordable)
     if many > 1:

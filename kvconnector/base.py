@@ -123,7 +123,7 @@ class TransferEvent:
     record: HandoffRecord | None = None  # only in a receiver's COMMITTED
     receipt: PushReceipt | None = None
     transport: str = ""
-    bandwidth_bytes_per_s: float = 0.0  # as the self-test measured
+    bandwidth_bytes_per_s: float = 0.0  # measured by the self-test
     reason: str = ""
 
     @property

@@ -1,7 +1,7 @@
 """Block numbers, ranges of layers, and slices: the parts of blocks that ranks write.
 
-A slice is the part of a unit that one node's rank writes to another node's rank. It depends only on
-the two nodes' manifests.
+A slice is the part of a unit that one node's rank writes to another node's rank. Slices depend only
+on the two nodes' manifests.
 
     P, 2 ranks        D, 1 rank            each rank of P writes its heads: a range per layer for
     [0 1] [2 3]  ->   [0 1 2 3]            keys, and one for values; equal ranks: one whole range

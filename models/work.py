@@ -52,7 +52,7 @@ def model_work(
 
     Args:
         dtype: type of the computation.
-        weights: format of its linear layers.
+        weights: format of the linear layers.
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
     """
     latents = Counter(
@@ -66,7 +66,7 @@ def model_work(
     head = config.vocab_size * config.hidden_size
     weight_bytes = float(needs.weights[weights])
     expert_bytes = weight_bytes * experts / max(dense + experts + head, 1)
-    if not config.tie_word_embeddings:  # a step reads few rows of an untied embedding
+    if not config.tie_word_embeddings:  # of an untied embedding, a step reads only few rows
         weight_bytes -= weight_bytes * head / max(dense + experts + 2 * head, 1)
     return ModelWork(
         token_flops=2.0 * (dense + share * experts),

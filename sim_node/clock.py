@@ -69,7 +69,7 @@ class NodeClock:
         self._stopped = True
 
     def go_on(self) -> None:
-        """Continue; run, in order, what became due during the stop."""
+        """Continue; run, in order, events that became due during the stop."""
         self._stopped = False
         backlog, self._backlog = self._backlog, []
         for action in backlog:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Beats are spread over their interval, so that nodes do not all send at once.
 _NUM_BEAT_SLICES = 10
-# A router introduces a new node to all nodes of the other role before it takes the next one.
+# A router introduces a new node to all nodes of the other role before it takes the next node.
 _MAX_JOINING = 16
 _DEFAULT_OPTIONS = SimOptions()
 _NO_FAULTS = FaultSpec()

@@ -118,7 +118,7 @@ class SimNode:
         self.clock.stop()
 
     def go_on(self) -> None:
-        """Continue, and do what became due during the stop."""
+        """Continue, and handle events that became due."""
         self._going.set()
         self.clock.go_on()
 

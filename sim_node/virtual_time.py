@@ -11,7 +11,7 @@ import selectors
 
 
 class _Jumps(selectors.SelectSelector):
-    """A selector without files; ``now`` advances by each timeout."""
+    """A selector without files; adds timeouts to ``now``, without waiting."""
 
     now = 0.0
 

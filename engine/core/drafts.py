@@ -118,7 +118,7 @@ class Drafts:
         request.cache_class = READ if is_read else UNREAD
 
     def add_to(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Add drafts to scheduled requests within the rest of the budget; return the new rest.
+        """Add drafts to scheduled requests within the budget; return the unused budget.
 
         Call this last: all requests that can run have got their tokens by then.
         """

@@ -140,8 +140,7 @@ class GrammarState:
         return num_ahead
 
     def allowed_bits(self, num_ahead: int = 0) -> list[NDArray[np.uint8]]:
-        """Return bit masks of the tokens allowed next, and of those allowed after each token given
-        to `look_ahead`.
+        """Return bit masks of the tokens allowed next, and after each token given to `look_ahead`.
 
         Each array has one bit per token, low bits first: `[ceil(vocab_size / 8)]`. If no token may
         come, all bits are set: `problem` says why, and `accept` takes no token.

@@ -55,8 +55,8 @@ class KVCacheCoordinator:
     def longest_hit(self, hashes: Sequence[BlockHash], cache_class: int = 0) -> list[int]:
         """Return block ids, of all groups, for the longest prefix that every group can use.
 
-        Each group in turn shortens the prefix to what it can use, until no group shortens it
-        further. No group's own longest hit is shorter than the common one, so the result is the
+        Each group in turn shortens the prefix to the part that it can use, until no group shortens
+        it further. No group's own longest hit is shorter than the common hit, so the result is the
         longest.
 
         Args:
@@ -93,7 +93,7 @@ class KVCacheCoordinator:
         Only group 0's hashes go into the pool's events, as a router looks for whole prefixes.
 
         Args:
-            block_ids: ids of one request's blocks, of all groups in turn.
+            block_ids: one request's blocks, interleaved over groups.
             hashes: hashes of the request's logical blocks.
             first: first logical block to cache.
             end: logical block to stop before.

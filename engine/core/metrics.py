@@ -1,6 +1,6 @@
 """EngineMetrics: counts and sizes of an engine as plain numbers, and the counters behind them.
 
-Names are those of Prometheus: ``_total`` only grows, other values are current, times are in
+Names follow Prometheus: ``_total`` only grows, other values are current, times are in
 seconds. Refuses to know: how metrics are exported.
 """
 

@@ -26,7 +26,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def samples(self) -> bool:
-        """Return whether this step computes the last known token, and so samples the next one."""
+        """Return whether this step computes the last known token, and so samples the next."""
         request = self.request
         return request.num_computed_tokens + self.num_scheduled_tokens >= request.num_tokens
 

@@ -125,7 +125,7 @@ class Request:
     # Hand-offs and retries.
     num_initial_tokens: int
     epoch: int = 0
-    # What the sampling parameters ask for.
+    # Features that sampling parameters ask for.
     changes_logits: bool = False
     grammar: GrammarState | None = None
     siblings: list[Request] = field(default_factory=list)

@@ -30,8 +30,8 @@ from engine.core.request import Request, RequestStatus
 from engine.core.step_plan import StepHooks, StepPlan, StepPlanner
 from engine.core.waiting_room import WaitingRoom
 
-# Blocks kept free when a waiting request is admitted, as a share of all blocks: running requests
-# need these next, and a preempted request must compute everything again.
+# Share of all blocks to keep free when a waiting request is admitted: running requests need them
+# next, and a preempted request must compute everything again.
 WATERMARK = 0.01
 
 _NO_NUMBERS = "the model's logits are not numbers: its weights, or this node's memory, are damaged"
@@ -54,8 +54,8 @@ class Scheduler:
     Attributes:
         num_preemptions: preemptions since the start.
         counters: counts of all work since the start.
-        failures: ids of requests that cannot go on, and why. The reader aborts those that are
-            still open, and empties the list.
+        failures: ids of requests that cannot go on, and why. The reader aborts those still open,
+            and empties the list.
         handed_back: requests that were preempted and therefore ended; the reader empties the list.
         drafts: drafts for later steps.
         masks: computes the masks of grammars between steps.
@@ -120,7 +120,7 @@ class Scheduler:
         self._room.park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def grant(self, request_id: str) -> GrantedBlocks | None:
-        """Give a parked request its cached blocks, new blocks for the rest, and one decode block.
+        """Give a parked request its cached blocks, all other blocks, and one decode block.
 
         Returns None if too few blocks are free besides those that waiting requests need. Requests
         that wait for their turn in a step, and not for blocks, delay no grant.
@@ -140,7 +140,7 @@ class Scheduler:
         return manager.blocks_to_receive(request)
 
     def can_begin(self, request: Request) -> bool:
-        """Return whether a new request would run in the next step without delaying another one."""
+        """Return whether a new request would run in the next step without delaying another."""
         manager, has_slot = self.kv_cache_manager, len(self._running) < self._max_num_requests
         num_blocks = manager.num_blocks_for(manager.num_tokens_to_grant(request))
         has_blocks = num_blocks + self._watermark_blocks <= manager.block_pool.num_free
@@ -412,7 +412,7 @@ class Scheduler:
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int | None:
         """Schedule running requests, in order of rank.
 
-        Returns the rest of the budget, or None if a request must be preempted first.
+        Returns the unused budget, or None if a request must be preempted first.
         """
         block_size, num_groups = self.kv_cache_manager.block_size, self.kv_cache_manager.num_groups
         for request in self._running:  # preemption shortens the list after this request
@@ -551,7 +551,7 @@ class Scheduler:
         return size
 
     def _allocate_or_preempt(self, request: Request, target: int) -> bool:
-        """Get a running request blocks for ``target`` tokens, preempting the last one if necessary.
+        """Get a running request blocks for ``target`` tokens, maybe preempting the last request.
 
         Returns False if that failed: the request itself was preempted, or a step is in flight.
         """

@@ -37,7 +37,7 @@ class WaitingQueue:
 
     def add_new(self, request: Request) -> None:
         """Queue a request that has not run yet, by its time of arrival."""
-        # Usually the newest request; one that waited for its grammar goes before later ones.
+        # Usually the newest request; after waiting for a grammar, it precedes later ones.
         index = len(self._requests)
         while index and self._requests[index - 1].rank > request.rank:
             index -= 1

@@ -155,7 +155,7 @@ class Meeting:
         ]
 
     def _accept(self) -> None:
-        """Accept connections; if too many have sent no key, close the oldest of these."""
+        """Accept connections; if too many have sent no key, close the oldest such connection."""
         while True:
             try:
                 link, _ = self._listener.accept()

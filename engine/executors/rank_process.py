@@ -168,8 +168,8 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
     """Run a function on a thread; an exception ends this process, and so all ranks.
 
     Args:
-        cores: cores where the thread may run: all ranks' cores, as the leader's thread may occupy
-            this rank's while another core is idle. Empty: this rank's cores only.
+        cores: where the thread may run: on all ranks' cores, as the leader's thread may occupy this
+            rank's core while another core is idle. Empty: on this rank's cores only.
     """
     module, _, name = message.entry.partition(":")
     function = getattr(importlib.import_module(module), name)

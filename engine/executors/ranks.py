@@ -96,7 +96,7 @@ class OtherRanks:
             rank.messages.send_bytes(content)
 
     def answers(self, deadline: float) -> list[Any]:
-        """Return the next answer of each rank; raise what a rank raised, or TimeoutError."""
+        """Return the next answer of each rank; raise a rank's error, or TimeoutError."""
         return [_answer(rank, deadline) for rank in self.ranks]
 
     @contextlib.contextmanager

@@ -155,7 +155,7 @@ class BeamSearch:
         self.done = at_limit or not self.running or self._cannot_improve(num_tokens)
 
     def _cannot_improve(self, num_tokens: int) -> bool:
-        """Return whether no running output can still improve on the ended ones."""
+        """Return whether no running output can still beat the ended outputs."""
         params = self._params
         if len(self.finished) < params.beam_width:
             return False

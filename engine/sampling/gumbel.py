@@ -116,9 +116,9 @@ def _draw_chunk(
     spread: Words,
     buffers: Words,
 ) -> TokenIds:
-    """Draw tokens for some rows: bound every score, then compute exactly those that may be best.
+    """Draw tokens for some rows: bound every score, then compute possible winners exactly.
 
-    Exact logarithms of all tokens would cost as much as the rest.
+    Exact logarithms of all tokens would cost as much as other work.
     """
     num_rows, vocab_size = logits.shape
     hashes, scratch = buffers[:, :num_rows]

@@ -1,4 +1,4 @@
-"""NgramProposer: looks for the output's last words in earlier text, and proposes what followed.
+"""NgramProposer: looks up the output's last tokens in earlier text, and proposes successors.
 
 "Prompt lookup decoding" (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding); also searches
 outputs. Good if an output repeats its prompt: editing, summaries, questions about a text.

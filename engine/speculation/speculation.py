@@ -34,7 +34,7 @@ from engine.speculation.draft_lengths import (
 # Most steps between choices while the number of requests stays equal.
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32
 _NONE_FOR_LONG = 64  # steps without paying drafts, after which the drafter reads no new requests
-_LOOK_RARELY = 4  # after these steps, times and choices are updated less often by this factor
+_LOOK_RARELY = 4  # when no drafts pay for long, one of this many updates is made
 _ONE_MORE_AFTER = 128  # steps with fewer than all drafts before one more is tried
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # ended requests to collect before cleaning up

@@ -17,7 +17,7 @@ from engine.core.kv_retention import NULL_BLOCK, SlidingWindow
 
 
 class BlockTable:
-    """The block ids of one KV cache group; a row belongs to one request until cleared.
+    """Block ids of one KV cache group; a row belongs to one request until cleared.
 
     Args:
         max_num_requests: number of rows.
@@ -73,7 +73,7 @@ class BlockTable:
         """Append blocks to a row.
 
         Args:
-            block_ids: block ids of all groups in turn.
+            block_ids: block ids, interleaved over groups.
         """
         written, added = self._num_blocks[row], block_ids[self._group :: self._num_groups]
         self._rows[row, written : written + len(added)] = added

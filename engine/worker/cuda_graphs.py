@@ -38,7 +38,7 @@ CAPTURABLE_BACKENDS = ("triton", "triton_invariant", "flash_triton")
 def captured_sizes(most: int) -> tuple[int, ...]:
     """Return the captured numbers of requests: 1, 2, 4, 8, every 8th up to 256, every 16th after.
 
-    The last one is ``most``.
+    The last number is ``most``.
     """
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16))
     return (*(size for size in sizes if size < most), most)
@@ -148,7 +148,7 @@ class StepGraphs:
     Args:
         context: the model and its cache.
         inputs: the tensors that the graphs read.
-        capture: records a step; tests on a CPU pass one that runs the step again.
+        capture: records a step; on a CPU, tests pass one that runs the step again.
     """
 
     def __init__(self, context: GraphContext, inputs: GraphInputs, capture: Capture) -> None:

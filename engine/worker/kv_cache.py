@@ -42,8 +42,8 @@ class KVCacheSpec:
         dtype: dtype of keys, values and latents.
         compute_dtype: dtype of activations, and of states without their own dtype.
         kv_scales: digest of the factors for stored numbers; empty: no scales.
-        rank: this rank among those that share a stage's layers.
-        num_ranks: number of ranks that share a stage's layers, and so a block.
+        rank: number of this rank within its stage.
+        num_ranks: number of ranks of a stage, which share its layers, and so a block.
         stage: pipeline stage of this rank.
         num_stages: number of stages that share the model's layers.
         by_heads: whether keys and values are ordered by head, where possible, not by layer.

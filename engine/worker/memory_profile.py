@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # A limit, as several nodes that do not know each other may share a machine.
 MAX_CPU_CACHE_BYTES = GIB
-# If weights and cache fit this many times into a CPU's memory, no step can take the rest.
+# If weights and cache fit this many times into a CPU's memory, steps cannot exhaust it.
 PLENTY = 8
 
 
@@ -130,8 +130,8 @@ def measure_kv_cache_bytes(
             graphs = _measure_graphs(model, spec, config, device, backend_names, longest, ranks)
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
-        # On a GPU, libraries keep memory from the first step on. On a CPU, what the allocator keeps
-        # after the step would count twice.
+        # On a GPU, libraries keep memory from the first step on. On a CPU, memory that the
+        # allocator keeps after the step would count twice.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
         profile = replace(profile, activations=activations, graphs=graphs, used=used)
     if profile.kv_cache_bytes < 2 * spec.block_bytes:

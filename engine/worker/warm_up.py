@@ -124,7 +124,7 @@ def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> S
 def small_steps(config: EngineConfig, spec: KVCacheSpec) -> Iterator[StepPlan]:
     """Yield prompts and decodes of 1 and 2 requests, of powers of two, and of the most requests.
 
-    Their tokens are sampled on the device, the largest step's are not. Triton compiles separately
+    These steps sample on the device, the largest step does not. Triton compiles separately
     for a size of 1, and attention plans decodes by the next power of two.
     """
     most = config.max_num_requests

@@ -1,4 +1,4 @@
-"""Choose what computes the ops on a tensor: C on CPUs, Triton on GPUs, else the reference.
+"""Choose the ops' implementation for a tensor: C on CPUs, Triton on GPUs, else the reference.
 
 No other module chooses. Refuses to know: the ops' meaning.
 """

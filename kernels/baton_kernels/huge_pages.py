@@ -37,8 +37,8 @@ def huge_pages(num_bytes: int) -> Tensor:
 class WeightMemory:
     """Allocates tensors one after another in huge pages.
 
-    A tensor that torch allocates alone uses huge pages only for the whole ones that it covers: half
-    of its memory, if it has a few MiB.
+    A tensor that torch allocates alone uses huge pages only where it covers whole pages: half of
+    its memory, if it has a few MiB.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """A linear layer's weight in the panels and number formats that CPU kernels read.
 
-Refuses to know: layers, and what computes with the weight.
+Refuses to know: layers, kernels.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ class PackedWeight:
 
     @property
     def has_own_groups(self) -> bool:
-        """Return whether groups, if any, are those of rows that Baton rounds."""
+        """Return whether groups, if any, have the layout of rows that Baton rounds."""
         return self.layout == _OWN_LAYOUTS.get(self.format)
 
     @classmethod

@@ -3,7 +3,7 @@
     GroupedWeight    4 or 8 bits per weight; inputs are not rounded
     RoundedWeight    8 bits per weight; inputs are rounded to the same type, token by token
 
-Refuses to know: layers, and what computes with the weight.
+Refuses to know: layers, kernels.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class GroupedWeight:
 
 
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Return whether `GroupedWeight` can hold these integers: group size, and no e2m1 codes."""
+    """Return whether `GroupedWeight` can hold these integers, by group size; never e2m1 codes."""
     size = integers.group_size
     is_one = integers.groups.scales.shape[1] == 1
     return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1

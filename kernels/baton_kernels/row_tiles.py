@@ -3,9 +3,9 @@
     rows, by weight   | w0 w0 w0 | w2 | w5 w5 |
     tiles             [ w0     ][w0  ][w2     ][w5     ][no weight] ...
 
-The number of tiles depends on the rows. Always the largest possible number is made, with tiles
-without a weight last. So shapes depend only on the number of rows, and a CUDA graph can hold all
-launches. Refuses to know: kernels, the weights' meaning.
+The number of tiles depends on the rows. The largest possible number is made; tiles without a weight
+come last. So shapes depend only on the number of rows, and a CUDA graph can hold all launches.
+Refuses to know: kernels, the weights' meaning.
 """
 
 from __future__ import annotations

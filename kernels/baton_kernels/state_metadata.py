@@ -27,11 +27,11 @@ class StateMetadata:
     A segment is a run of tokens of one request within one block. Segments of a request are in
     order, and requests lie one after another. A segment begins with the state in its read slot, and
     writes the state after its last token to its write slot, maybe the same one. A segment may read
-    what the previous one wrote, so a request's segments are computed in order.
+    the state that the previous one wrote, so a request's segments are computed in order.
 
     Tokens after the last segment are padding, and so are segments without tokens (read and write
-    slot -1). So a step can be padded to a captured size: the host's ``num_segments`` and
-    ``num_tokens`` are then that size's, and ``segment_lens`` those of the largest such step.
+    slot -1). So a step can be padded to a captured size: on the host, ``num_segments`` and
+    ``num_tokens`` are then the captured size's, and ``segment_lens`` those of its largest step.
     Results of padding tokens are zeros.
     """
 

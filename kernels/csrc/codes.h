@@ -1,13 +1,12 @@
 /* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] in integers: w is stored as codes of 8 or 4 bits, x is
  * rounded to 8 bits, and the CPU sums products of bytes.
  *
- * A weight is (code - 2^(bits - 1)) * scale; the scale is an output's, or a group's of the output's inputs. In a
- * group with a minimum, a weight is code * scale + minimum, and the minimum is multiplied by the sum of the
- * group's inputs. Codes of e2m1 are indexes into a table of values.
- * A row of x is cut into blocks of BLOCK inputs. The inputs of one group of weights, at most BLOCK, share a scale
- * that makes the largest of them 127 (symmetric), whatever other rows have. The sum within a group is exact;
- * groups and blocks are added in order, in float. With `fine`, a row of x becomes two rows: the rounded numbers,
- * and the remainders, rounded in the same way.
+ * A weight is (code - 2^(bits - 1)) * scale; the scale belongs to an output, or to a group of the output's inputs.
+ * In a group with a minimum, a weight is code * scale + minimum, and the minimum is multiplied by the sum of the
+ * group's inputs. Codes of e2m1 are indexes into a table of values. A row of x is cut into blocks of BLOCK inputs.
+ * The inputs of one group of weights, at most BLOCK, share a scale that makes the largest of them 127 (symmetric),
+ * whatever other rows have. The sum within a group is exact; groups and blocks are added in order, in float. With
+ * `fine`, a row of x becomes two rows: the rounded numbers, and the remainders, rounded in the same way.
  * Refuses to know: the origin of x and w, threads.
  */
 #ifndef BATON_CODES_H

@@ -51,7 +51,7 @@ INLINE void tiles_begin(int64_t bytes) {
         .row_bytes = {64, 64, 64, 64, size, size, 64, 64},
         .rows = {16, 16, 16, 16, 16, 16, rows, rows},
     };
-    /* Not _tile_loadconfig: GCC 12.2 assumes that it reads 8 bytes, and may drop stores to the others. */
+    /* Not _tile_loadconfig: GCC 12.2 assumes that it reads only 8 bytes, and may drop stores to other bytes. */
     __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
 INLINE void tiles_end(void) { _tile_release(); }

@@ -375,7 +375,7 @@ int baton_norm_rotary_store(const store_call *c) {
 
 typedef struct {
     int64_t type, num_threads, num_tokens, num_heads, rank, rotary_dim, interleaved;
-    /* In elements; query and out have strides between tokens and between heads. */
+    /* Strides in elements; query and out have one between tokens and one between heads. */
     int64_t latent_stride, query_stride, query_head_stride, out_stride, out_head_stride;
     int64_t block_stride, token_stride, block_size; /* of the cache */
     const void *query, *latent, *weight, *cos, *sin;

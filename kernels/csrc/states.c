@@ -144,7 +144,7 @@ int baton_causal_conv(const conv_call *c) {
 
 typedef struct {
     int64_t type, num_threads, num_heads, num_key_heads, key_dim, value_dim;
-    /* In elements, between tokens; a token's heads are adjacent. */
+    /* Strides between tokens, in elements; a token's heads are adjacent. */
     int64_t query_stride, key_stride, value_stride, rate_stride, beta_stride;
     int64_t slot_stride; /* elements between slots; a slot, [num_heads][key_dim][value_dim], has no gaps */
     const void *query, *key, *value;

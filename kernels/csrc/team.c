@@ -232,7 +232,7 @@ static void mark_lenders(const team *t, int8_t is_used) {
  * Beside the lender's thread, one would wait for its turn at each barrier, and so would all others. */
 static unsigned num_usable(const team *t, unsigned num_threads) {
     if (!t->num_lenders || num_threads <= t->num_own) return num_threads;
-    mark_lenders(t, 1); /* before the look: a lender sets its byte before it looks at this one */
+    mark_lenders(t, 1); /* first: a lender sets its byte before it looks at this one */
     for (unsigned i = 0; i < t->num_lenders; i++)
         if (atomic_load(&t->lenders[i][0])) {
             mark_lenders(t, 0);

@@ -53,7 +53,7 @@ from kvconnector.protocol.seals import Channels
 
 logger = logging.getLogger(__name__)
 
-MAX_DIGESTS_PER_MESSAGE = 320  # with their indices under 8 KiB, one fragment of the transport
+MAX_DIGESTS_PER_MESSAGE = 320  # with indices under 8 KiB: one fragment of the transport
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class Start(_RequestMessage, frozen=True, kw_only=True):
 class Grant(_RequestMessage, frozen=True, kw_only=True):
     """P may write the prompt's blocks from ``first_block`` on to D's ``block_ids``, in order.
 
-    ``first_block`` is an index of travelling blocks (`BlockPush.first_block`); D has earlier ones.
+    ``first_block`` is an index of travelling blocks (`BlockPush.first_block`); D has the rest.
     """
 
     block_ids: BlockIds  # checked against the peer's blocks before use

@@ -237,7 +237,7 @@ class ProbeSlots:
         return any(offer.slot is not None for offer in self._offers.values())
 
     def offer(self, engine_id: str, number: int) -> int | None:
-        """Return a slot for a peer's probe; None if no slot is free, or the probe is an old one."""
+        """Return a slot for a peer's probe; None if no slot is free, or the probe is old."""
         known = self._offers.get(engine_id)
         if known is not None and number <= known.number:
             return known.slot if number == known.number else None

@@ -96,7 +96,7 @@ class ReceiveMachine:
 
     @property
     def is_expecting(self) -> bool:
-        """Return False: the node tells the I/O loop itself when KV may come (`IoLoop.expect`)."""
+        """Return False: the node tells the I/O loop when KV may come (`IoLoop.expect`)."""
         return False
 
     @property

@@ -4,7 +4,7 @@
                                     +--> fc --> layer(s) --> (norm) --> head --> token t+2
     state of t ---------- (norm) ---+
 
-A checkpoint's layout (``eagle.py``, ``mtp.py``) tells which of these parts exist, and their names.
+A checkpoint's layout (``eagle.py``, ``mtp.py``) tells which parts exist, and their names.
 EAGLE-3's layer attends over token and state side by side, without ``fc``.
 Refuses to know: layouts, files.
 """

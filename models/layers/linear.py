@@ -94,7 +94,7 @@ class ExpertsLinear(JoinedLinear):
 
 
 class HeadsInPairs(JoinedLinear):
-    """Projections to rotated heads whose dims checkpoints store in adjacent pairs::
+    """Projections to rotated heads; checkpoints store their dims in adjacent pairs::
 
         in a checkpoint    | 0 1 | 2 3 | 4 5 | 6 7 |  a head's rotated dims; then the others
         here               | 0 2 4 6 | 1 3 5 7 |

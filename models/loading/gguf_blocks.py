@@ -1,6 +1,6 @@
 """Turn the blocks of a quantized GGUF tensor into equal numbers: integers in groups with scales.
 
-GGML (`ggml-quants.c`) defines the meaning of each type; names are those of its fields.
+GGML (`ggml-quants.c`) defines the meaning of each type; names are GGML's.
 Refuses to know: files, names of tensors.
 """
 

@@ -288,7 +288,7 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
 
 
 class _Names(NamedTuple):
-    """Names of all tensors in a whole model's checkpoint, including those of other ranks."""
+    """Names of all tensors in a whole model's checkpoint, including other ranks'."""
 
     places: Sequence[str]
     scales: Sequence[str]  # optional

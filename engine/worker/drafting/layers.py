@@ -144,7 +144,7 @@ class LayersDrafting:
     def _extend(
         self, row: _Row, start: int, end: int, known: Sequence[int], states: Tensor
     ) -> None:
-        """Append a step's tokens and states to the unread ones.
+        """Append a step's tokens and states to the unread tokens.
 
         Args:
             known: tokens of positions ``start`` to ``end``. The last one is missing if the request

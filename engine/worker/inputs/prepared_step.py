@@ -53,7 +53,7 @@ class PreparedStep:
 class StagedStep:
     """A step of one token per request, staged on the host for a replay.
 
-    Its bytes are overwritten two steps later.
+    The staged bytes are overwritten two steps later.
     """
 
     sampling: SamplingInput

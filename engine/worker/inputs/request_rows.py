@@ -74,7 +74,7 @@ class RequestRows:
         self._random_words.clear(row)
 
     def note_computed(self, plan: StepPlan) -> None:
-        """Add computed tokens to the known ones."""
+        """Add computed tokens to the known tokens."""
         shares, offset = plan.shares, 0
         for index in range(0, len(shares), SHARE):
             row, start, num_tokens, num_known = shares[index : index + SHARE]
@@ -145,7 +145,7 @@ class RequestRows:
         return RequestSnapshot(
             request.sampling_params,
             known if len(known) == num_tokens else known[:num_tokens],
-            request.num_prompt_tokens if known else 0,  # without `known`, only masks count
+            request.num_prompt_tokens if known else 0,  # unused without known tokens
             request.stop_token_ids,
         )
 

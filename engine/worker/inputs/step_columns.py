@@ -71,5 +71,5 @@ class StepColumns:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether every request computes its last known token and no other one."""
+        """Return whether every request computes only its last known token."""
         return len(self.token_ids) == len(self.rows) == len(self.sampling)

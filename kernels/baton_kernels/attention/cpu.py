@@ -190,7 +190,7 @@ def _attend(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Call SDPA; SDPA lacks soft caps and sinks, so with these compute in float32 without it.
+    """Call SDPA; with soft caps or sinks, which SDPA lacks, compute in float32 without SDPA.
 
     Args:
         query: ``[n, num_heads, query_len, head_dim]``.

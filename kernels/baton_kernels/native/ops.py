@@ -865,7 +865,7 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _has_rows(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Return whether all tensors have this dtype, and gaps in the first dimension only."""
+    """Return whether all tensors have this dtype, and gaps only between rows."""
     return all(tensor.dtype == dtype and _is_gapless(tensor) for tensor in tensors)
 
 

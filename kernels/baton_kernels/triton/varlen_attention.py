@@ -1,8 +1,8 @@
 """Paged causal attention for prompt chunks: several tokens per request, with or without a prefix.
 
-FlashAttention-2 (Dao, arXiv:2307.08691) over a block table. A program takes one tile of new tokens
-with all query heads of one KV head, so that each key is loaded once for all of them, and a range of
-keys, see ``tile_plan``.
+FlashAttention-2 (Dao, arXiv:2307.08691) over a block table. A program takes a range of keys
+(``tile_plan``) and a tile of new tokens with all query heads of one KV head, so that each key is
+loaded once for all of these heads.
 
 Refuses to know: how the host cuts a step into tiles, requests with one new token.
 """

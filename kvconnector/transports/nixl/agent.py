@@ -53,8 +53,8 @@ class NixlAgent:
     """NIXL's agent of this process, with the memory that it has registered.
 
     When told to forget a peer, NIXL does not close the peer's connection. So a released peer is
-    kept instead, and found again by name and metadata. A name belongs to one process start, so what
-    NIXL learnt about the peer stays true. Nothing is written to a released peer, as its tables are
+    kept instead, and found again by name and metadata. A name belongs to one process start, so
+    NIXL's data about the peer stays true. Nothing is written to a released peer, as its tables are
     gone.
 
     Args:

@@ -248,7 +248,7 @@ class NixlTransport:
         return _NixlWrite(self._agent, table.name, handle)
 
     def _prepare(self, peer: _Peer, rank: int, copies: Sequence[RankCopy]) -> _Table:
-        """Prepare tables of the ranges of our blocks that one of a peer's ranks gets."""
+        """Prepare tables of our blocks' ranges for one of a peer's ranks."""
         _check_size(peer, len(copies))
         self._learn(peer, rank)
         memory = peer.info.ranks[rank]
@@ -325,7 +325,7 @@ class _IoVec(ctypes.Structure):
 def _may_access(process: ProcessPlace, address: int) -> bool:
     """Return whether the kernel lets us access a process's memory; reads one byte.
 
-    Containers and hardened kernels may forbid what UCX's cma path needs.
+    Containers and hardened kernels may forbid this access, which UCX's cma path needs.
     """
     if process.host == "" or process.host != host_identity():
         return False

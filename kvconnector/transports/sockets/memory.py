@@ -23,7 +23,7 @@ class BlockMemory(Protocol):
     """Access to blocks as bytes. The caller checks ids and layers."""
 
     def num_bytes(self, num_blocks: int, layers: LayerRange | None) -> int:
-        """Return the bytes of ``num_blocks`` blocks, or of these layers of the blocks."""
+        """Return the size of ``num_blocks`` blocks, or of some of their layers, in bytes."""
 
     def read(self, block_ids: Sequence[int], layers: LayerRange | None) -> list[memoryview]:
         """Return the blocks' bytes in order; valid while the blocks do not change."""
@@ -50,7 +50,7 @@ class _Spans:
 
     def buffer(self) -> memoryview:
         if self._is_taken and not self._may_write():
-            self._is_taken = False  # for good: bytes written before were granted
+            self._is_taken = False  # final: bytes written before were granted
             self._nowhere = memoryview(bytearray(_DISCARD_BYTES))
         if self._is_taken:
             return self._spans[-1]

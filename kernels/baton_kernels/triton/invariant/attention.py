@@ -8,9 +8,9 @@ token is a decode, on its place in a prompt chunk, or on other requests in the s
                           0 .. 1,023 | 1,024 .. 2,047 | ...  at most 16,384; so at most 16 parts
 
 Each part of a decode has a program, and the last program to finish merges all parts. A tile of a
-prompt's queries has one program, which merges parts as it computes them. Both use one function with
-tiles of one size, compiled without fused multiply-adds, because a compiler's choice to fuse depends
-on the surrounding code.
+prompt's queries has one program, which merges parts as it computes them. Both kernels use one
+function with tiles of one size, compiled without fused multiply-adds, because a compiler's choice
+to fuse depends on the surrounding code.
 
 Refuses to know: how the host cuts a step into tiles.
 """
@@ -422,7 +422,7 @@ def bind_invariant(
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: cache of one layer, see ``PagedShape.of``.
         metadata: lengths and blocks of the step's requests.
-        work: buffers, to bind the requests with one new token; or tiles, to bind the others.
+        work: buffers, to bind the requests with one new token; or tiles, to bind all others.
         scale: factor of the dot products.
         sliding_window: most keys that a query sees, the newest; None: all.
         soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.

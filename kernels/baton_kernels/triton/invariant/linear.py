@@ -2,8 +2,8 @@
 
 A row's inputs are summed in parts, whose number depends only on the weight's shape; parts are added
 in order. With few tokens, each part has a program, and the last program to finish adds all parts;
-with many tokens, a program computes all parts of its tile. Both use matrix products of the same
-size, 64 tokens by 64 rows of the weight.
+with many tokens, a program computes all parts of its tile. Both ways use matrix products of the
+same size, 64 tokens by 64 rows of the weight.
 
 Refuses to know: layers, weights of few bits.
 """

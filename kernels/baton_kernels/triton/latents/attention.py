@@ -127,7 +127,7 @@ def attend(
         block_ids = tl.load(table_row + tokens // BLOCK_SIZE, mask=there, other=0)
         places = block_ids.to(tl.int64) * block_stride + tokens % BLOCK_SIZE * token_stride
         rows = cache + places[:, None]
-        # Load zeros outside, as memory after the last token may contain NaN.
+        # Load zeros after the last token, where memory may contain NaN.
         latents = tl.load(
             rows + ranks[None, :], mask=there[:, None] & (ranks < RANK)[None, :], other=0.0
         )
