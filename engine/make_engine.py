@@ -52,7 +52,7 @@ def make_engine(
         "block_size": str(config.block_size),
         "kv_layout": memory.manifest.layout,
     }
-    if config.num_lookahead_drafts:  # the drafter's KV lies beside the model's
+    if config.num_lookahead_drafts:  # the drafter's KV is in the same blocks
         compatibility["drafter"] = drafter_identity(config, model_folder)
     kv_cache_manager = KVCacheManager(
         memory.num_blocks,

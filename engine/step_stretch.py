@@ -12,7 +12,7 @@ from __future__ import annotations
 # Step times vary, and at most one gap in a hundred may exceed the limit.
 _AIM = 0.8  # fraction of the allowed time to aim for
 _FADING = 0.2  # weight of the newest step in averages
-_LARGEST_CHANGE = 2.0  # a time further from the average than by this factor is cut to the factor
+_LARGEST_CHANGE = 2.0  # times beyond this factor of the average are cut to it
 _LARGEST_GROWTH = 2.0  # most prompt tokens, as a multiple of the last measured step's
 _LEAST_S = 1e-6
 

@@ -101,7 +101,7 @@ class TransferEventKind(Enum):
 
 
 class TransferOutcome(Enum):
-    """The end of a transfer that was started."""
+    """Possible ends of a started transfer."""
 
     COMMITTED = "committed"
     FAILED = "failed"  # the request's client was told

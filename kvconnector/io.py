@@ -187,7 +187,7 @@ class IoLoop:
     def _run(self) -> None:
         try:
             self._loop()
-        except BaseException as error:  # the loop's top: without this thread, no request would end
+        except BaseException as error:  # outermost: without this thread, no request would end
             self._on_death(error if isinstance(error, Exception) else EngineDeadError(repr(error)))
             logger.critical("the KV I/O thread cannot continue", exc_info=error)
         finally:
@@ -225,7 +225,7 @@ class IoLoop:
             self._tell(self._wishes.popleft())
         self._read()
         for message in self._inbox.pop_round(self._clock()):
-            if message.engine_id in self._peers:  # false: the peer has left since the message came
+            if message.engine_id in self._peers:  # false if the peer left after sending
                 self._tell(message)
         self._settle()
         self._do(self._machine.tick(self._clock()))

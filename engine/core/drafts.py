@@ -82,7 +82,7 @@ class Drafts:
         self.has_policy = policy is not None
         self._drafter_reads = policy is not None and policy.drafter_reads
         self._num_to_draft = 0  # drafts after each sampled token of the step being scheduled
-        self._num_to_read = ALL  # requests that may still start and must be read
+        self._num_to_read = ALL  # how many of the step's new requests are still to be read
         self._masks_left_s = _MAX_MASKS_S
 
     # ------------------------------------------------------------------ a step is chosen

@@ -540,7 +540,7 @@ class Scheduler:
             missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
-            if request.request_id in self.drafts.kept:  # out of date
+            if request.request_id in self.drafts.kept:  # its drafts are out of date
                 return 0
         if missing == 1:
             return 1

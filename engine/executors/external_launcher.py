@@ -84,7 +84,7 @@ class ExternalLauncherExecutor(RanksExecutor):
         if place.rank != config.leader:
             attend(Invitation.decode(store.get(_INVITATION)), place.rank, model_folder)
             raise SystemExit
-        # All ranks know only the host of rank 0.
+        # Ranks know only the host of rank 0.
         host = place.host if place.rank == 0 else own_address(place.host, place.port)
         meeting = Meeting(host, [rank for rank in range(place.size) if rank != place.rank])
         store.set(_INVITATION, meeting.invitation.encode())

@@ -38,7 +38,7 @@ _KEY_BYTES = 32
 _HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, kind of link
 _MESSAGES, _LIFE_LINE, _BESIDE = _LINKS = range(3)
 _HELLO_TIMEOUT_S = 10.0
-_MAX_UNKNOWN = 128  # connections that have sent no key yet; each has a thread
+_MAX_UNKNOWN = 128  # most connections without a key yet, as each has a thread
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 _BEAT_S = 0.2
 # Longer than a busy machine is silent. `rank_watch` reports a stopped rank earlier.

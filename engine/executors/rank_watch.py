@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-STOPPED = ("T", "t")  # in /proc/PID/stat: by a signal, or by a debugger
+STOPPED = ("T", "t")  # in /proc/PID/stat: stopped by signal, by debugger
 WAS_STOPPED = b"T"  # message on the life line
 _LOOK_EVERY_S = 0.2
 _MOST_LOOKS = 2
@@ -34,7 +34,7 @@ def process_state(pid: int) -> str:
 
 def start_watch(life_line: int) -> None:
     """Start a process that watches this one, and ends with this one."""
-    read_end, _ = os.pipe()  # the other end is open while this process lives
+    read_end, _ = os.pipe()  # the other end is open as long as this process
     command = [sys.executable, "-I", "-S", __file__]
     subprocess.Popen(
         [*command, str(os.getpid()), str(life_line), str(read_end)],

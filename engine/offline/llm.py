@@ -338,7 +338,7 @@ class LLM:
             raise EngineDeadError("the engine has failed before; make a new LLM")
         try:
             result = self.engine.step()
-        except Exception as error:  # the loop's top
+        except Exception as error:  # outermost handler
             self._dead = True
             path = dump_crash(self.engine, error)
             raise EngineDeadError(f"the engine cannot continue: {error}; see {path}") from error

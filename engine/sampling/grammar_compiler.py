@@ -180,7 +180,7 @@ class GrammarCompiler:
             matcher = await asyncio.shield(self._compile(structured_output, caller))
             return await self._on_thread(lambda: self._bring_to(matcher, params, output_token_ids))
         except InvalidRequestError as error:
-            return InvalidRequestError(error.field, error.problem)  # requests share the error
+            return InvalidRequestError(error.field, error.problem)  # copied: requests share it
         except (BatonError, OSError, RuntimeError) as error:
             # Neither the request nor this node is to blame, so this counts as overload.
             return OverloadedError(f"structured_output: {error}")

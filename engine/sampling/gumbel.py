@@ -125,7 +125,7 @@ def _draw_chunk(
     _mix(spread, keys[:, None], hashes, scratch)
     bounds, offsets = _score_bounds(logits, temperatures, hashes, scratch)
     rows = np.arange(num_rows)
-    likely = bounds.argmax(axis=1)  # others must reach its score
+    likely = bounds.argmax(axis=1)  # others must beat its score
     values = logits[rows, likely].astype(np.float64)
     reached = values + temperatures * gumbel(noise_hashes(keys, likely))
     with np.errstate(invalid="ignore"):

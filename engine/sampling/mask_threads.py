@@ -117,7 +117,7 @@ def _compute(work: queue.SimpleQueue[tuple[GrammarState, int] | None], state: _O
         grammar, begun_in = item
         try:
             grammar.compute_mask()
-        except BaseException as error:  # the thread's top; a panic in Rust is no Exception
+        except BaseException as error:  # outermost; a panic in Rust is no Exception
             grammar.fail(str(error) or type(error).__name__)
         state.note_ready(begun_in)
 

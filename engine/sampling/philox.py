@@ -51,7 +51,7 @@ class WordTable:
 
     def __init__(self, num_rows: int) -> None:
         self._words = np.zeros((num_rows, POSITIONS_AHEAD, 2), dtype=np.uint32)
-        self._pairs = self._words.view(np.uint64).reshape(-1)  # the same memory
+        self._pairs = self._words.view(np.uint64).reshape(-1)  # the same memory, as uint64
         self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # first position of each row
 
     def clear(self, row: int) -> None:
@@ -77,6 +77,6 @@ class WordTable:
             self._words[rows[first]] = words.reshape(*wanted.shape, 2)
             self._first[rows[first]] = positions[first]
             ahead = positions - self._first[rows]
-            if (ahead >= POSITIONS_AHEAD).any():  # more in one step than a refill holds
+            if (ahead >= POSITIONS_AHEAD).any():  # more than a refill holds
                 return counter_words(seeds, positions)
         return self._pairs.take(rows * POSITIONS_AHEAD + ahead).view(np.uint32).reshape(-1, 2)

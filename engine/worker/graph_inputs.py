@@ -6,7 +6,7 @@ pinned buffer and copied at once, except the last tokens, which are on the devic
     source          | last_tokens by row ........ , spare | token_ids of this step .... |
     token_index       ^ sampled by the previous step        ^ known on the host
 
-After the step's requests, padding fills the captured size: rows without query or slot, whose token
+After the step's requests, padding fills up the size: rows without query or slot, whose token
 and row are never read.
 Refuses to know: requests, models, graphs.
 """

@@ -104,7 +104,7 @@ class KVCacheSpec:
             )
             for group in self.groups
         ]
-        if len({group.arrays for group in groups}) == 1:  # give all groups room for as many layers
+        if len({group.arrays for group in groups}) == 1:  # give small groups as many places
             num_places = max(group.num_places for group in groups)
             groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
             if self.by_heads and all(isinstance(group.kv, PagedKV) for group in self.groups):

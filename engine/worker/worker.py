@@ -210,7 +210,7 @@ class Worker:
         make_current(self.device)  # another thread may have loaded the model
         if self._lent_cores is not None:
             self._lent_cores.borrow()
-            if isinstance(step, PreparedStep) and step.has_prompts:  # cores may change
+            if isinstance(step, PreparedStep) and step.has_prompts:  # cores may change meanwhile
                 after_layer = self._lent_cores.between_layers(hooks.after_layer)
                 hooks = replace(hooks, after_layer=after_layer)
         return self.runner.launch(step, hooks)

@@ -22,7 +22,7 @@ INPUT_BLOCK = 64
 # Number of inputs whose groups share a factor, if scales are multiples of factors.
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
-FLOAT8_GROUP = 128  # number of inputs with one scale in float8, or a multiple of it
+FLOAT8_GROUP = 128  # float8: a multiple of this many inputs has one scale
 _STEP = 8  # codes are padded to a multiple of this many inputs
 # Values of e2m1 codes (OCP Microscaling Formats, 1.0), doubled as 1 stands for 0.5; in the order of
 # codes.h.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata:
-    """The tokens that one step computes, cut at places where a state is kept.
+    """The tokens that one step computes, cut where a state is kept.
 
     A segment is a run of tokens of one request within one block. Segments of a request are in
     order, and requests lie one after another. A segment begins with the state in its read slot, and
@@ -30,7 +30,7 @@ class StateMetadata:
     the state that the previous one wrote, so a request's segments are computed in order.
 
     Tokens after the last segment are padding, and so are segments without tokens (read and write
-    slot -1). So a step can be padded to a captured size: on the host, ``num_segments`` and
+    slot -1). So a step can be padded to a captured size: on the host ``num_segments`` and
     ``num_tokens`` are then the captured size's, and ``segment_lens`` those of its largest step.
     Results of padding tokens are zeros.
     """

@@ -23,7 +23,7 @@ typedef struct {
     const float *weights; /* [num_tokens, top_k] */
     const void *x;        /* [num_tokens, hidden], of type `gate_up.x_type`, like base and out */
     const void *base;     /* [num_tokens, hidden], added to the experts' sum, or NULL */
-    const float *base_gate; /* [num_tokens], its sigmoid scales base; NULL: by 1 */
+    const float *base_gate; /* [num_tokens], sigmoids of these scale base; NULL: not scaled */
     void *out;            /* [num_tokens, hidden] */
 } experts_call;
 
@@ -59,7 +59,7 @@ static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *
     memset(starts, 0, counts_bytes);
     for (int64_t r = 0; r < rows; r++) starts[ids[r] + 1]++;
     for (int64_t e = 0; e < c->num_experts; e++) starts[e + 1] += starts[e];
-    for (int64_t r = 0; r < rows; r++) p->order[starts[ids[r]]++] = r; /* starts: now ends */
+    for (int64_t r = 0; r < rows; r++) p->order[starts[ids[r]]++] = r; /* starts[e]: now the end */
     int64_t middle_at = rows * c->hidden * size, results_at = middle_at + rows * middle_size(c) * size;
     int64_t packed_at = (results_at + rows * c->hidden * size + 63) / 64 * 64, packed = 0;
     p->num_rows = rows;

@@ -19,8 +19,8 @@ class Portions:
 
     Attributes:
         write_bytes: most bytes of one write, so that aborts and other requests wait only briefly.
-        in_flight_bytes: most bytes in flight to one peer. They are refilled once per round of the
-            I/O thread, which limits a path's bandwidth.
+        in_flight_bytes: most bytes in flight to one peer. Room is refilled once per round of the
+            I/O thread, so this limits a path's bandwidth.
     """
 
     write_bytes: int

@@ -76,7 +76,7 @@ class ChunkInputs:
             step = inputs.groups[group]
             assert isinstance(step, AttentionMetadata)
             num_requests, num_blocks = step.block_table.shape
-            if not group:  # lengths are equal in all
+            if not group:  # groups have equal lengths
                 to += [self._query_start_loc[: num_requests + 1], self._seq_lens[:num_requests]]
                 source += [step.query_start_loc, step.seq_lens]
             to += [slots[:num_tokens], table[:num_requests, :num_blocks]]

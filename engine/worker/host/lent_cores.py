@@ -48,8 +48,8 @@ AfterLayer = Callable[[int], None]
 class LentCores:
     """One node's part: its own cores, and other nodes' cores that it borrows.
 
-    Used by the thread that computes; sets its number of threads. Its own cores are lent until the
-    first `borrow`.
+    Used by the computing thread, whose number of threads it sets. The node's cores are lent until
+    the first `borrow`.
 
     Args:
         folder: the machine's folder of locks, which must exist.
@@ -139,7 +139,7 @@ class LentCores:
             if share not in shares:
                 share.give_back()
         self._borrowed = shares
-        self._ops.watch_lenders(self._num_own_threads, [])  # so that all threads are placed
+        self._ops.watch_lenders(self._num_own_threads, [])  # until all threads have been placed
         lent = frozenset[int]().union(*(share.cores for share in shares))
         if lent and not self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent):
             logger.warning("may not run on borrowed cores: computing on its own cores only")
@@ -193,7 +193,7 @@ class _Share:
         """Return whether the owner of the cores has work."""
         if not _lock(self._busy, fcntl.LOCK_SH):
             return True
-        self._bytes[_IS_BUSY] = 0  # an owner that died at work left 1
+        self._bytes[_IS_BUSY] = 0  # reset: an owner that died left 1
         fcntl.flock(self._busy, fcntl.LOCK_UN)
         return False
 

@@ -42,7 +42,7 @@ class FlashAttention:
         name = "flash_attn_interface" if self._version == 3 else "flash_attn"
         self._functions = import_module(name)
         self._key_starts = torch.empty(0, dtype=torch.int32)  # [num_requests + 1], for version 2
-        self._num_rows = 0  # where padding begins
+        self._num_rows = 0  # first row of padding
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:

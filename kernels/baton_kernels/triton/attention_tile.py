@@ -156,7 +156,7 @@ def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED
 def sink_weights(sinks, heads, present, highest):
     """Return each row's weight of the sink, relative to the highest score: ``[len(heads)]``."""
     scores = tl.load(sinks + heads, mask=present, other=0.0) * 1.4426950408889634  # log2(e)
-    return tl.exp2(tl.minimum(scores - highest, 126.0))  # a float ends at 2^128
+    return tl.exp2(tl.minimum(scores - highest, 126.0))  # 2^128 exceeds a float
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.silu_mul import gate_of, gated_half
 
 BLOCK_K = 64
-FEW_ROWS = 16  # rows of a tile; tl.dot needs as many
+FEW_ROWS = 16  # fewest rows of a tile, for tl.dot
 MANY_ROWS = 64
 SUM_BLOCK = 1024
 

@@ -125,7 +125,7 @@ class Launch:
                 call has the same dtypes, and None in the same places.
         """
         enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-        if not self._launcher.is_compiled or enter.calls or leave.calls:  # for a profiler
+        if not self._launcher.is_compiled or enter.calls or leave.calls:  # a profiler listens
             self._launcher.through_triton(self._grid, tensors, self._numbers)
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -29,7 +29,7 @@ from kvconnector.blocks import LayerRange
 HEADER = struct.Struct(">BIQ")
 MAX_HEAD_BYTES = 2**20  # enough for a grant for a prompt of more than a million tokens
 MAX_HELLO_BYTES = 2**10  # most bytes of a head before HELLO is believed
-MAX_PAYLOAD_BYTES = 2**28  # a write has 8 MiB, or one block
+MAX_PAYLOAD_BYTES = 2**28  # more than any write: 8 MiB, or one block
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 

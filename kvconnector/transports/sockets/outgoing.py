@@ -38,7 +38,7 @@ FIRST_BACK_OFF_S = 0.02
 MAX_BACK_OFF_S = 1.0
 REPORT_S = 1.0  # seconds without a WELCOME after which the reason is logged
 MAX_QUEUED_BYTES = 8 * 2**20  # most bytes of queued messages; the sender limits blocks
-# A TLS 1.3 key is good for 2^24 full records (RFC 8446, 5.5), which is more.
+# Fewer than the 2^24 full records that a TLS 1.3 key is good for (RFC 8446, 5.5).
 RENEW_BYTES = 2**37
 
 
@@ -269,7 +269,7 @@ class Outgoing:
         if self._raw is not None:
             self._raw.close()
         self._raw = self._connection = self._ended = None
-        self._writes.clear()  # each write asks this object for its result
+        self._writes.clear()  # writes read their results from this object
         self._waiting.clear()
 
     def _on_frame(self, connection: Connection, frame: Frame) -> None:
