@@ -264,7 +264,7 @@ class IoLoop:
         self._do(self._machine.handle_input(item, self._clock()))
 
     def _do(self, actions: list[Action]) -> None:
-        """Carry out actions in order; those that a result causes come before the rest."""
+        """Carry out actions in order; actions that a result causes come first."""
         actions.reverse()  # so that `pop` returns the next one
         while actions:
             result = self._do_one(actions.pop())

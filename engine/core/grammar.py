@@ -135,7 +135,7 @@ class GrammarState:
         if num_consumed:
             assert self._matcher is not None
             self._matcher.rollback(num_consumed)
-        if num_ahead and self.problem == _STUCK:  # stuck after a token that may never come
+        if num_ahead and self.problem == _STUCK:  # stuck after a draft that may be refused
             self.problem = ""
         return num_ahead
 
@@ -253,7 +253,7 @@ class GrammarState:
 
 
 class MaskMaker(Protocol):
-    """Compute the masks of grammars between steps, and limit how long a step waits for them.
+    """Computes grammars' masks between steps, and limits how long a step waits for them.
 
     Only the engine's thread calls these methods.
     """

@@ -181,7 +181,7 @@ class RanksExecutor:
             self._local = local = UniprocExecutor(model_folder, config, ranks)
             others.answers(deadline)
         except (CollectiveError, RuntimeError) as error:
-            with contextlib.suppress(TimeoutError):  # a rank may tell its error
+            with contextlib.suppress(TimeoutError):  # wait for a rank's own error
                 others.answers(min(deadline, time.monotonic() + 1.0))
             others.end_all()
             raise others.failure or error from error

@@ -26,7 +26,7 @@ AT_ONCE_S = 0.002
 
 
 class MaskThreads:
-    """Compute masks on threads that start with the first mask, or with `start`.
+    """Computes masks on threads that start with the first mask, or with `start`.
 
     Only the engine's thread calls these methods; see `engine.core.grammar.MaskMaker`.
     """

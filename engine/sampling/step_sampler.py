@@ -26,7 +26,7 @@ Proposed = Mapping[int, Floats]  # by row, the distribution that the draft was d
 
 @dataclass(frozen=True, slots=True)
 class StepSampler:
-    """Draw tokens; the choice between device and host changes no token.
+    """Draws tokens; choosing between device and host changes no token.
 
     Tokens whose choice depends on more than the logits (penalties, grammars), and tokens with
     logprobs, are drawn on the host.

@@ -248,7 +248,7 @@ class Speculation:
         for request in requests:
             before = self._known.get(request.request_id)
             if before is not request:
-                if before is not None:  # the request's earlier attempt
+                if before is not None:  # an earlier attempt's data
                     self._proposer.forget(before)
                 self._known[request.request_id] = request
         proposed = self._proposer.propose(requests, self._num_drafts)

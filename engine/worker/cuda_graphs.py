@@ -148,7 +148,7 @@ class StepGraphs:
     Args:
         context: the model and its cache.
         inputs: the tensors that the graphs read.
-        capture: records a step; on a CPU, tests pass one that runs the step again.
+        capture: records a step; on a CPU, the tests' function reruns the step.
     """
 
     def __init__(self, context: GraphContext, inputs: GraphInputs, capture: Capture) -> None:

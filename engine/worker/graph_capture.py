@@ -183,7 +183,7 @@ def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
     Args:
         make_runner: makes a runner with inputs for graphs; dropped afterwards.
     """
-    capture_stream(torch.cuda.current_device())  # its workspace is not a graph's
+    capture_stream(torch.cuda.current_device())  # allocates its workspace now
     free_before = _free_bytes()
     runner = make_runner()
     free_inputs = _free_bytes()

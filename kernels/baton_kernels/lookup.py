@@ -58,10 +58,10 @@ class Text:
         self.num_tokens = num_tokens
 
     def continuation(self, num_tokens: int, least: int, most: int) -> tuple[int, ...]:
-        """Return the tokens after the earlier copy of the text's last run; see `find_run`.
+        """Return the tokens after the copy that `find_run` finds; empty if there is none.
 
         If the text ends before ``num_tokens`` are found, the tokens after the copy are repeated, as
-        a text that repeats itself probably continues to. Empty if there is no earlier copy.
+        a text that repeats itself probably continues to.
 
         Args:
             num_tokens: number of tokens to return.

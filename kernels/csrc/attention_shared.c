@@ -11,10 +11,10 @@
 #define BLOCK (2 * TILE_ROWS) /* rows whose scores and weights are kept together */
 #define SCORE_STRIDE (TILE + LANES)
 #define MATRIX_BYTES 1024
-#define VALUE_BYTES (MATRIX_BYTES + 64) /* bytes between matrices of values, not dividing a page */
+#define VALUE_BYTES (MATRIX_BYTES + 64) /* bytes between matrices of values; no divisor of a page */
 #define PRODUCTS 4 /* matrices of sums at a time, so that no product waits for another into its matrix */
 #define FETCHED 8 /* keys that are prefetched together, line by line */
-#define AHEAD 8 /* fewest keys that a decode prefetches */
+#define AHEAD 8 /* keys that a decode prefetches ahead, at least */
 #define SCORED_ROWS 4 /* SCORED_ROWS x SCORED_KEYS sums fill a vector once lanes are added */
 #define SCORED_KEYS (LANES / SCORED_ROWS)
 
@@ -173,7 +173,7 @@ INLINE void score_matrices(int matrices, int blocks, const attention_call *c, co
     int64_t pitch, size = TILE_ROWS * s->room * 2;
     for (int m = 0; m < matrices; m++)
         keys[m] = key_matrix(c, p, s, tile, i + m * TILE_ROWS, s->copies + m * size, &pitch);
-    /* Values stored apart from keys need as many fetches again. */
+    /* Values stored apart from keys double the fetches. */
     const int64_t fetched = matrices * FETCHED * (c->kv_stride ? 2 : 1);
     stream fetch = fetch_keys(c, s, fetches, fetched);
     _tile_zero(0);

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.25
 # A peer that is silent for this long is suspect. The lease is equally long. A sender counts it from
-# sending a beat, and a receiver from that beat's arrival, so the sender gives up first.
+# sending a beat, a receiver from the beat's arrival, so the sender gives up first.
 LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # time after which a new peer is reported, and greeted less often

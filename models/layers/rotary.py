@@ -2,7 +2,7 @@
 
 A step looks cosines and sines up in a table, with one op; computing them takes seven ops, which on
 a CPU take 1 % of a decode step. A CPU's table grows with sequences. A GPU's is complete
-from the start, as graphs hold its address. If a table would be too large, each step computes.
+from the start, as graphs hold its address. If tables would be too large, steps compute them.
 Refuses to know: queries, keys, scaling rules.
 """
 

@@ -99,7 +99,7 @@ class WeightPart:
 def integers_alike(
     parts: Sequence[WeightPart],
 ) -> tuple[list[GroupedIntegers], CodeLayout | None]:
-    """Return all parts' integers in one layout; None if there are none in a common layout."""
+    """Return all parts' integers, or [], and their layout; None if layouts differ."""
     kept = [part.content for part in parts if isinstance(part.content, GroupedIntegers)]
     if len(kept) < len(parts):
         return [], None

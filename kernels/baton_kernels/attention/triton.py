@@ -50,7 +50,7 @@ class TritonAttention:
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[tuple[int, int | None], DecodeBuffers] = {}
-        self._planned: set[int | None] = set()  # windows for which decodes are divided already
+        self._planned: set[int | None] = set()  # windows whose decodes are already divided
         self._tiles: dict[int | None, Tiles] = {}  # tiles of this step, by window
         # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundTiles | BoundDecodes, ...]] = {}

@@ -210,7 +210,7 @@ class Incoming:
             self._log(incoming)
 
     def _log(self, incoming: _Incoming) -> None:
-        """Log a line, at most one per second, as anybody who reaches the port causes lines."""
+        """Log a line, at most one per second, as any dialler can cause lines."""
         connection = incoming.connection
         if incoming.peer_id:
             logger.info("KV connection of %s ended: %s", incoming.peer_id, connection.problem)

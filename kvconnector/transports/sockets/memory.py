@@ -85,7 +85,7 @@ class Discard:
 
 
 class HostMemory:
-    """Read and write blocks in host memory."""
+    """Reads and writes blocks in host memory."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self._block_bytes = blocks[0].nbytes
@@ -141,7 +141,7 @@ class StagedMemory:
         def store() -> None:
             with torch.inference_mode():
                 self._blocks[list(block_ids), _part(layers)] = staged.to(self._blocks.device)
-            if self._blocks.is_cuda:  # complete the copy before anyone is told
+            if self._blocks.is_cuda:  # finish the copy before its report
                 torch.cuda.current_stream(self._blocks.device).synchronize()
 
         return _Staged([_view(staged)], may_write, store)
