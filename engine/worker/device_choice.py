@@ -91,10 +91,10 @@ def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
 def choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
     """Return the dtype of weights and computation."""
     if name == "auto":
-        # Most CPUs have no 16-bit arithmetic, so 16-bit types are slower there.
+        # Most CPUs have no 16-bit arithmetic, so smaller types are slower there.
         name = "float32" if device.type == "cpu" else model.dtype
         if name == "float32" and device.type != "cpu":
-            # float32 would take twice the memory and leave the matrix units mostly unused.
+            # float32 takes twice the memory and misses most of the speed of matrix units.
             name = "bfloat16"
             logger.info("dtype bfloat16 for a float32 checkpoint; --dtype float32 keeps its own")
     dtype = getattr(torch, name)

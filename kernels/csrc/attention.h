@@ -133,7 +133,7 @@ typedef struct {
     float factors[MOST_WEIGHED]; /* factors of the sums of earlier tiles */
 } score_rows;
 
-/* Find which of a tile's keys from `skip` on the piece's rows [start, start + num_rows) see. */
+/* Find the tile's keys, from `skip` on, that the piece's rows [start, start + num_rows) see. */
 INLINE void find_seen(const attention_call *c, const piece *p, int64_t tile, int64_t skip, int64_t start,
                       int64_t num_rows, score_rows *rows) {
     int64_t group = c->num_heads / c->num_kv_heads, first = p->end - p->num_tokens;

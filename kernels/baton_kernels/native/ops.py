@@ -79,7 +79,7 @@ _E2M1 = 7
 
 
 class NativeOps:
-    """The native ops; all threads may use one instance, each with its own scratch memory."""
+    """The ops; one instance serves all threads, each of which keeps scratch memory of its own."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
