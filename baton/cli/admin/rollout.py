@@ -38,7 +38,7 @@ _WITHOUT_NAME = "(none)"
 rollout = CommandLine(
     no_args_is_help=True,
     add_completion=False,
-    help="See or steer which revisions of nodes get requests. If a router's name has several "
+    help="See or change which revisions of nodes get requests. If a router's name has several "
     "addresses, all these routers are asked.",
 )
 
