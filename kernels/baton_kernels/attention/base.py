@@ -6,7 +6,7 @@ Refuses to know: schedulers, requests, models, and how any backend computes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,25 @@ class AttentionMetadata:
     max_seq_len: int
     query_lens: tuple[int, ...]  # host copy: a backend on the CPU never has to read a tensor
     seq_lens_host: tuple[int, ...]  # host copy of seq_lens
+
+
+class AttentionOptions(NamedTuple):
+    """How a layer attends; `baton_kernels.reference.paged_attention` defines each option.
+
+    Attributes:
+        scale: factor on the dot products.
+        sliding_window: each query sees at most this many newest keys, its own included.
+        soft_cap: bends scores.
+        value_dim: number of leading numbers of each value to use; None: all. For a cache of latents
+            (:func:`as_keys_and_values`), this leaves out the numbers that are keys only.
+        sinks: ``[num_heads]`` float32.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    value_dim: int | None = None
+    sinks: Tensor | None = None
 
 
 def as_keys_and_values(latents: Tensor) -> Tensor:
@@ -68,12 +87,7 @@ class AttentionBackend(Protocol):
         query: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        value_dim: int | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attend for one layer, whose keys and values of this step are already in the cache.
 
@@ -82,13 +96,7 @@ class AttentionBackend(Protocol):
             kv_cache: this layer's ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, a
                 strided view: memory is block-major with all layers inside a block.
             metadata: the object that ``plan`` received.
-            scale: factor on the dot products.
-            sliding_window: each query sees at most this many newest keys, its own included.
-            soft_cap: bends scores, see ``baton_kernels.reference.paged_attention``.
-            value_dim: number of leading numbers of each value to use; None: all. For a cache of
-                latents (:func:`as_keys_and_values`), this leaves out the numbers that are keys
-                only.
-            sinks: ``[num_heads]`` float32, see ``baton_kernels.reference.paged_attention``.
+            options: the layer's options.
 
         Returns:
             ``[num_tokens, num_heads, value_dim]``; padding tokens get zeros.
