@@ -12,7 +12,15 @@ from collections.abc import Callable
 
 from baton.api.outputs import DecodeReceipt
 from baton.link.words import DecodeCommand
-from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, TraceContext, zero_of
+from baton.telemetry.spans import (
+    Attribute,
+    Span,
+    SpanKind,
+    SpanSink,
+    TraceContext,
+    child_span,
+    zero_of,
+)
 
 
 class DecodeTraces:
@@ -49,13 +57,15 @@ class DecodeTraces:
         root, ended_at = command.trace.child(), self._clock()
         made = [
             _request_span(command, root, parked_at, ended_at, receipt, error),
-            _child(root, "decode.parked", parked_at, committed_at or ended_at, _pushed(receipt)),
+            child_span(
+                "decode.parked", root, parked_at, committed_at or ended_at, _pushed(receipt)
+            ),
         ]
         if committed_at:
             first_at = committed_at + first_step_s if first_step_s else ended_at
-            made.append(_child(root, "decode.first_step", committed_at, first_at))
+            made.append(child_span("decode.first_step", root, committed_at, first_at))
             if first_at < ended_at:
-                made.append(_child(root, "decode.steps", first_at, ended_at))
+                made.append(child_span("decode.steps", root, first_at, ended_at))
         self._sink(made, zero_of(self._clock))
 
 
@@ -94,20 +104,3 @@ def _pushed(receipt: DecodeReceipt | None) -> dict[str, Attribute]:
         "baton.kv_transport": push.transport,
         "baton.exposed_transfer_s": push.exposed_transfer_s,
     }
-
-
-def _child(
-    root: TraceContext,
-    name: str,
-    begin_s: float,
-    end_s: float,
-    attributes: dict[str, Attribute] | None = None,
-) -> Span:
-    return Span(
-        name=name,
-        context=root.child(),
-        parent_id=root.span_id,
-        begin_s=begin_s,
-        end_s=end_s,
-        attributes=attributes or {},
-    )
