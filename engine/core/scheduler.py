@@ -329,7 +329,8 @@ class Scheduler:
         outputs, finished = list[RequestDelta](), list[Request]()
         token_ids, logprobs = output.sampled_token_ids, output.logprobs
         manager, block_size = self.kv_cache_manager, self.kv_cache_manager.block_size
-        in_flight, has_drafts = self._num_steps_in_flight > 0, scheduled.has_drafts
+        slides, has_drafts = manager.slides, scheduled.has_drafts
+        in_flight = self._num_steps_in_flight > 0
         self._num_steps_in_flight -= in_flight
         for item in scheduled.scheduled:
             request, num_tokens = item.request, item.num_scheduled_tokens
@@ -350,7 +351,7 @@ class Scheduler:
                 )
             if start < request.num_prompt_tokens:
                 self._note_prompt_computed(request, start, num_tokens, output.prompt_logprobs)
-            if manager.slides and not request.siblings:  # siblings may still need these blocks
+            if slides and not request.siblings:  # siblings may still need these blocks
                 manager.free_slid_out(request)
             request_id = request.request_id
             sampled = token_ids.get(request_id)
@@ -362,13 +363,14 @@ class Scheduler:
                 ended = request.append(sampled[0])
             else:
                 ended, sampled = self._append_checked(item, sampled, scheduled)
-            if ended is RequestStatus.FINISHED_ABORTED:
-                self._fail_by_grammar(request)
-                continue
+            reason = None
             if ended is not None:
+                if ended is RequestStatus.FINISHED_ABORTED:
+                    self._fail_by_grammar(request)
+                    continue
                 self._finish(request, ended)
                 finished.append(request)
-            reason = None if ended is None else ended.finish_reason
+                reason = ended.finish_reason
             own = logprobs.get(request_id, ())[: len(sampled)] if logprobs else ()
             outputs.append(
                 RequestDelta(request_id, index, sampled, reason, own, of_prompt, request.epoch)
