@@ -1,7 +1,7 @@
 """ModelConfig: the checked contents of config.json and generation_config.json; no torch.
 
 A family's file (`models/families`) decides what the fields mean for a network.
-Refuses to know: families, tensors, weights, what a forward pass is.
+Refuses to know: families, tensors, weights, forward passes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class ModelConfig:
     Attributes:
         max_model_len: longest sequence (prompt and output) with correct results.
         dtype: dtype in which the checkpoint stores weights: "float32", "bfloat16" or "float16".
+        compute_dtype: dtype to compute in where the device has it; differs from ``dtype`` for GGUF
+            files of few bits.
         quantization: format of the stored weights; None: not quantized.
         num_mtp_layers: number of multi-token prediction layers, which follow the model's own.
         is_text_part: whether the checkpoint also has parts for images, which are not used.
@@ -45,6 +47,7 @@ class ModelConfig:
     max_model_len: int
     tie_word_embeddings: bool
     dtype: str
+    compute_dtype: str
     eos_token_ids: frozenset[int]
     quantization: QuantizationConfig | None
     num_mtp_layers: int
@@ -92,13 +95,13 @@ class ModelConfig:
 
     @property
     def has_sinks(self) -> bool:
-        """Say whether some layer's heads have sinks."""
+        """Return whether the heads of some layer have sinks."""
         mixers = (layer.mixer for layer in self.layers)
         return any(isinstance(mixer, AttentionSpec) and mixer.sinks for mixer in mixers)
 
     @property
     def rope(self) -> RopeConfig:
-        """Return the rotary embedding of all layers, or of those without a window."""
+        """Return the rotary embedding of all layers, or of the layers without a window."""
         return self.recipe.ropes[0]
 
     @classmethod
@@ -107,9 +110,9 @@ class ModelConfig:
 
         Args:
             folder: a model folder in Hugging Face layout.
-            max_model_len: the longest sequence to serve, at most ``max_position_embeddings``.
-                None serves ``max_position_embeddings``, but with RoPE type ``longrope`` the
-                original length, up to which results equal Hugging Face's (see ``RopeConfig``).
+            max_model_len: the longest sequence to serve, at most ``max_position_embeddings``, which
+                is the default. For RoPE type ``longrope`` the default is the original length, up to
+                which results equal Hugging Face's (see ``RopeConfig``).
 
         Raises:
             ModelLoadError: one line that names the file and the field.
@@ -139,7 +142,7 @@ def _parse(
     max_model_len: int | None,
     quantization: Fields | None = None,
 ) -> ModelConfig:
-    """Read a model's file; for a model that sees images, only the text network's part."""
+    """Read the fields with the family's file; of a model that sees images, only the text part."""
     name = _architecture(fields)
     family = MODELS.load(name)
     if isinstance(family, TextPart):
@@ -157,6 +160,7 @@ def _parse(
         max_model_len=model.max_model_len,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(fields),
+        compute_dtype=_dtype(fields, "compute_dtype"),
         eos_token_ids=_eos_token_ids(fields, generation),
         quantization=parse_quantization(fields, quantization),
         num_mtp_layers=_num_mtp_layers(fields),
@@ -180,14 +184,16 @@ def _eos_token_ids(*sources: Fields) -> frozenset[int]:
 
 
 def _num_mtp_layers(fields: Fields) -> int:
-    name = "num_nextn_predict_layers"  # transformers writes the other name, too
+    name = "num_nextn_predict_layers"  # transformers also writes this name
     return fields.integer(
         name if fields.has(name) else "num_mtp_layers", 0, minimum=0, maximum=MAX_PARTS
     )
 
 
-def _dtype(fields: Fields) -> str:
-    name = "dtype" if fields.has("dtype") else "torch_dtype"
+def _dtype(fields: Fields, first: str = "dtype") -> str:
+    """Read a dtype from the first of the fields that exists."""
+    names = (first, "dtype", "torch_dtype")
+    name = next((name for name in names if fields.has(name)), "dtype")
     dtype = fields.text(name, "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
         raise fields.wrong(name, f"{dtype!r} is not supported; supported: {', '.join(_DTYPES)}")

@@ -1,7 +1,7 @@
 """Memory profile: the memory that weights and activations leave for the KV cache.
 
-Computes the largest step once and reads the peak. Refuses to know: what the step consists of, how
-the result is used.
+Computes the largest step once and reads the peak. Refuses to know: the contents of the step, the
+use of the result.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from models.parallel.group import ALONE
 
 logger = logging.getLogger(__name__)
 
-# Several nodes that do not know each other may share a machine.
+# A limit, as several nodes that do not know each other may share a machine.
 MAX_CPU_CACHE_BYTES = GIB
-# A CPU has plenty of memory if weights and cache would fit this many times: no step takes the rest.
+# If weights and cache fit this many times into a CPU's memory, steps cannot exhaust it.
 PLENTY = 8
 
 
@@ -38,12 +38,12 @@ class MemoryProfile:
     """Uses of a device's memory, in bytes.
 
     Attributes:
-        total: the device's memory; on a CPU, what this process and its control group may have.
-        used: memory in use by this process, weights included, and by others, before activations.
+        total: the device's memory; on a CPU, what this process's control group may use.
+        used: memory used by this process (weights included) and by others, before activations.
         weights: memory of the model's weights.
         activations: additional memory of the largest step.
-        graphs: memory that captured steps take for good.
-        utilization: share of ``total`` that all of this and the KV cache may take.
+        graphs: memory that captured steps keep.
+        utilization: share of ``total`` for weights, activations, graphs and KV cache together.
         largest_cache: most bytes of the KV cache, however much is free.
     """
 
@@ -57,7 +57,7 @@ class MemoryProfile:
 
     @property
     def room(self) -> int:
-        """Return the memory left for the KV cache within the share; negative if none is left."""
+        """Return the bytes left for the KV cache within ``utilization``; may be negative."""
         return int(self.total * self.utilization) - self.used - self.activations - self.graphs
 
     @property
@@ -67,7 +67,7 @@ class MemoryProfile:
 
     @property
     def has_plenty(self) -> bool:
-        """Return whether the KV cache gets `largest_cache` whatever activations take."""
+        """Return whether the KV cache gets `largest_cache`, whatever activations take."""
         return self.room >= PLENTY * (self.weights + self.largest_cache)
 
     def __str__(self) -> str:
@@ -83,8 +83,8 @@ class MemoryProfile:
 def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
     """Return the size of the KV cache, and log its reasons in one line.
 
-    Computes a dummy of the largest step, except on a CPU with plenty of memory: the step would take
-    time, and its memory stays with the process.
+    Computes a dummy of the largest step, but not on a CPU with plenty of memory: the step would
+    take time, and the process would keep its memory.
 
     Raises ConfigError if two blocks, or on a GPU the largest step, do not fit.
     """
@@ -92,9 +92,9 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
     everyone, utilization = loaded.ranks.everyone, config.memory_utilization
     total, used = _total_and_used(device)
     if device.type == "cpu":
-        # Mapped pages of a file count as free memory, but every step reads them.
+        # A file's mapped pages count as free memory, but every step reads them.
         used += model.mapped_bytes
-        # All ranks share the CPU's memory.
+        # All ranks use the same CPU memory.
         used += (total - used) * (everyone.size - 1) // everyone.size
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(
@@ -110,9 +110,9 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
     if device.type == "cpu" and everyone.size == 1 and profile.has_plenty:
         logger.info("memory of %s: %s; activations are not measured", device, profile)
         return profile.kv_cache_bytes
-    # A request is never longer than the largest possible cache.
+    # No request is longer than the largest possible cache.
     num_tokens = profile.kv_cache_bytes // spec.block_bytes // spec.num_groups * spec.block_size
-    if everyone.size > 1:  # all ranks compute the same step
+    if everyone.size > 1:  # all ranks must compute the same step
         num_tokens = int(everyone.all_gather(torch.tensor([num_tokens], device=device)).min())
     if num_tokens > 0:
         longest = min(num_tokens, model.config.max_model_len)
@@ -122,7 +122,7 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
             graphs = _measure_graphs(loaded, longest)
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
-        # On a GPU, libraries take memory for good in the first step. On a CPU, memory that the
+        # On a GPU, libraries keep memory from the first step on. On a CPU, memory that the
         # allocator keeps after the step would count twice.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
         profile = replace(profile, activations=activations, graphs=graphs, used=used)
@@ -137,7 +137,7 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
 
 
 def _measure_peak(loaded: LoadedModel, step: StepPlan) -> int:
-    """Return the bytes that computing ``step`` needs beyond allocated memory."""
+    """Return the bytes that computing ``step`` takes beyond allocated memory."""
     device = loaded.device
 
     def compute() -> None:
@@ -153,7 +153,7 @@ def _measure_peak(loaded: LoadedModel, step: StepPlan) -> int:
 
 
 def _measure_graphs(loaded: LoadedModel, longest: int) -> int:
-    """Return the bytes that graphs take, with requests of up to ``longest`` tokens."""
+    """Return the bytes of graphs for requests of up to ``longest`` tokens."""
     where = loaded.config, loaded.device, loaded.backends
     with_graphs = reason_against_graphs(*where) is None
     with_chunks = reason_against_chunks(*where, loaded.ranks) is None
@@ -183,7 +183,7 @@ def _total_and_used(device: torch.device) -> tuple[int, int]:
 
 
 def _largest_cpu_cache(loaded: LoadedModel) -> int:
-    """Return the default limit of a CPU's cache: room for a full batch of longest requests."""
+    """Return a CPU cache's default limit: room for a full batch of longest requests."""
     spec, num_requests = loaded.spec, loaded.config.max_num_requests
     blocks_each = -(-loaded.model.config.max_model_len // spec.block_size)
     num_blocks = num_requests * blocks_each * spec.num_groups + spec.num_null_blocks
