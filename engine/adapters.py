@@ -14,7 +14,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.adapters.digest import AdapterDigest, AdapterMissingError, shorten_digest
+from baton.adapters.digest import (
+    AdapterDigest,
+    AdapterError,
+    AdapterMissingError,
+    shorten_digest,
+)
 from baton.adapters.files import Adapter, AdapterFiles, read_adapter
 from baton.api.errors import ConfigError, NotFoundError, OverloadedError
 from engine.executors.base import Executor
@@ -27,7 +32,7 @@ class AdapterView:
     """An adapter in memory, as operators see it.
 
     Attributes:
-        num_bytes: size in the worker's memory.
+        num_bytes: size in memory, on all ranks together.
         is_pinned: whether it stays when others need its slot.
         is_leaving: whether it takes no new requests, and leaves with its last one.
     """
@@ -139,8 +144,7 @@ class AdapterTable:
         digest = adapter.digest
         if digest not in self._slots:
             self._make_room({*self._in_use(), *kept})
-            (num_bytes,) = self._executor.collective_rpc("load_adapter", (adapter,))
-            self._slots[digest] = _Slot(num_bytes, pinned)
+            self._slots[digest] = _Slot(self._load(adapter), pinned)
         self._keep(digest, pinned=pinned)
         self.remember(adapter)
 
@@ -185,8 +189,16 @@ class AdapterTable:
             _, forgotten = self._read.popitem(last=False)
             num_bytes -= forgotten.files.num_bytes
 
+    def _load(self, adapter: Adapter) -> int:
+        """Load an adapter on all ranks or on none; return its size on all of them together."""
+        try:
+            return sum(self._executor.collective_rpc("load_adapter", (adapter,)))
+        except AdapterError:
+            self._executor.collective_rpc("unload_adapter", (adapter.digest,))
+            raise
+
     def _check(self, files: AdapterFiles) -> None:
-        self._executor.collective_rpc("check_adapter", (files,))
+        self._executor.check_adapter(files)
 
     def _refuse_without_slots(self) -> None:
         if not self._max_adapters:

@@ -120,7 +120,7 @@ class Worker:
         if device.type == "cpu":
             keep_freed_memory()
         self.model_config = model.config
-        self._adapters = _make_adapter_slots(config, model, self.dtype, device)
+        self._adapters = _make_adapter_slots(config, model, self.dtype, device, ranks)
         self.linear_weights = describe_weights(config.weights, packer, model)
         drafter = load_drafter(config, model_folder, model, self.dtype, device)
         config = fit_num_drafts(config, drafter)
@@ -188,7 +188,10 @@ class Worker:
         self._adapters.check(files)
 
     def load_adapter(self, adapter: Adapter) -> int:
-        """Load an adapter between steps; return its size in bytes; raises AdapterError."""
+        """Load an adapter between steps, on all ranks at once; return its size in bytes here.
+
+        Raises AdapterError if it does not fit; other ranks may have loaded it then.
+        """
         assert self._adapters is not None, "max_adapters is 0"
         return self._adapters.load(adapter)
 
@@ -238,7 +241,11 @@ class Worker:
 
 
 def _make_adapter_slots(
-    config: EngineConfig, model: CausalLM, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    model: CausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks,
 ) -> AdapterSlots | None:
     """Make room for adapters beside a loaded model; None if there are to be none.
 
@@ -250,7 +257,7 @@ def _make_adapter_slots(
         problem = f"adapters are computed on a CPU, and the device is {device}"
         raise ConfigError(f"max_adapters: {problem}")
     assert isinstance(model, DecoderForCausalLM)
-    model.adapted = slots = AdapterSlots(model, dtype)
+    model.adapted = slots = AdapterSlots(model, dtype, ranks)
     return slots
 
 

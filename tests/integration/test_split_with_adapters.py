@@ -223,7 +223,6 @@ def test_a_node_that_cannot_load_its_adapters_does_not_start(tmp_path: Path) -> 
             "max-adapters: must be at least 2 for that many --adapter, got 1",
         ),
         (["--max-adapters", "1", "--adapter", "none"], "none: no such folder"),
-        (["--max-adapters", "1", "--tensor-parallel-size", "2"], "computed by one rank"),
         (
             ["--model", str(tmp_path / "other"), "--max-adapters", "1", "--adapter", "one"],
             "was it trained for another base model?",

@@ -20,7 +20,7 @@ from models.config import ModelConfig
 from models.family import TextPart
 from models.registry import MODELS
 from tests.numerics.family_checkpoints import FAMILIES, richest_variants
-from tests.numerics.peft_adapters import certain_prompts, logits_of, make_adapter
+from tests.numerics.peft_adapters import PeftAdapter, certain_prompts, logits_of, make_adapter
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = pytest.mark.medium
@@ -64,17 +64,14 @@ def is_of_experts(name: str, parameter: nn.Parameter) -> bool:
     return is_router or (parameter.dim() == 3 and ".experts." in name)
 
 
-@pytest.mark.parametrize(("architecture", "variant"), CASES)
-def test_all_targets_together_and_one_by_one(
-    architecture: str, variant: str, tmp_path: Path
-) -> None:
-    theirs = make_model(architecture, variant)
-    folder = save(theirs, tmp_path / "model")
-    targets = Targets.of(ModelConfig.from_folder(folder))
+def linears_of(theirs: Any) -> set[str]:
     every = {name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)}
-    linears = {name for name in every if ".visual." not in name}
-    assert linears <= targets.by_name.keys()
-    names = sorted(linears - {"lm_head"})
+    return {name for name in every if ".visual." not in name}
+
+
+def adapt_all(architecture: str, theirs: Any, root: Path) -> dict[str, PeftAdapter]:
+    """Make adapters of all targets: one of LoRA, and one of DoRA where PEFT has DoRA."""
+    names = sorted(linears_of(theirs) - {"lm_head"})
     stacked = [name for name, one in theirs.named_parameters() if is_of_experts(name, one)]
     if stacked:  # PEFT takes these names for parameters of experts, wherever they are
         names = [name for name in names if not name.endswith(OF_EXPERTS)]
@@ -82,10 +79,21 @@ def test_all_targets_together_and_one_by_one(
         names = [name for name in names if not name.endswith(".out_proj")]
     assert len({name.rpartition(".")[2] for name in names}) >= 2
     plain = {"r": 3, "lora_alpha": 5, "target_modules": names}
-    made = {  # PEFT has no DoRA for parameters
-        "lora": make_adapter(theirs, tmp_path / "lora", 1, **plain, target_parameters=stacked),
-        "dora": make_adapter(theirs, tmp_path / "dora", 2, use_dora=True, **plain),
+    return {  # PEFT has no DoRA for parameters
+        "lora": make_adapter(theirs, root / "lora", 1, **plain, target_parameters=stacked),
+        "dora": make_adapter(theirs, root / "dora", 2, use_dora=True, **plain),
     }
+
+
+@pytest.mark.parametrize(("architecture", "variant"), CASES)
+def test_all_targets_together_and_one_by_one(
+    architecture: str, variant: str, tmp_path: Path
+) -> None:
+    theirs = make_model(architecture, variant)
+    folder = save(theirs, tmp_path / "model")
+    targets = Targets.of(ModelConfig.from_folder(folder))
+    assert linears_of(theirs) <= targets.by_name.keys()
+    made = adapt_all(architecture, theirs, tmp_path)
     llm = LLM(
         str(folder),
         dtype="float32",
