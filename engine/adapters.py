@@ -73,6 +73,11 @@ class AdapterTable:
         self._cache_bytes = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
 
     @property
+    def has_slots(self) -> bool:
+        """Return whether adapters can be loaded at all."""
+        return self._max_adapters > 0
+
+    @property
     def digests(self) -> tuple[AdapterDigest, ...]:
         """Return the adapters that take requests; safe from any thread."""
         return tuple(digest for digest, slot in list(self._slots.items()) if not slot.is_leaving)
@@ -201,7 +206,7 @@ class AdapterTable:
         self._executor.check_adapter(files)
 
     def _refuse_without_slots(self) -> None:
-        if not self._max_adapters:
+        if not self.has_slots:
             raise ConfigError("max_adapters: is 0, so no adapter can be loaded; must be 1 or more")
 
     def _keep(self, digest: AdapterDigest, *, pinned: bool) -> None:

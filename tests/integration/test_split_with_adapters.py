@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -20,6 +21,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.link.words import ADAPTER_MISSING, NodeRole, RequestError
 from baton.v1 import admin_pb2
 from engine import LLM
+from tests.fakes.adapter_files import cache, install
 from tests.fakes.hand_router import HandRouter, until
 from tests.numerics.family_checkpoints import FAMILIES
 from tests.numerics.peft_adapters import certain_prompts, make_adapter
@@ -140,8 +142,16 @@ async def until_reported(router: HandRouter, digests: set[str]) -> None:
     await until(lambda: all(set(node.beat.adapters) == digests for node in nodes))
 
 
-def test_operators_load_and_unload_while_nodes_serve(tmp_path: Path) -> None:
+def test_operators_load_and_unload_while_nodes_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs, made = make_scene("LlamaForCausalLM", tmp_path)
+    hub, site = tmp_path / "hub", tmp_path / "site"
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    shutil.copytree(made["two"].folder, cache(hub, "team/two"), dirs_exist_ok=True)
+    shutil.copytree(made["one"].folder, site / "habit")
+    install(site, "habit-adapter", [f"habit/{one.name}" for one in (site / "habit").iterdir()])
     digests = {name: adapter_digest(one.folder) for name, one in made.items()}
     (prompt, output), _ = certain_prompts(theirs, 2, NUM_TOKENS, NUM_OUTPUTS, VOCAB_SIZE)
     adapted, by_two = (
@@ -169,7 +179,7 @@ def test_operators_load_and_unload_while_nodes_serve(tmp_path: Path) -> None:
                 assert error.code == ADAPTER_MISSING
                 assert error.message.startswith(f"adapter: {one[:12]} is not loaded here")
             assert answer.errors
-            assert await load(router, one, "one") == [one, one]
+            assert await load(router, one, "habit-adapter") == [one, one]
             await until_reported(router, {one})
             assert (await router.ask(adapted[0], GREEDY, one)).output == adapted[1]
             assert (await router.ask(prompt, GREEDY)).output == output
@@ -202,7 +212,7 @@ def test_operators_load_and_unload_while_nodes_serve(tmp_path: Path) -> None:
             assert answer.output == expected, "the base model's KV was cached for the adapter"
             await until_reported(router, {one})
             for _ in range(2):
-                answer = await router.ask(by_two[0], GREEDY, two, source="two")
+                answer = await router.ask(by_two[0], GREEDY, two, source="team/two")
                 assert answer.output == by_two[1], "both nodes load it when they are asked for it"
             await until_reported(router, {one, two})
             answer = await router.ask(by_two[0], GREEDY, "0" * 64, source="two")
@@ -222,7 +232,7 @@ def test_a_node_that_cannot_load_its_adapters_does_not_start(tmp_path: Path) -> 
             ["--max-adapters", "1", "--adapter", "one", "--adapter", "two"],
             "max-adapters: must be at least 2 for that many --adapter, got 1",
         ),
-        (["--max-adapters", "1", "--adapter", "none"], "none: no such folder"),
+        (["--max-adapters", "1", "--adapter", "none"], "'none': no such folder or file below --adapter-root"),
         (
             ["--model", str(tmp_path / "other"), "--max-adapters", "1", "--adapter", "one"],
             "was it trained for another base model?",

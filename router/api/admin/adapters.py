@@ -41,7 +41,7 @@ class AdapterAdmin:
         names: what names stand for; has the base models and their nodes.
 
     Attributes:
-        root: folder below which the router reads adapters' digests; empty: it reads none.
+        root: folder below which the router reads digests of adapters' folders; empty: of none.
     """
 
     def __init__(self, names: NameTable, root: str = "") -> None:
@@ -62,8 +62,8 @@ class AdapterAdmin:
 
         Args:
             name: new, or the name of another adapter. Running requests end on that one.
-            source: folder below the nodes' ``--adapter-root``.
-            digest: empty: read below the router's own ``--adapter-root``.
+            source: where the nodes find the adapter; see `find_named`.
+            digest: empty: read from the router's own copy of the files.
             model: base model or a name of it; empty: the name's, or else the first one.
             pinned: whether the adapter keeps its slot on nodes.
 

@@ -158,7 +158,7 @@ def test_what_cannot_be_loaded_fails_and_nothing_else(tmp_path: Path) -> None:
     assert problems["2"] == problems["3"]
     assert f"has the digest {scene.digests['b']}, not {scene.digests['a']}" in problems["2"]
     assert "must be a path below" in problems["4"]
-    none = AdapterQueue(cast("Engine", FakeEngine(1)))
+    none = AdapterQueue(cast("Engine", FakeEngine(0)))
     with pytest.raises(AdapterMissingError, match=r"and this node loads no adapters$"):
         none.admit(scene.command("6", "a"), 0.0)
 
