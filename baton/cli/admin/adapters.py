@@ -70,10 +70,11 @@ def load(
         str, typer.Argument(help="New, or the name of an adapter that this one replaces.")
     ],
     source: Annotated[
-        str, typer.Argument(
+        str,
+        typer.Argument(
             help="The adapter's folder or GGUF file below the nodes' --adapter-root, an installed "
             "package, or a hub id in the machines' caches."
-        )
+        ),
     ],
     *,
     digest: Annotated[
