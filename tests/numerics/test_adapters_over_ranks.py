@@ -22,6 +22,7 @@ from tests.numerics.test_adapters_of_each_family import (
     NUM_OUTPUTS,
     VOCAB_SIZE,
     adapt_all,
+    assert_several_outputs,
     make_model,
 )
 from tests.numerics.tiny_models import save
@@ -42,7 +43,7 @@ class Scene:
     rows: list[tuple[str, list[int], list[int]]]
 
     @contextlib.contextmanager
-    def llm(self, shape: tuple[int, int]) -> Iterator[LLM]:
+    def llm(self, shape: tuple[int, int], **options: Any) -> Iterator[LLM]:
         """Start as many ranks of a stage, and stages, as ``shape`` says."""
         llm = LLM(
             str(self.folder),
@@ -55,6 +56,7 @@ class Scene:
             tensor_parallel_size=shape[0],
             pipeline_parallel_size=shape[1],
             adapters={name: one.folder for name, one in self.made.items()},
+            **options,
         )
         try:
             yield llm
@@ -76,6 +78,8 @@ class Scene:
             theirs = logits_of(one.model, prompt).log_softmax(-1)
             chosen = theirs[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
             assert float((torch.tensor(ours) - chosen).abs().max()) < 2e-3, name
+            output = next(row[2] for row in self.rows if row[1] == prompt)
+            assert_several_outputs(llm, name, one.model, prompt, output)
 
 
 def make_scene(theirs: Any, root: Path, made: dict[str, PeftAdapter]) -> Scene:
@@ -110,10 +114,23 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return make_scene(theirs, root, made)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
-def test_mixed_rows_equal_peft_over_ranks(dense: Scene, shape: tuple[int, int]) -> None:
-    with dense.llm(shape) as llm:
+DRAFTS = {
+    "speculative_method": "ngram",
+    "ngram_min": 1,
+    "num_speculative_tokens": 4,
+    "adaptive_speculation": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"), [((2, 1), DRAFTS), ((1, 2), {})], ids=["two ranks", "two stages"]
+)
+def test_mixed_rows_equal_peft_over_ranks(
+    dense: Scene, shape: tuple[int, int], options: dict[str, Any]
+) -> None:
+    with dense.llm(shape, **options) as llm:
         dense.assert_right(llm)
+        assert llm.engine.metrics().drafts_total > 0 or not options
         assert llm.engine.metrics().cached_prompt_tokens_total > 0
         for row in (0, -1):  # with two ranks in a stage, the first or the second one has the row
             refuse_on_one_rank(llm, dense, row)
