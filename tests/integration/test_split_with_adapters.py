@@ -37,13 +37,20 @@ VOCAB_SIZE = 61
 NUM_OUTPUTS = 8
 NUM_TOKENS = 30
 GREEDY = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0, ignore_eos=True, seed=1)
-# One with experts, one with states, three dense ones. `test_operators_load_and_unload...` is dense.
+# Families, and the ranks of each node: one with experts, one with states, three dense ones. Another
+# test below is of a dense one.
 FAMILIES_HERE = [
-    "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
+    ("Qwen3MoeForCausalLM", 1),
+    ("Qwen3NextForCausalLM", 1),
     *(
-        pytest.param(name, marks=pytest.mark.large)
-        for name in ("LlamaForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM")
+        pytest.param(name, num_ranks, marks=pytest.mark.large)
+        for name, num_ranks in (
+            ("LlamaForCausalLM", 1),
+            ("Gemma3ForCausalLM", 1),
+            ("Phi3ForCausalLM", 2),
+            ("Qwen3MoeForCausalLM", 2),
+            ("Qwen3NextForCausalLM", 2),
+        )
     ),
 ]
 TWO: dict[str, dict[str, Any]] = {
@@ -86,11 +93,12 @@ def start_nodes(
 
 @contextlib.asynccontextmanager
 async def running_pair(
-    root: Path, adapters: Sequence[str], of_decode: Sequence[str] = ()
+    root: Path, adapters: Sequence[str], *more: str, of_decode: Sequence[str] = ()
 ) -> AsyncIterator[HandRouter]:
     """Run a prefill and a decode node that load these adapters at start.
 
     Args:
+        more: further options of both nodes.
         of_decode: further options of the decode node.
     """
     router = HandRouter()
@@ -99,7 +107,7 @@ async def running_pair(
         "--model", str(root / "model"), "--router", router.address, "--dtype", "float32",
         "--block-size", "4", "--long-prefill-token-threshold", "8", "--kv-cache-memory", "16M",
         "--max-adapters", str(max(2, len(adapters))), "--adapter-root", str(root / "adapters"),
-        "--num-threads", "1", "--drain-timeout-s", "0",
+        "--num-threads", "1", "--drain-timeout-s", "0", *more,
     ]  # fmt: skip
     for name in adapters:
         options += ["--adapter", name]
@@ -115,8 +123,10 @@ async def running_pair(
         await router.stop()
 
 
-@pytest.mark.parametrize("architecture", FAMILIES_HERE)
-def test_split_equals_one_process_and_peft(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "num_ranks"), FAMILIES_HERE)
+def test_split_equals_one_process_and_peft(
+    architecture: str, num_ranks: int, tmp_path: Path
+) -> None:
     """Eight adapters and the base model: in chunks, preempted, with prefix hits the second time."""
     theirs, made = make_scene(architecture, tmp_path, EIGHT)
     digests = {name: adapter_digest(one.folder) for name, one in made.items()} | {"": ""}
@@ -148,12 +158,12 @@ def test_split_equals_one_process_and_peft(architecture: str, tmp_path: Path) ->
     crossed = rows[0][1]  # a prompt that was the base model's
     [expected_crossed] = llm.generate([crossed], GREEDY, adapter="lora8")
     metrics = free_address()
+    ranks = ["--tensor-parallel-size", str(num_ranks)]
     of_decode = ["--num-blocks", str(NUM_BLOCKS), "--preemption", "recompute"]
+    of_decode += ["--metrics-listen", metrics]
 
     async def check() -> None:
-        async with running_pair(
-            tmp_path, list(made), [*of_decode, "--metrics-listen", metrics]
-        ) as router:
+        async with running_pair(tmp_path, list(made), *ranks, of_decode=of_decode) as router:
             await until_reported(router, {digests[name] for name in made})
             for _ in range(2):  # the second time the nodes know the prompts
                 answers = await asyncio.gather(

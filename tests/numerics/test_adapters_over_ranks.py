@@ -71,14 +71,13 @@ class Scene:
             for (name, _, output), completion in zip(self.rows, completions, strict=True):
                 assert list(completion.token_ids) == output, name
         for name, one in self.made.items():
-            prompt = next(row[1] for row in self.rows if row[0] == name)
+            prompt, output = next(row[1:] for row in self.rows if row[0] == name)
             scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
             [completion] = llm.generate([prompt], scored, adapter=name)
             ours = [one.logprob for one in completion.prompt_logprobs if one is not None]
             theirs = logits_of(one.model, prompt).log_softmax(-1)
             chosen = theirs[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
             assert float((torch.tensor(ours) - chosen).abs().max()) < 2e-3, name
-            output = next(row[2] for row in self.rows if row[1] == prompt)
             assert_several_outputs(llm, name, one.model, prompt, output)
 
 
