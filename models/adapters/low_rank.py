@@ -32,7 +32,7 @@ _ROWS = 1024  # rows of a base weight that are unpacked at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What one module of an adapter adds to a layer, of which a rank may have a share.
+    """The addition of one module of an adapter to a layer, as a rank has it.
 
     Attributes:
         factors: the module's matrices, in the checkpoint's order.
