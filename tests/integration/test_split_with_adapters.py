@@ -34,7 +34,7 @@ from tests.numerics.tiny_models import make_hugging_face_model, save
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 
 VOCAB_SIZE = 61
-NUM_OUTPUTS = 8
+NUM_OUTPUTS = 16
 NUM_TOKENS = 30
 GREEDY = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0, ignore_eos=True, seed=1)
 # Families, and the ranks of each node: one with experts, one with states, three dense ones. Another
