@@ -225,7 +225,7 @@ class AdapterSlots:
         if summed:
             every = self._group.all_reduce(torch.cat([squares[piece] for piece in summed]))
             sizes = [len(squares[piece]) for piece in summed]
-            squares.update(zip(summed, every.split(sizes), strict=True))
+            squares.update(zip(summed, torch.split(every, sizes), strict=True))
 
         def with_norms(piece: Piece) -> Piece:
             return replace(piece, norms=squares[piece].sqrt()) if piece in squares else piece
