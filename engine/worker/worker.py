@@ -121,7 +121,7 @@ class Worker:
         if device.type == "cpu":
             keep_freed_memory()
         self.model_config = model.config
-        self._adapters = _make_adapter_slots(config, model, self.dtype, device)
+        self._adapters = self._make_adapter_slots(model, ranks)
         self.linear_weights = describe_weights(config.weights, packer, model)
         drafter = load_drafter(config, model_folder, model, self.dtype, device)
         config = fit_num_drafts(config, drafter)
@@ -178,13 +178,27 @@ class Worker:
             rejects=rejects,
         )
 
+    def _make_adapter_slots(self, model: CausalLM, ranks: Ranks) -> AdapterSlots | None:
+        """Make room for adapters beside a loaded model; None if there are to be none.
+
+        Raises ConfigError on a GPU, where adapters are not computed.
+        """
+        if not self.config.max_adapters:
+            return None
+        if self.device.type != "cpu":
+            problem = f"adapters are computed on a CPU, and the device is {self.device}"
+            raise ConfigError(f"max_adapters: {problem}")
+        assert isinstance(model, DecoderForCausalLM)
+        model.adapted = slots = AdapterSlots(model, self.dtype, ranks)
+        return slots
+
     def check_adapter(self, files: AdapterFiles) -> None:
         """Raise AdapterError unless an adapter fits the model; safe from any thread."""
         assert self._adapters is not None, "max_adapters is 0"
         self._adapters.check(files)
 
     def load_adapter(self, adapter: Adapter) -> int:
-        """Load an adapter between steps; return its size in bytes; raises AdapterError."""
+        """Load an adapter between steps; return its size in bytes; see `AdapterSlots.load`."""
         assert self._adapters is not None, "max_adapters is 0"
         return self._adapters.load(adapter)
 
@@ -230,23 +244,6 @@ class Worker:
         if self._lent_cores is not None:
             self._lent_cores.close()
             self._lent_cores = None
-
-
-def _make_adapter_slots(
-    config: EngineConfig, model: CausalLM, dtype: torch.dtype, device: torch.device
-) -> AdapterSlots | None:
-    """Make room for adapters beside a loaded model; None if there are to be none.
-
-    Raises ConfigError on a GPU, where adapters are not computed.
-    """
-    if not config.max_adapters:
-        return None
-    if device.type != "cpu":
-        problem = f"adapters are computed on a CPU, and the device is {device}"
-        raise ConfigError(f"max_adapters: {problem}")
-    assert isinstance(model, DecoderForCausalLM)
-    model.adapted = slots = AdapterSlots(model, dtype)
-    return slots
 
 
 def _weights_cache(config: EngineConfig) -> WeightsCache:

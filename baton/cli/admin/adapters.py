@@ -69,14 +69,18 @@ def load(
         str, typer.Argument(help="New, or the name of an adapter that this one replaces.")
     ],
     source: Annotated[
-        str, typer.Argument(help="The adapter's folder, relative to the nodes' --adapter-root.")
+        str,
+        typer.Argument(
+            help="The adapter's folder or GGUF file below the nodes' --adapter-root, an installed "
+            "package, or a hub id in the machines' caches."
+        ),
     ],
     *,
     digest: Annotated[
         str,
         typer.Option(
             help="What the adapter must be, 64 hex characters. By default the router reads it "
-            "below its own --adapter-root."
+            "from its own copy of the files."
         ),
     ] = "",
     base_model: BaseModelOption = "",
