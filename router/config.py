@@ -141,7 +141,8 @@ class RouterConfig:
         (),
         name="adapter",
         help="NAME=FOLDER: another name of the model, with the adapter in this folder below "
-        "--adapter-root; repeat it for several. With several models use --names-file.",
+        "--adapter-root; repeat it for several. With several models NAME=FOLDER=MODEL, with a "
+        "MODEL of --model or --served-model-name.",
     )
     request_defaults: str = option(
         "",

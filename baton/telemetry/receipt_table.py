@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.adapters.digest import shorten_digest
 from baton.api.outputs import Receipt
 
 
@@ -12,6 +13,8 @@ def receipt_line(receipt: Receipt) -> str:
         f"TTFT {receipt.ttft_s * 1e3:.0f} ms",
         f"{receipt.time_per_token_s * 1e3:.1f} ms/token",
     ]
+    if receipt.adapter:
+        parts.append(f"adapter {shorten_digest(receipt.adapter)}")
     if receipt.num_attempts > 1:
         parts.append(f"{receipt.num_attempts} attempts")
     if receipt.decode is None and receipt.decode_node:

@@ -25,6 +25,7 @@ class Terms:
         principal: the caller.
         cache_word: client's word for its cached blocks: only prompts with equal words share them;
             empty: no word.
+        model: name of the request, for receipts and records only; empty: unknown.
         adapter: digest of the adapter that the request's name stands for; empty: the base model.
         text_options: options for turning tokens into text.
         trace: the client's trace context; None: not traced.
@@ -36,6 +37,7 @@ class Terms:
     priority: int = 0
     principal: Principal = ANYBODY
     cache_word: str = field(default="", repr=False)
+    model: str = ""
     adapter: str = ""
     text_options: DetokenizeOptions = DEFAULT_TEXT
     trace: TraceContext | None = None
