@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.page.measures import at, count, number
-from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
+from benchmarks.page.rows import Found, Json, Measure, Measurement, Row, Source, Subject
 
 
 def _promises(document: Json) -> Found:
@@ -124,6 +124,37 @@ OVERLOAD_VIRTUAL = Source(
     "overload_virtual",
     (Row("promises broken at 3 times the capacity, on virtual time", count("problems"), "0"),),
 )
+
+
+def _of_names(drill: str, *places: str) -> Measure:
+    """Make a row of counts that must be 0, with the requests of their drill."""
+
+    def measure(document: Json) -> Found:
+        row = at(document, drill)
+        counts = [int(number(row, place)) for place in places]
+        text = f"{', '.join(map(str, counts))} of {number(row, 'requests'):,.0f} requests"
+        return Found(text, not any(counts) and number(row, "requests") > 0)
+
+    return measure
+
+
+def _slowest_refusal(document: Json) -> Found:
+    slowest = max(number(row, "max_ms") for row in at(document, "refusals").values())
+    return Found(f"{slowest:.1f} ms", slowest)
+
+
+MANY_NAMES = Source("many_names", (
+    Row("answers of the wrong version, failed, lost, prefix hits across versions, while an alias is"
+        " switched 100 times",
+        _of_names("switches", "wrong", "failed", "lost", "hits_across_versions"), "none"),
+    Row("answers of the base model, wrong, failed, while an adapter is unloaded",
+        _of_names("unloads", "of_base", "wrong", "failed"), "none"),
+    Row("answers of another model, failed, lost, while a node of each base model is killed twice",
+        _of_names("kills", "wrong", "failed", "lost"), "none"),
+    Row("an unknown name, and a name without nodes, are refused after, at most",
+        _slowest_refusal, "<= 50 ms"),
+), "Real processes: two base models and three adapters behind one address, two slots for adapters"
+   " on each node. Each answer is compared with that of one process.")  # fmt: skip
 SUBJECT = Subject(
     "Faults and overload",
     (
@@ -137,6 +168,12 @@ SUBJECT = Subject(
         Measurement("faults.resilience", "router/gate router/calls sim_node", (RESILIENCE,)),
         Measurement(
             "faults.overload_virtual", "router/gate router/calls sim_node", (OVERLOAD_VIRTUAL,)
+        ),
+        Measurement(
+            "faults.many_names",
+            "router/names router/fleet/adapter_places.py router/api/admin/adapters.py"
+            " node_runtime/adapter_queue.py engine/adapters.py",
+            (MANY_NAMES,),
         ),
         Measurement("faults.innocents", "router/calls kvconnector"),
         Measurement("faults.innocents_virtual", "router/calls sim_node"),
