@@ -23,8 +23,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,13 +327,14 @@ def run(
         async def play(site: Site) -> Document:
             drills = Drills(site, questions, lanes, random.Random(seed))
             document: Document = {"seed": seed, "lanes": lanes}
-            for name, drill in (
-                ("switches", drills.switches(switches)),
-                ("unloads", drills.unloads(unloads)),
-                ("kills", drills.kills(requests)),
-                ("refusals", drills.refusals()),
-            ):
-                row = await drill
+            plays: Mapping[str, Callable[[], Awaitable[Row]]] = {
+                "switches": partial(drills.switches, switches),
+                "unloads": partial(drills.unloads, unloads),
+                "kills": partial(drills.kills, requests),
+                "refusals": drills.refusals,
+            }
+            for name, drill in plays.items():
+                row = await drill()
                 run.show(name, {name: row} if name != "refusals" else row)
                 document = {**document, name: row}
             return document

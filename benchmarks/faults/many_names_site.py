@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from baton.api.errors import BatonError, NotFoundError
 from baton.api.outputs import Receipt
 from baton.deployment.local_deployment import LocalDeployment
 from baton.v1 import admin_pb2
+from benchmarks.runner.demo_adapters import ADAPTERS, write_adapters
 from benchmarks.runner.deployments import deployed
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.programs import admin_of
@@ -36,13 +36,6 @@ MOST_FAILED = 200
 JOIN_TIMEOUT_S = 120.0
 VOCABULARY = 4000
 CHUNK_TOKENS = 64  # most prompts have several chunks
-# Rank of each adapter, and the layers that it adapts.
-ADAPTERS = {
-    "a": (4, ("self_attn.q_proj",)),
-    "b": (8, ("self_attn.q_proj", "self_attn.v_proj")),
-    "c": (16, ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")),
-}
-SCALE = 0.1  # of the numbers in A and B: large enough to change most answers
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -260,37 +253,8 @@ def make_folders(root: Path) -> dict[str, Path]:
     shutil.copytree(DEMO_MODEL, tuned)
     changed = {name: one.flip(0) if "mlp" in name else one for name, one in weights.items()}
     save_file(changed, tuned / "model.safetensors", metadata={"format": "pt"})
-    shapes = {name: tuple(one.shape) for name, one in weights.items()}
-    for seed, (name, (rank, layers)) in enumerate(ADAPTERS.items()):
-        _write_adapter(root / "adapters" / name, shapes, rank, layers, seed)
+    write_adapters(root / "adapters")
     return {"demo": DEMO_MODEL, "tuned": tuned, "adapters": root / "adapters"}
-
-
-def _write_adapter(
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    rank: int,
-    layers: Sequence[str],
-    seed: int,
-) -> None:
-    """Write an adapter of random numbers for these layers of each block."""
-    import torch
-    from safetensors.torch import save_file
-
-    draw = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for weight, shape in shapes.items():
-        module = weight.removesuffix(".weight")
-        if module.endswith(tuple(layers)):
-            outputs, inputs = shape
-            for matrix, size in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                numbers = torch.randn(size, generator=draw) * SCALE
-                tensors[f"base_model.model.{module}.lora_{matrix}.weight"] = numbers
-    folder.mkdir(parents=True)
-    targets = sorted(layer.partition(".")[2] for layer in layers)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def make_questions(folders: Mapping[str, Path], number: int, seed: int) -> list[Question]:
