@@ -24,6 +24,8 @@ CONFIG = {
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 _FORMATS = {"F32": ("f", 4), "F16": ("e", 2), "BF16": ("H", 2), "I32": ("i", 4), "F64": ("d", 8)}
 
+_DEMO_LAYERS, _DEMO_HIDDEN = 6, 256
+
 Tensor = tuple[str, tuple[int, ...], bytes]  # dtype, shape, numbers
 
 
@@ -81,3 +83,13 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor] | bytes, **config:
     content = tensors if isinstance(tensors, bytes) else safetensors(tensors)
     (folder / "adapter_model.safetensors").write_bytes(content)
     return folder
+
+
+def write_query_adapter(root: Path, name: str, seed: int) -> Path:
+    """Write an adapter of the demo model's query layers; another seed says something else."""
+    tensors: dict[str, Tensor] = {}
+    for layer in range(_DEMO_LAYERS):
+        module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        size = {"inputs": _DEMO_HIDDEN, "outputs": _DEMO_HIDDEN}
+        tensors |= pair(module, rank=4, seed=100 * seed + 2 * layer, **size)
+    return write_adapter(root / name, tensors, r=4, lora_alpha=4)
