@@ -90,6 +90,11 @@ def write_query_adapter(root: Path, name: str, seed: int) -> Path:
     tensors: dict[str, Tensor] = {}
     for layer in range(_DEMO_LAYERS):
         module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        size = {"inputs": _DEMO_HIDDEN, "outputs": _DEMO_HIDDEN}
-        tensors |= pair(module, rank=4, seed=100 * seed + 2 * layer, **size)
+        tensors |= pair(
+            module,
+            rank=4,
+            inputs=_DEMO_HIDDEN,
+            outputs=_DEMO_HIDDEN,
+            seed=100 * seed + 2 * layer,
+        )
     return write_adapter(root / name, tensors, r=4, lora_alpha=4)
