@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from baton.adapters.digest import shorten_digest
 from baton.api.outputs import Receipt
+
+_SHOWN_DIGEST_CHARS = 12
 
 
 def receipt_line(receipt: Receipt) -> str:
@@ -14,7 +15,7 @@ def receipt_line(receipt: Receipt) -> str:
         f"{receipt.time_per_token_s * 1e3:.1f} ms/token",
     ]
     if receipt.adapter:
-        parts.append(f"adapter {shorten_digest(receipt.adapter)}")
+        parts.append(f"adapter {receipt.adapter[:_SHOWN_DIGEST_CHARS]}")
     if receipt.num_attempts > 1:
         parts.append(f"{receipt.num_attempts} attempts")
     if receipt.decode is None and receipt.decode_node:

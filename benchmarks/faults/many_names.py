@@ -61,11 +61,11 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class Alias:
-    """What the name `LIVE` stands for, in order.
+    """History of the name `LIVE`.
 
     Attributes:
-        history: the last entry may stand already, or come soon.
-        num_settled: entries whose switch is over.
+        history: what the name stood for, in order; the last entry may have to come yet.
+        num_settled: number of entries whose switch is over.
     """
 
     history: list[Version]
@@ -314,7 +314,7 @@ def run(
         unloads: times that an adapter is unloaded.
         requests: requests while nodes are killed, at least.
         lanes: requests that are open at a time.
-        seed: of names, questions and versions.
+        seed: draws names, questions and versions.
     """
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         folders = make_folders(Path(folder))

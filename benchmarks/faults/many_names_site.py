@@ -40,7 +40,7 @@ CHUNK_TOKENS = 64  # most prompts have several chunks
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """What a name may stand for.
+    """A base model, alone or with an adapter: a name stands for one version at a time.
 
     Attributes:
         adapter: name of its folder; empty: the base model alone.

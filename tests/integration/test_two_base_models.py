@@ -40,7 +40,7 @@ class Models:
     """Two models of one configuration and tokenizer, which differ in their weights; adapters.
 
     Attributes:
-        folders: of the two models.
+        folders: folders of the models, by name.
         root: folder of the adapters.
         expected: by name and prompt number, the tokens of one process.
     """
