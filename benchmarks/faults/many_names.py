@@ -48,7 +48,7 @@ from benchmarks.runner.run import Document, Run
 
 LIVE, GONE = "live", "gone"  # names that are switched and unloaded
 NUM_LOAD = 24  # questions that the load repeats; all others are asked around one switch only
-SPARE = 1.5  # share of questions to draw, as versions agree on some
+SPARE = 1.25  # share of questions to draw, as versions may agree on some
 # A node of each base model, twice: demo has p0, d0 and d1, tuned p1, d2 and d3.
 VICTIMS = ("d0", "p1", "d2", "p0")
 NODES_OF_TUNED = ("p1", "d2", "d3")

@@ -269,7 +269,7 @@ def make_questions(folders: Mapping[str, Path], number: int, seed: int) -> list[
     ]
     params = [
         SamplingParams(
-            max_tokens=draw.choice([8, 12, 24]), temperature=0.8 * (i % 2), seed=i, ignore_eos=True
+            max_tokens=draw.choice([10, 16, 24]), temperature=0.8 * (i % 2), seed=i, ignore_eos=True
         )
         for i in range(number)
     ]
