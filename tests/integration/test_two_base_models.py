@@ -27,7 +27,7 @@ from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(350)]
 
-NUM_REQUESTS, NUM_AT_ONCE = 240, 8
+NUM_REQUESTS, NUM_AT_ONCE = 200, 8
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
 ADAPTERS = {"one": "demo", "two": "demo", "three": "tuned"}  # and their base models
 NAMES = ("demo", "tuned", *ADAPTERS)
