@@ -191,6 +191,7 @@ SUBJECT = Subject(
         Measurement("faults.long_run", "kvconnector node_runtime router/calls"),
     ),
     log=(
+        "2026-11-29: names switched, unloaded, and their nodes killed, under load",
         "2026-11-21: nodes killed, stopped and restarted under load",
         "2026-11-21: a dead sender's last bytes",
         "2026-11-21: mistakes planted before the whole-system machine",
