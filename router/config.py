@@ -142,7 +142,8 @@ class RouterConfig:
         name="adapter",
         help="NAME=SOURCE: another name of the model, with an adapter: a folder or GGUF file below "
         "--adapter-root, an installed package, or a hub id in the machines' caches; repeat it for "
-        "several. With several models use --names-file.",
+        "several. With several models NAME=SOURCE=MODEL, with a MODEL of --model or "
+        "--served-model-name.",
     )
     request_defaults: str = option(
         "",

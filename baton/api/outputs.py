@@ -162,6 +162,8 @@ class Receipt:
         router_queue_s: request received -> sent to the nodes of the attempt that gave token 1.
         accept_s: request received -> checked and tokenized; the first part of ``router_queue_s``.
         delivery_s: token 1 read from a node's link -> handed to the client's stream.
+        model: name that the request was served under; empty: from an older router.
+        adapter: digest of the LoRA adapter that the name stood for; empty: the base model.
     """
 
     num_prompt_tokens: int
@@ -176,6 +178,8 @@ class Receipt:
     router_queue_s: float = 0.0
     accept_s: float = 0.0
     delivery_s: float = 0.0
+    model: str = ""
+    adapter: str = ""
 
     @property
     def network_s(self) -> float:

@@ -31,6 +31,7 @@ from baton.serving import rpc
 from baton.serving.error_details import error_from_trailers
 from baton.v1 import inference_pb2, types_pb2
 from baton.wire import types as wire_types
+from baton.wire.fields import from_message
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages such as ``[{"role": "user", "content": "Hello"}]``."""
@@ -58,10 +59,17 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A model that a router serves."""
+    """A name that a router serves.
+
+    Attributes:
+        parent: name of an adapter's base model; empty: the name stands for a base model.
+        adapter: digest of the adapter; empty: none.
+    """
 
     name: str
     max_model_len: int
+    parent: str = ""
+    adapter: str = ""
 
 
 def credentials(api_key: str | None) -> rpc.Metadata:
@@ -247,7 +255,7 @@ def join_batch(deltas: Sequence[TextDelta]) -> list[list[Completion]]:
 
 
 def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelDescription]:
-    return [ModelDescription(model.name, model.max_model_len) for model in response.models]
+    return [from_message(ModelDescription, model) for model in response.models]
 
 
 def is_unreachable(error: grpc.RpcError) -> bool:

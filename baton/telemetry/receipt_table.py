@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from baton.api.outputs import Receipt
 
+_SHOWN_DIGEST_CHARS = 12
+
 
 def receipt_line(receipt: Receipt) -> str:
     """Return a receipt as one line."""
@@ -12,6 +14,8 @@ def receipt_line(receipt: Receipt) -> str:
         f"TTFT {receipt.ttft_s * 1e3:.0f} ms",
         f"{receipt.time_per_token_s * 1e3:.1f} ms/token",
     ]
+    if receipt.adapter:
+        parts.append(f"adapter {receipt.adapter[:_SHOWN_DIGEST_CHARS]}")
     if receipt.num_attempts > 1:
         parts.append(f"{receipt.num_attempts} attempts")
     if receipt.decode is None and receipt.decode_node:

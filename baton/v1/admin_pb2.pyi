@@ -456,7 +456,7 @@ class TraceRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class RequestTrace(_message.Message):
-    __slots__ = ("request_id", "received_at", "state", "num_prompt_tokens", "max_tokens", "num_output_tokens", "accepted_s", "first_token_s", "ended_s", "finish_reason", "error_code", "error", "attempts", "receipt", "tenant")
+    __slots__ = ("request_id", "received_at", "state", "num_prompt_tokens", "max_tokens", "num_output_tokens", "accepted_s", "first_token_s", "ended_s", "finish_reason", "error_code", "error", "attempts", "receipt", "model", "adapter", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_AT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +471,8 @@ class RequestTrace(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     received_at: float
@@ -486,8 +488,10 @@ class RequestTrace(_message.Message):
     error: str
     attempts: _containers.RepeatedCompositeFieldContainer[AttemptTrace]
     receipt: _types_pb2.Receipt
+    model: str
+    adapter: str
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., received_at: _Optional[float] = ..., state: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., accepted_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., finish_reason: _Optional[str] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[AttemptTrace, _Mapping]]] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., received_at: _Optional[float] = ..., state: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., accepted_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., finish_reason: _Optional[str] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[AttemptTrace, _Mapping]]] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class AttemptTrace(_message.Message):
     __slots__ = ("began_s", "prefill_node", "decode_node", "failed_s", "error_code", "error")

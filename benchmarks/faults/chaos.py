@@ -1,9 +1,10 @@
 """Kill, stop and restart real processes under load; exit 1 when a promise of the hand-off breaks.
 
-A router, two prefill and two decode nodes with NIXL run on this machine. They serve the demo model
-under a continuous load with known right answers. After each drill: every request has ended, no
-token was wrong, every block of every node is free, and only the processes that the drill ended have
-died. Arrow numbers are those of docs/protocol/README.md.
+A router, two prefill and two decode nodes with NIXL on this machine, the demo model, a continuous
+load whose right answers are known. Half of the requests ask for one of two LoRA adapters, and an
+operator's third one needs a slot of theirs. After each drill: every request had an end, no token
+was wrong, every block of every node is free again, and no process died that was not told to. The
+numbers of the arrows are those of docs/protocol/README.md.
 """
 
 from __future__ import annotations
@@ -15,29 +16,42 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
+from baton import AsyncClient
 from baton.api.errors import BatonError
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
-from benchmarks.faults.chaos_load import BROKEN, CHUNK_TOKENS, Load, make_cases, under_load
+from benchmarks.faults.chaos_load import (
+    BROKEN,
+    CHUNK_TOKENS,
+    NO_ADAPTERS,
+    Load,
+    ask,
+    make_cases,
+    under_load,
+)
 from benchmarks.faults.chaos_site import (
     DETECTION_TIMEOUT_S,
     READY_TIMEOUT_S,
     STOP_S,
     Site,
+    change_adapters,
     flush_caches,
     left_behind,
     list_nodes,
     wait_until_free,
 )
 from benchmarks.runner.answers import Case
+from benchmarks.runner.demo_adapters import write_adapters
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.run import Run
 
@@ -47,6 +61,9 @@ NODE_ARGS = [
     *("--dtype", "float32", "--num-blocks", "400", "--max-num-requests", "16"),
     *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
 ]
+ADAPTER_ARGS = ["--max-adapters", "2"]
+SPARE = "c"  # the adapter that no request asks for
+FILES_BACK_S = 15.0  # the router leaves nodes out for 5 s
 RANK_ARGS = ["--tensor-parallel-size", "2"]
 # Arrow of the diagram -> process to kill, and the point in it (an option of the connector).
 ARROWS = {
@@ -155,6 +172,61 @@ async def abort_storm(site: Site) -> None:
         raise BatonError(f"storm: {broken[0].outcome}: {broken[0].detail}")
 
 
+async def load_and_unload(site: Site) -> None:
+    """Load and unload one more adapter, again and again, while a prefill node dies and returns."""
+    is_over = False
+
+    async def change() -> int:
+        number = 0
+        while not is_over:
+            loads = {"name": SPARE, "source": site.adapters[SPARE].name}
+            await asyncio.to_thread(change_adapters, site.address, "LoadAdapter", **loads)
+            await asyncio.to_thread(change_adapters, site.address, "UnloadAdapter", name=SPARE)
+            number += 1
+        return number
+
+    changing = asyncio.create_task(change())
+    try:
+        await kill_and_restart(site, "p1")
+    finally:
+        is_over = True
+    if not await changing:
+        raise BatonError("no adapter was loaded meanwhile")
+
+
+async def take_files_away(site: Site) -> None:
+    """Restart all decode nodes without an adapter's files, then bring these back.
+
+    Meanwhile, requests of this adapter are refused, and never answered by the base model.
+    """
+    case = next(case for case in site.cases if case.model)
+    folder = site.adapters[case.model]
+    hidden = folder.with_name(f".{folder.name}")
+    marks = {name: _log_size(site, name) for name in ("d0", "d1")}
+    folder.rename(hidden)
+    try:
+        for name in marks:
+            await site.kill(name)
+            await site.restart(name)
+        await site.wait_ready()
+        await asyncio.sleep(2.0)
+    finally:
+        hidden.rename(folder)
+    told = [site.deployment.child(name).log.read_bytes()[mark:] for name, mark in marks.items()]
+    if not any(b"cannot load adapter" in text for text in told):
+        raise BatonError("no node missed the adapter's files")
+    give_up_at = time.monotonic() + FILES_BACK_S
+    async with AsyncClient(site.address) as client:
+        while (await ask(client, case, site.draw, leaving=0.0)).outcome != "complete":
+            if time.monotonic() > give_up_at:
+                raise BatonError(f"the adapter is not served {FILES_BACK_S:g} s after its return")
+            await asyncio.sleep(0.2)
+
+
+def _log_size(site: Site, name: str) -> int:
+    return site.deployment.child(name).log.stat().st_size
+
+
 async def arm(site: Site, name: str, point: str) -> None:
     await site.restart(name, "--inject-faults", f"kill={point}:{KILL_AT_COUNT}")
     await site.wait_ready()
@@ -197,6 +269,8 @@ def drills() -> list[Drill]:
         Drill(f"SIGSTOP of a prefill node, {STOP_S:g} s", partial(stop_one, name="p0")),
         Drill(f"SIGSTOP of a decode node, {STOP_S:g} s", partial(stop_one, name="d0")),
         Drill(f"abort storm, {STORM_REQUESTS} requests", abort_storm),
+        Drill("adapters loaded and unloaded, a prefill node killed, restarted", load_and_unload),
+        Drill("an adapter's files away, both decode nodes restarted", take_files_away),
     ]
     found += [
         Drill(
@@ -295,26 +369,35 @@ async def run_all(
     console: Console,
     kv_connector: str,
     method: str = "none",
+    adapters: Mapping[str, Path] = NO_ADAPTERS,
 ) -> list[Result]:
-    """Run all drills on one deployment, and replace the deployment if it cannot be repaired."""
+    """Run each drill on a whole site; replace a site that cannot be repaired.
+
+    Nodes of several ranks have no adapters, so their load asks the base model only.
+    """
     draft_args = drafting_args(method)
     results: list[Result] = []
+    root = ["--adapter-root", str(next(iter(adapters.values())).parent)] if adapters else []
+    names = [f"{name}={folder.name}" for name, folder in adapters.items() if name != SPARE]
     while len(results) < len(chosen):
+        of_ranks = chosen[len(results)].of_ranks
+        named = [] if of_ranks else [word for name in names for word in ("--adapter", name)]
         config = LocalDeploymentConfig(
             model=str(DEMO_MODEL),
             listen=free_address(),
             num_prefill=2,
             num_decode=2,
-            router_args=["--no-local-prefill"],  # so that the hand-off can fail
+            # The hand-off should fail.
+            router_args=["--no-local-prefill", "--served-model-name", "demo", *root, *named],
             node_args=[
                 *(*NODE_ARGS, *draft_args, "--kv-connector", kv_connector),
-                *(RANK_ARGS if chosen[len(results)].of_ranks else []),
+                *(RANK_ARGS if of_ranks else [*root, *(ADAPTER_ARGS if root else [])]),
             ],
             decode_args=["--no-adaptive-speculation"] if draft_args else [],
         )
-        of_ranks = chosen[len(results)].of_ranks
         with LocalDeployment(config) as deployment:
-            site = Site(deployment, cases, seed + len(results))
+            asked = [case for case in cases if not (of_ranks and case.model)]
+            site = Site(deployment, asked, seed + len(results), adapters)
             await site.wait_ready()
             while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
                 drill = chosen[len(results)]
@@ -373,9 +456,12 @@ def run(
         and (drill.in_short or not short)
         and not (drill.of_ranks and method in DRAFTERS)  # trained drafters need one rank
     ]
-    cases = make_cases(str(DEMO_MODEL), 12 if short else 32, seed)
-    given = (concurrency, seed, run.console, kv_connector, method)
-    results = asyncio.run(run_all(chosen, cases, *given))
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
+        adapters = write_adapters(Path(folder))
+        asked = {name: one for name, one in adapters.items() if name != SPARE}
+        cases = make_cases(str(DEMO_MODEL), 12 if short else 32, seed, asked)
+        given = (concurrency, seed, run.console, kv_connector, method, adapters)
+        results = asyncio.run(run_all(chosen, cases, *given))
     run.problems += [f"{r.name}: {'; '.join(r.broken)}" for r in results if r.broken]
     drills_by_name = {r.name: asdict(r) for r in results}
     for row in drills_by_name.values():

@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from baton import AsyncClient, SamplingParams
@@ -24,7 +26,8 @@ LEAVER_TOKENS = 700  # prompt length of clients that leave during the hand-off
 VOCABULARY = 4000
 # Most prompts have several chunks, so that their KV is sent in several parts.
 CHUNK_TOKENS = 64
-# Outcomes that are wrong even under faults.
+NO_ADAPTERS: Mapping[str, Path] = MappingProxyType({})
+# Outcomes that no fault excuses.
 BROKEN = ("hung", "lost", "wrong")
 
 
@@ -94,7 +97,7 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
         leave_after = draw.randrange(len(case.expected))
         if draw.random() < 0.5:  # leave at a random time, mostly before token 1
             patience_s = draw.uniform(0.0, PATIENCE_S)
-    stream = client.stream(case.prompt, case.params)
+    stream = client.stream(case.prompt, case.params, model=case.model)
     answer = await follow(stream, case, patience_s=patience_s, leave_after=leave_after)
     gave_up = answer.outcome == "hung" and patience_s < HUNG_S
     return replace(answer, outcome="left") if gave_up else answer
@@ -112,21 +115,38 @@ async def under_load(load: Load) -> AsyncIterator[None]:
 
 
 def certain_answers(
-    model: str, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **options: Any
+    model: str,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    names: Sequence[str] = (),
+    **options: Any,
 ) -> list[tuple[int, ...] | None]:
     """Return each request's answer; None: the answer depends on rounding.
 
-    Other requests in a batch change the order of sums. An answer is certain if a request gets it
-    both in a batch and alone.
+    With other requests in the batch, sums are taken in another order. An answer is certain if the
+    engine gives it in company and alone.
+
+    Args:
+        names: adapter of each prompt; none: the base model answers all.
     """
     llm = LLM(model, dtype="float32", device="cpu", kv_cache_bytes=2**28, **options)
-    together = [one.token_ids for one in llm.generate(list(prompts), params)]
-    alone = [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    names = names or [""] * len(prompts)
+    together = [one.token_ids for one in llm.generate(list(prompts), params, adapter=names)]
+    alone = [
+        llm.generate([prompt], one, adapter=name)[0].token_ids
+        for prompt, one, name in zip(prompts, params, names, strict=True)
+    ]
     return [a if a == b else None for a, b in zip(together, alone, strict=True)]
 
 
-def make_cases(model: str, num_cases: int, seed: int) -> list[Case]:
-    """Make requests of various lengths, greedy and seeded, whose answers are certain."""
+def make_cases(
+    model: str, num_cases: int, seed: int, adapters: Mapping[str, Path] = NO_ADAPTERS
+) -> list[Case]:
+    """Make requests of various lengths, greedy and seeded, whose answers are certain.
+
+    Args:
+        adapters: folders by name; every second request is one of an adapter.
+    """
     draw = random.Random(seed)
     prompts, params = [], []
     for index in range(num_cases):
@@ -140,9 +160,20 @@ def make_cases(model: str, num_cases: int, seed: int) -> list[Case]:
                 ignore_eos=True,
             )
         )
-    answers = certain_answers(model, prompts, params, long_prefill_token_threshold=CHUNK_TOKENS)
+    names = [
+        draw.choice(sorted(adapters)) if adapters and index % 4 > 1 else ""
+        for index in range(num_cases)
+    ]
+    answers = certain_answers(
+        model,
+        prompts,
+        params,
+        names,
+        adapters=adapters,
+        long_prefill_token_threshold=CHUNK_TOKENS,
+    )
     return [
-        Case(prompt, one, answer)
-        for prompt, one, answer in zip(prompts, params, answers, strict=True)
+        Case(prompt, one, answer, name)
+        for prompt, one, answer, name in zip(prompts, params, answers, names, strict=True)
         if answer is not None
     ]

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -22,6 +22,7 @@ from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentCo
 from baton.processes.free_address import free_address
 from baton.processes.held_folder import abandoned_folders
 from baton.v1 import admin_pb2
+from benchmarks.faults.chaos_load import NO_ADAPTERS
 from benchmarks.runner.answers import Case
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.programs import admin_of
@@ -52,12 +53,22 @@ def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDepl
 
 
 class Site:
-    """One deployment, its load, and its faults."""
+    """One deployment, its load, and the faults done to it.
 
-    def __init__(self, deployment: LocalDeployment, cases: list[Case], seed: int) -> None:
+    Args:
+        adapters: folders of the nodes' adapters, by name; empty: they have none.
+    """
+
+    def __init__(
+        self,
+        deployment: LocalDeployment,
+        cases: list[Case],
+        seed: int,
+        adapters: Mapping[str, Path] = NO_ADAPTERS,
+    ) -> None:
         self.deployment = deployment
         self.address = deployment.config.listen
-        self.cases = cases
+        self.cases, self.adapters = cases, adapters
         self.draw = random.Random(seed)
         self.doomed: set[str] = set()  # nodes that this drill kills
         self.detection_s: float | None = None
@@ -195,6 +206,19 @@ def is_running(pid: int) -> bool:
 def left_behind() -> set[str]:
     """List the shared-memory files and rendezvous folders of ended processes."""
     return {str(path) for path in (*Path("/dev/shm").iterdir(), *abandoned_folders(RANKS_PREFIX))}
+
+
+def change_adapters(router: str, method: str, **fields: str) -> None:
+    """Call `LoadAdapter` or `UnloadAdapter`; raise BatonError if the router refuses."""
+    kind = {
+        "LoadAdapter": admin_pb2.AdminLoadAdapterRequest,
+        "UnloadAdapter": admin_pb2.AdminUnloadAdapterRequest,
+    }[method]
+    try:
+        with admin_of(router) as admin:
+            getattr(admin, method)(kind(**fields), timeout=60)
+    except grpc.RpcError as error:
+        raise BatonError(f"{method}: {error.code().name}: {error.details()}") from error
 
 
 def flush_caches(router: str) -> None:

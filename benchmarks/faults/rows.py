@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.page.measures import at, count, number
-from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
+from benchmarks.page.rows import Found, Json, Measure, Measurement, Row, Source, Subject
 
 
 def _promises(document: Json) -> Found:
@@ -124,6 +124,48 @@ OVERLOAD_VIRTUAL = Source(
     "overload_virtual",
     (Row("promises broken at 3 times the capacity, on virtual time", count("problems"), "0"),),
 )
+
+
+def _of_names(drill: str, *places: str, least: tuple[str, int]) -> Measure:
+    """Make a row of counts that must be 0, with the requests of their drill.
+
+    Args:
+        least: a count, and its least value for which the counts say enough.
+    """
+
+    def measure(document: Json) -> Found:
+        row = at(document, drill)
+        counts = [int(number(row, place)) for place in places]
+        enough, wanted = number(row, least[0]), least[1]
+        times = "" if least[0] == "requests" else f", {enough:.0f} {least[0]}"
+        text = f"{', '.join(map(str, counts))} of {number(row, 'requests'):,.0f} requests{times}"
+        return Found(text, not any(counts) and enough >= wanted)
+
+    return measure
+
+
+def _slowest_refusal(document: Json) -> Found:
+    rows = at(document, "refusals").values()
+    p95, slowest = (max(number(row, name) for row in rows) for name in ("p95_ms", "max_ms"))
+    return Found(f"{p95:.1f} ms; at most {slowest:.1f} ms", p95)
+
+
+MANY_NAMES = Source("many_names", (
+    Row("an alias is switched under load: answers of the wrong version, failed, lost, prefix hits"
+        " across versions",
+        _of_names("switches", "wrong", "failed", "lost", "hits_across_versions",
+                  least=("switches", 100)),
+        "none, 100 switches"),
+    Row("an adapter is unloaded under load: answers of the base model, wrong, failed",
+        _of_names("unloads", "of_base", "wrong", "failed", least=("unloads", 10)), "none"),
+    Row("a node of each base model is killed twice: answers of another model, failed, lost",
+        _of_names("kills", "wrong", "failed", "lost", least=("requests", 2000)),
+        "none, 2,000 requests"),
+    Row("an unknown name, and a name without nodes, are refused after (95th percentile)",
+        _slowest_refusal, "<= 50 ms",
+        "client, router and nodes share two cores with other work; the median was below 2 ms."),
+), "Real processes: two base models and three adapters behind one address, two slots for adapters"
+   " on each node. Each answer is compared with that of one process.")  # fmt: skip
 SUBJECT = Subject(
     "Faults and overload",
     (
@@ -138,11 +180,18 @@ SUBJECT = Subject(
         Measurement(
             "faults.overload_virtual", "router/gate router/calls sim_node", (OVERLOAD_VIRTUAL,)
         ),
+        Measurement(
+            "faults.many_names",
+            "router/names router/fleet/adapter_places.py router/api/admin/adapters.py"
+            " node_runtime/adapter_queue.py engine/adapters.py",
+            (MANY_NAMES,),
+        ),
         Measurement("faults.innocents", "router/calls kvconnector"),
         Measurement("faults.innocents_virtual", "router/calls sim_node"),
         Measurement("faults.long_run", "kvconnector node_runtime router/calls"),
     ),
     log=(
+        "2026-11-29: names switched, unloaded, and their nodes killed, under load",
         "2026-11-21: nodes killed, stopped and restarted under load",
         "2026-11-21: a dead sender's last bytes",
         "2026-11-21: mistakes planted before the whole-system machine",

@@ -21,11 +21,16 @@ from baton.api.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request and its only right answer."""
+    """A request and its only right answer.
+
+    Attributes:
+        model: name that it is asked under; empty: the router's first.
+    """
 
     prompt: list[int]
     params: SamplingParams
     expected: tuple[int, ...]
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

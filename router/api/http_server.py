@@ -380,12 +380,12 @@ class HttpServer:
         )
 
     async def _models(self, request: web.Request) -> web.Response:
-        served = self._names.served_to(request[PRINCIPAL])
-        return _json(ModelList([self._model_object(one) for one in served]))
+        served, own_names = self._names.served_to(request[PRINCIPAL]), self._names.own_names()
+        return _json(ModelList([self._model_object(one, own_names[one.base]) for one in served]))
 
     async def _model(self, request: web.Request) -> web.Response:
         served = list_name(self._names, request.match_info["model"], request[PRINCIPAL])
-        return _json(self._model_object(served))
+        return _json(self._model_object(served, self._names.own_names()[served.base]))
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer that the process lives."""
@@ -418,8 +418,14 @@ class HttpServer:
     async def _show_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={hdrs.CONTENT_TYPE: _METRICS_TYPE})
 
-    def _model_object(self, served: ServedName) -> ModelObject:
-        return ModelObject(served.name, self._created, served.intake.max_model_len)
+    def _model_object(self, served: ServedName, own_name: str) -> ModelObject:
+        return ModelObject(
+            served.name,
+            self._created,
+            served.intake.max_model_len,
+            root=served.adapter or own_name,
+            parent=own_name if served.adapter else None,
+        )
 
 
 def _pages_of(page: StatusPage | None) -> list[tuple[str, str, Handler, Roles | None]]:

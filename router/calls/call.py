@@ -24,8 +24,9 @@ class Terms:
             nodes; empty: no session.
         priority: order among waiting requests; smaller goes first.
         principal: the caller.
-        cache_word: the client's word for its cached blocks; only prompts with equal words share
-            blocks. Empty: no word.
+        cache_word: client's word for its cached blocks: only prompts with equal words share them;
+            empty: no word.
+        model: name of the request, for receipts and records only; empty: unknown.
         adapter: digest of the adapter that the request's name stands for; empty: the base model.
         text_options: options for turning tokens into text.
         trace: the client's trace context; None: not traced.
@@ -37,6 +38,7 @@ class Terms:
     priority: int = 0
     principal: Principal = ANYBODY
     cache_word: str = field(default="", repr=False)
+    model: str = ""
     adapter: str = ""
     text_options: DetokenizeOptions = DEFAULT_TEXT
     trace: TraceContext | None = None

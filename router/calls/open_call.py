@@ -114,6 +114,8 @@ class OpenCall:
             router_queue_s=self._router_queue_s,
             accept_s=self.following.accepted_s,
             delivery_s=self._ttft_s - self._first_read_s,
+            model=self._call.terms.model,
+            adapter=self._call.terms.adapter,
         )
 
     def close(self) -> None:

@@ -47,7 +47,9 @@ class RequestRecord:
         tenant: the caller's tenant.
         received_at: arrival, by `time.time`.
         started_at: arrival, by the log's clock.
-        accepted_s: when the request was checked and tokenized.
+        model: name that the request is served under.
+        adapter: digest of the adapter that the name stood for; empty: the base model.
+        accepted_s: when it was checked and tokenized.
         admitted_s: when the gate admitted it; None: not yet.
         call: the call; None unless the request is traced.
         trace: the request's span; None: not traced.
@@ -57,6 +59,8 @@ class RequestRecord:
 
     request_id: str
     tenant: str = ""
+    model: str = ""
+    adapter: str = ""
     received_at: float
     started_at: float
     num_prompt_tokens: int
@@ -119,6 +123,8 @@ class RequestLog:
         record = RequestRecord(
             request_id=call.request_id,
             tenant=call.terms.principal.tenant,
+            model=call.terms.model,
+            adapter=call.terms.adapter,
             received_at=time.time() - accepted_s,
             started_at=call.terms.received_at,
             num_prompt_tokens=len(call.prompt_token_ids),

@@ -1,16 +1,24 @@
-"""Collectors of revisions, forecasts and scaling signals; they compute when metrics are read."""
+"""Collectors for revisions, adapters, forecasts and scaling, evaluated when metrics are read."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from baton.adapters.digest import shorten_digest
+from baton.api.outputs import Receipt
 from baton.link.words import NodeRole
 from router.fleet.load.forecast import RATIOS, ForecastCounts
 from router.fleet.node_pool import NodePool
@@ -18,6 +26,7 @@ from router.gate.scaling import ScalingSignals
 
 _PREFIX = "baton_router"
 Source = TypeVar("Source")
+MAX_ADAPTERS = 1024  # most pairs of a name and an adapter; those used longest ago leave the page
 
 
 class Collected(Collector):
@@ -49,6 +58,56 @@ def collect_revisions(pool: NodePool) -> Iterable[Metric]:
         nodes.add_metric([view.name, "decode"], view.num_decode)
     yield share
     yield nodes
+
+
+class AdapterCollector(Collector):
+    """Collect what adapters computed, and how many nodes have each one in memory.
+
+    Args:
+        pool: has the nodes; None: there are none.
+    """
+
+    def __init__(self, pool: NodePool | None) -> None:
+        self._pool = pool
+        self._used: OrderedDict[tuple[str, str], list[int]] = OrderedDict()  # requests and tokens
+
+    def note_finished(self, receipt: Receipt) -> None:
+        """Count a finished request by its name and adapter."""
+        if not receipt.adapter:
+            return
+        key = receipt.model, shorten_digest(receipt.adapter)
+        counts = self._used.setdefault(key, [0, 0])
+        counts[0] += 1
+        counts[1] += receipt.num_output_tokens
+        self._used.move_to_end(key)
+        if len(self._used) > MAX_ADAPTERS:
+            self._used.popitem(last=False)
+
+    def collect(self) -> Iterable[Metric]:
+        families = [
+            CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=["model", "adapter"])
+            for name, text in (
+                ("adapter_requests", "Requests that finished with an adapter, by name."),
+                ("adapter_output_tokens", "Output tokens of these."),
+            )
+        ]
+        for labels, counts in self._used.items():
+            for family, count in zip(families, counts, strict=True):
+                family.add_metric(labels, count)
+        yield from families
+        yield self._places()
+
+    def _places(self) -> Metric:
+        family = GaugeMetricFamily(
+            f"{_PREFIX}_adapter_nodes",
+            "Nodes that have an adapter in memory.",
+            labels=["adapter"],
+        )
+        nodes = self._pool.nodes if self._pool is not None else ()
+        held = Counter(digest for node in nodes for digest in node.load.adapters)
+        for digest, count in held.most_common(MAX_ADAPTERS):
+            family.add_metric([shorten_digest(digest)], count)
+        return family
 
 
 def collect_forecasts(forecasts: ForecastCounts) -> Iterable[Metric]:

@@ -28,7 +28,12 @@ from router.fleet.node_pool import NodePool
 from router.fleet.pairing import num_pairs_down
 from router.gate.admission import Admission
 from router.gate.overload import Overload
-from router.intake.fleet_metrics import Collected, collect_forecasts, collect_revisions
+from router.intake.fleet_metrics import (
+    AdapterCollector,
+    Collected,
+    collect_forecasts,
+    collect_revisions,
+)
 
 _PREFIX = "baton_router"
 MAX_PAIRS = 2048  # all pairs on one page would block the event loop
@@ -145,6 +150,8 @@ class RouterMetrics:
             name: Histogram(f"{_PREFIX}_{name}", text, buckets=buckets, registry=registry)
             for name, text, buckets in _OF_REQUEST
         }
+        self._adapters = AdapterCollector(pool)
+        registry.register(self._adapters)
         if pool is not None:
             registry.register(Collected(_collect_nodes, pool))
             registry.register(Collected(_collect_pairs, pool))
@@ -223,6 +230,7 @@ class RouterMetrics:
         self._tokens["cached_prompt"].inc(receipt.num_cached_tokens)
         self._tokens["output"].inc(receipt.num_output_tokens)
         self._attempts.inc(receipt.num_attempts)
+        self._adapters.note_finished(receipt)
         observe, prefill, decode = self._observe_one, receipt.prefill, receipt.decode
         observe("time_to_first_token_seconds", receipt.ttft_s)
         observe("request_seconds", receipt.total_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton.adapters.digest import AdapterDigest, AdapterError
@@ -40,28 +40,49 @@ def names_given(
 def adapters_given(
     served: Sequence[ServedName], root: str, adapters: Sequence[str]
 ) -> list[ServedName]:
-    """Return the names that ``NAME=SOURCE`` give to adapters of the only base model.
+    """Return the names that ``NAME=SOURCE`` or ``NAME=SOURCE=MODEL`` give to adapters.
 
     Args:
-        served: the base model's own names; those of adapters have the same defaults as the first.
+        served: the base models' own names. A MODEL is one of them, or a base model's ``--model``;
+            the adapter's name has the defaults of that name, or of the base model's first name.
         root: folder below which adapters' folders must lie; reads all of their files.
 
     Raises ConfigError naming the option.
     """
+    parents = {one.base.model: one for one in reversed(served)} | {one.name: one for one in served}
     found: dict[str, ServedName] = {}
     for entry in adapters:
-        name, _, source = entry.partition("=")
-        if not (name and source):
-            raise ConfigError(f"adapter: must be NAME=SOURCE, got {entry!r:.200}")
-        if len({one.base.model for one in served}) > 1:
-            raise ConfigError("adapter: with several models, name adapters in --names-file")
+        name, source, parent = _divide_adapter(entry, parents, served[0])
         if name in found or any(one.name == name for one in served):
             raise ConfigError(f"adapter: {name!r:.200} is the name of two things")
         digest = read_digest(root, source)
-        found[name] = dataclasses.replace(
-            served[0], name=name, adapter=digest, adapter_source=source
-        )
+        found[name] = dataclasses.replace(parent, name=name, adapter=digest, adapter_source=source)
     return list(found.values())
+
+
+def _divide_adapter(
+    entry: str, parents: Mapping[str, ServedName], first: ServedName
+) -> tuple[str, str, ServedName]:
+    """Return the name, the source and the base model's name of an adapter's option.
+
+    Args:
+        parents: names of base models by what stands for them; all may have equal signs.
+        first: the parent if no base model is given, and there is only one.
+    """
+    name, _, rest = entry.partition("=")
+    for model in sorted(parents, key=len, reverse=True):
+        source = rest.removesuffix(f"={model}")
+        if name and source not in ("", rest):
+            return name, source, parents[model]
+    if len({one.base.model for one in parents.values()}) > 1:
+        known = ", ".join(parents)
+        raise ConfigError(
+            "adapter: with several models, must be NAME=SOURCE=MODEL with a MODEL of "
+            f"{known:.200}, got {entry!r:.200}"
+        )
+    if not (name and rest):
+        raise ConfigError(f"adapter: must be NAME=SOURCE, got {entry!r:.200}")
+    return name, rest, first
 
 
 def read_digest(root: str, source: str) -> AdapterDigest:

@@ -116,6 +116,14 @@ class NameTable:
                 return base
         return self.find(name).base
 
+    def own_names(self) -> Mapping[BaseModel, str]:
+        """Return the first name of each base model that has no adapter, or else its ``--model``."""
+        found = {base: base.model for base in self.bases}
+        for one in reversed(self._served.values()):
+            if not one.adapter:
+                found[one.base] = one.name
+        return found
+
     def find_adapter(self, name: str) -> str:
         """Return the adapter of a name; empty: it has none, or is unknown."""
         served = self._served.get(name)

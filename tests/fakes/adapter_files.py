@@ -24,6 +24,8 @@ CONFIG = {
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 _FORMATS = {"F32": ("f", 4), "F16": ("e", 2), "BF16": ("H", 2), "I32": ("i", 4), "F64": ("d", 8)}
 
+_DEMO_LAYERS, _DEMO_HIDDEN = 6, 256
+
 Tensor = tuple[str, tuple[int, ...], bytes]  # dtype, shape, numbers
 
 
@@ -99,3 +101,18 @@ def cache(root: Path, repository: str) -> Path:
     snapshot = folder / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     return snapshot
+
+
+def write_query_adapter(root: Path, name: str, seed: int) -> Path:
+    """Write an adapter of the demo model's query layers; another seed says something else."""
+    tensors: dict[str, Tensor] = {}
+    for layer in range(_DEMO_LAYERS):
+        module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors |= pair(
+            module,
+            rank=4,
+            inputs=_DEMO_HIDDEN,
+            outputs=_DEMO_HIDDEN,
+            seed=100 * seed + 2 * layer,
+        )
+    return write_adapter(root / name, tensors, r=4, lora_alpha=4)

@@ -10,29 +10,28 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from baton import AsyncClient, Client, Completion, SamplingParams, StructuredOutput
+from baton.adapters.files import adapter_digest
 from baton.api.errors import NotFoundError
 from baton.cli.app import app
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.adapter_files import pair, write_adapter
+from tests.fakes.adapter_files import write_query_adapter
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.processes.deployments import READY_TIMEOUT_S, run_deployment
 from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(350)]
 
-NUM_LAYERS, HIDDEN = 6, 256  # of the demo model
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[3 + (i * 37 + j * 11) % 4000 for j in range(20 + 9 * i)] for i in range(6)]
 ADAPTERS = ("one", "two", "three")
 BASE = ""
-NUM_SWITCHES, NUM_AT_ONCE = 24, 4
+NUM_SWITCHES, NUM_AT_ONCE = 20, 4
 TOKEN = "made for this test"
 HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
 
@@ -44,25 +43,18 @@ class Scene:
     Attributes:
         root: folder of the adapters, named as in ``ADAPTERS``.
         expected: by adapter and prompt number, the tokens of one process.
+        digests: by adapter.
     """
 
     root: Path
     expected: Mapping[tuple[str, int], tuple[int, ...]]
-
-
-def write(root: Path, name: str, seed: int) -> Path:
-    """Write an adapter of the demo model's query layers."""
-    tensors: dict[str, Any] = {}
-    for layer in range(NUM_LAYERS):
-        module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors |= pair(module, rank=4, inputs=HIDDEN, outputs=HIDDEN, seed=100 * seed + 2 * layer)
-    return write_adapter(root / name, tensors, r=4, lora_alpha=4)
+    digests: Mapping[str, str]
 
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     root = tmp_path_factory.mktemp("adapters")
-    folders = {name: write(root, name, seed) for seed, name in enumerate(ADAPTERS, 1)}
+    folders = {name: write_query_adapter(root, name, i) for i, name in enumerate(ADAPTERS, 1)}
     llm = LLM(str(DEMO_MODEL), dtype="float32", num_threads=1, adapters=folders)
     expected = {}
     for name in (BASE, *ADAPTERS):
@@ -70,7 +62,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
             expected[name, number] = tuple(completion.token_ids)
     for number in range(len(PROMPTS)):  # or a mix-up would not show
         assert len({expected[name, number] for name in (BASE, *ADAPTERS)}) == 1 + len(ADAPTERS)
-    return Scene(root, expected)
+    digests = {name: adapter_digest(folder) for name, folder in folders.items()}
+    return Scene(root, expected, digests | {BASE: ""})
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +107,9 @@ async def check_all(client: AsyncClient, scene: Scene, names: Mapping[str, str])
     async def check(name: str, number: int) -> None:
         completion = await ask(client, name, number)
         assert tuple(completion.token_ids) == scene.expected[names[name], number], name
+        told = completion.receipt
+        assert told is not None
+        assert (told.model, told.adapter) == (name or "base", scene.digests[names[name]])
 
     jobs = [(name, number) for number in range(len(PROMPTS)) for name in names]
     await asyncio.gather(*(check(*job) for job in jobs))
@@ -181,23 +177,36 @@ def test_a_switch_under_load_gives_no_token_of_another_version(
         while not is_over:
             since = num_settled - 1
             completion = await ask(client, "live", number)
-            wanted = {scene.expected[version, number] for version in history[since:]}
-            assert tuple(completion.token_ids) in wanted, history[since:]
+            assert completion.receipt is not None
+            wanted = {
+                (scene.expected[version, number], scene.digests[version])
+                for version in history[since:]
+            }
+            found = tuple(completion.token_ids), completion.receipt.adapter
+            assert found in wanted, history[since:]
             num_done += 1
         return num_done
 
-    async def switch() -> None:
+    async def switch(client: AsyncClient) -> None:
         nonlocal is_over, num_settled
         try:
-            for turn in range(NUM_SWITCHES):
+            for turn in range(1, 1 + NUM_SWITCHES):
+                fresh = [5 + (turn * 41 + j * 13) % 4000 for j in range(48)]
+                assert await num_cached(client, fresh) == 0
                 version = ADAPTERS[turn % 3]
                 history.append(version)  # from now on it may come
                 how = ("load", "live", version) if turn % 2 else ("alias", "live", version)
                 await asyncio.to_thread(admin, deployment, "adapters", *how)
                 num_settled = len(history)
-                await asyncio.sleep(0.1)
+                assert await num_cached(client, fresh) == 0, "KV of another version was found"
         finally:
             is_over = True
+
+    async def num_cached(client: AsyncClient, prompt: list[int]) -> int:
+        params = SamplingParams(max_tokens=2, temperature=0)
+        completion = await client.generate(prompt, params, timeout_s=60, model="live")
+        assert completion.receipt is not None
+        return completion.receipt.num_cached_tokens
 
     async def run() -> list[int]:
         async with (
@@ -205,7 +214,7 @@ def test_a_switch_under_load_gives_no_token_of_another_version(
             asyncio.timeout(250),
         ):
             asked = [ask_often(client, number) for number in range(NUM_AT_ONCE)]
-            _, *counts = await asyncio.gather(switch(), *asked)
+            _, *counts = await asyncio.gather(switch(client), *asked)
             return [count for count in counts if count is not None]
 
     assert sum(asyncio.run(run())) > NUM_SWITCHES
@@ -295,11 +304,11 @@ def num_here(deployment: LocalDeployment) -> int:
 def test_other_bytes_in_a_folder_are_another_adapter_over_http(
     deployment: LocalDeployment, scene: Scene
 ) -> None:
-    write(scene.root, "edited", 1)
+    write_query_adapter(scene.root, "edited", 1)
     said = post(deployment, "load_lora_adapter", lora_name="edited", lora_path="edited")
     assert said == (200, "Success: LoRA adapter 'edited' added successfully.")
     assert complete(deployment, "edited") == complete(deployment, "one")
-    write(scene.root, "edited", 2)
+    write_query_adapter(scene.root, "edited", 2)
     assert complete(deployment, "edited") == complete(deployment, "one"), "nobody has loaded it"
     path = str(scene.root / "edited")
     assert post(deployment, "load_lora_adapter", lora_name="edited", lora_path=path)[0] == 200

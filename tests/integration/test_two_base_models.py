@@ -1,4 +1,4 @@
-"""Two base models behind one address, under kills: no token of another model, and nothing lost."""
+"""Two base models and three adapters behind one address: no token of another one, nothing lost."""
 
 from __future__ import annotations
 
@@ -20,27 +20,33 @@ from baton.api.errors import NodeUnavailableError, NotFoundError
 from baton.cli.app import app
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
+from tests.fakes.adapter_files import write_query_adapter
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.processes.deployments import READY_TIMEOUT_S, described_nodes, run_deployment
 from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(350)]
 
-NUM_REQUESTS, NUM_AT_ONCE = 240, 8
+NUM_REQUESTS, NUM_AT_ONCE = 200, 8
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
+ADAPTERS = {"one": "demo", "two": "demo", "three": "tuned"}  # and their base models
+NAMES = ("demo", "tuned", *ADAPTERS)
 PROMPTS = [[3 + (i * 37 + j * 11) % 4000 for j in range(20 + 7 * i)] for i in range(10)]
 SOON_S = 1.0  # far below the 5 s for which a request waits for nodes, with room for a busy machine
 
 
 @dataclass
 class Models:
-    """Two models of one configuration and tokenizer, which differ in their weights.
+    """Two models of one configuration and tokenizer, which differ in their weights; adapters.
 
     Attributes:
+        folders: folders of the models, by name.
+        root: folder of the adapters.
         expected: by name and prompt number, the tokens of one process.
     """
 
     folders: Mapping[str, Path]
+    root: Path
     expected: Mapping[tuple[str, int], tuple[int, ...]]
 
 
@@ -55,14 +61,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         metadata={"format": "pt"},
     )
     folders = {"demo": DEMO_MODEL, "tuned": tuned}
+    root = tmp_path_factory.mktemp("adapters")
+    adapters = {name: write_query_adapter(root, name, i) for i, name in enumerate(ADAPTERS)}
     expected = {}
-    for name, folder in folders.items():
-        llm = LLM(str(folder), dtype="float32", num_threads=1)
-        for number, completion in enumerate(llm.generate(PROMPTS, PARAMS)):
-            expected[name, number] = tuple(completion.token_ids)
+    for model, folder in folders.items():
+        own = {name: adapters[name] for name, base in ADAPTERS.items() if base == model}
+        llm = LLM(str(folder), dtype="float32", num_threads=1, adapters=own)
+        for name in ("", *own):
+            for number, completion in enumerate(llm.generate(PROMPTS, PARAMS, adapter=name)):
+                expected[name or model, number] = tuple(completion.token_ids)
     for number in range(len(PROMPTS)):  # or a mix-up would not show
-        assert expected["demo", number] != expected["tuned", number]
-    return Models(folders, expected)
+        assert len({expected[name, number] for name in NAMES}) == len(NAMES)
+    return Models(folders, root, expected)
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +84,13 @@ def deployment(
     router_args = [
         "--served-model-name", f"demo={demo}", "--served-model-name", f"tuned={tuned}",
         "--names-file", str(names_file), "--return-timeout-s", "150",
+        "--adapter-root", str(models.root),
     ]  # fmt: skip
+    for name, base in ADAPTERS.items():
+        router_args += ["--adapter", f"{name}={name}={base}"]
+    node_args = ["--num-blocks", "300", "--adapter-root", str(models.root), "--max-adapters", "1"]
     with run_deployment(
-        "--num-blocks", "300", model=demo, more_models=[tuned], router_args=router_args
+        *node_args, model=demo, more_models=[tuned], router_args=router_args
     ) as running:
         yield running
 
@@ -85,7 +99,7 @@ def test_requests_in_random_order_while_a_node_of_each_is_killed(
     deployment: LocalDeployment, models: Models
 ) -> None:
     rng = random.Random(7)
-    wanted = [(rng.choice(["demo", "tuned"]), rng.randrange(10)) for _ in range(NUM_REQUESTS)]
+    wanted = [(rng.choice(NAMES), rng.randrange(10)) for _ in range(NUM_REQUESTS)]
     num_done = 0
 
     async def ask_all(client: AsyncClient) -> None:
@@ -114,19 +128,21 @@ def test_a_restarted_router_has_its_names_and_refuses_others_at_once(
     deployment: LocalDeployment, models: Models
 ) -> None:
     wait_for_nodes(deployment)
-    check(deployment, models, {"demo": "demo", "tuned": "tuned"})
+    check(deployment, models, {name: name for name in NAMES})
     admin(deployment, "names", "alias", "chat", "tuned")
     admin(deployment, "names", "remove", "tuned")
-    check(deployment, models, {"demo": "demo", "chat": "tuned"})
+    served = {name: name for name in NAMES if name != "tuned"} | {"chat": "tuned"}
+    check(deployment, models, served)
     deployment.restart("router")
     wait_for_nodes(deployment)
-    check(deployment, models, {"demo": "demo", "chat": "tuned"})
-    unknown = refused_in_s(deployment, "tuned", NotFoundError, "'demo', 'chat' are served")
+    check(deployment, models, served)
+    unknown = refused_in_s(deployment, "tuned", NotFoundError, "'three', 'chat' are served")
     assert unknown < SOON_S
     for name in ("p1", "d1"):
         admin(deployment, "remove", name, "--force")
-    lost = refused_in_s(deployment, "chat", NodeUnavailableError, "no node of '.*' has joined")
-    assert lost < SOON_S
+    for name in ("chat", "three"):
+        lost = refused_in_s(deployment, name, NodeUnavailableError, "no node of '.*' has joined")
+        assert lost < SOON_S
     with Client(deployment.config.listen) as client:
         completion = client.generate(PROMPTS[2], PARAMS, timeout_s=60, model="demo")
     assert tuple(completion.token_ids) == models.expected["demo", 2]

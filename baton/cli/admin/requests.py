@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -81,6 +81,9 @@ def trace(
         f"{found.num_prompt_tokens} + {found.num_output_tokens} of at most "
         f"{found.max_tokens} tokens"
     )
+    if found.model:
+        by = f", adapter {found.adapter}" if found.adapter else ""
+        console.print(f"as {escape(found.model)}{by}", soft_wrap=True)
     table = make_table("after", "what", right=("after",))
     for after_s, what in sorted(_events(found), key=lambda event: event[0]):
         table.add_row(format_seconds(after_s) if after_s else "0", what)
@@ -98,13 +101,17 @@ def abort(
     typer.echo(f"{request_id} is ended")
 
 
-def _print_of_router(found: Iterable[admin_pb2.RequestTrace]) -> None:
-    """Print a row per request; a narrow console gets fewer columns."""
+def _print_of_router(found: Sequence[admin_pb2.RequestTrace]) -> None:
+    """Print a row per request; a narrow console gets fewer columns.
+
+    Names have a column only if the requests have several.
+    """
     numbers = ("in", "out", "TTFT", "total", "tries")
+    names = ["model"] if len({one.model for one in found}) > 1 else []
     wide, narrow = (
         make_table(*columns, right=numbers, whole=("request",))
         for columns in (
-            ("received", "request", "state", *numbers, "nodes"),
+            ("received", "request", "state", *numbers, *names, "nodes"),
             ("request", "state", *numbers[:-1]),
         )
     )
@@ -121,7 +128,8 @@ def _print_of_router(found: Iterable[admin_pb2.RequestTrace]) -> None:
             format_seconds(one.ended_s) if one.HasField("ended_s") else "",
         )
         received = format_time(one.received_at)
-        wide.add_row(received, *cells, str(len(one.attempts)), escape(path))
+        name = [escape(one.model)] if names else []
+        wide.add_row(received, *cells, str(len(one.attempts)), *name, escape(path))
         narrow.add_row(*cells)
     console = make_console()
     if wide.row_count:

@@ -130,9 +130,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """Return the names that the caller may use."""
+        own_names = self._names.own_names()
         return inference_pb2.ListModelsResponse(
             models=[
-                inference_pb2.Model(name=one.name, max_model_len=one.intake.max_model_len)
+                inference_pb2.Model(
+                    name=one.name,
+                    max_model_len=one.intake.max_model_len,
+                    parent=own_names[one.base] if one.adapter else "",
+                    adapter=one.adapter,
+                )
                 for one in self._names.served_to(context.principal)
             ]
         )
@@ -188,6 +194,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             priority=request.priority,
             principal=context.principal,
             trace=context.entry.trace,
+            model=served.name,
             adapter=served.adapter,
         )
 

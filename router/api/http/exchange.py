@@ -283,6 +283,7 @@ def terms_of(request: web.Request, body: SamplingRequest, received_at: float) ->
         priority=body.priority or 0,
         principal=request[PRINCIPAL],
         cache_word=body.cache_salt or "",
+        model=request[SERVED].name,
         adapter=request[SERVED].adapter,
         trace=request[ENTRY].trace,
         text_options=DetokenizeOptions(

@@ -182,9 +182,19 @@ class CompletionChoice(Choice):
 
 
 class ModelObject(msgspec.Struct):
+    """A name in OpenAI's list of models, with vLLM's fields.
+
+    Attributes:
+        root: digest of the adapter, or else the first name of the base model; names with equal
+            roots stand for the same weights.
+        parent: first name of an adapter's base model; None: the name stands for a base model.
+    """
+
     id: str
     created: int
     max_model_len: int
+    root: str
+    parent: str | None = None
     object: str = "model"
     owned_by: str = "baton"
 

@@ -272,6 +272,15 @@ def test_ids_of_requests_stay_in_one_piece(width: int, monkeypatch: pytest.Monke
     assert all(word in "\n".join(lines) for word in ("finished", "1219", "12.3 s", "77"))
 
 
+def test_requests_of_several_names_have_a_column_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names, column in ((("one", "one"), False), (("one", "two"), True)):
+        shown = shown_by(monkeypatch, requests, 140)
+        requests._print_of_router(
+            [admin_pb2.RequestTrace(request_id="r", state="running", model=name) for name in names]
+        )
+        assert ("model" in shown.getvalue()) is column
+
+
 def test_engines_that_died_stand_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     r"""Before, the table had a literal \n between two of them."""
     found = admin_pb2.ListQuarantineResponse(

@@ -141,6 +141,8 @@ receipts = st.builds(
     router_queue_s=seconds,
     accept_s=seconds,
     delivery_s=seconds,
+    model=texts,
+    adapter=texts,
 )
 float32 = st.floats(max_value=0, width=32)
 logprobs = st.builds(TokenLogprobs, float32, st.lists(st.tuples(uint32, float32)).map(tuple))

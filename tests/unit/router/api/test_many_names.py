@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.fakes.router.grpc_scene import params
 from tests.fakes.router.named_models import NamedModel, NamedModels
 
 pytestmark = pytest.mark.medium
+DIGEST = "0123456789abcdef" * 4
 AT_ONCE_S = 5.0  # far below the 30 s for which a request waits for nodes
 
 
@@ -143,6 +145,50 @@ def test_a_key_may_be_limited_to_names(tmp_path: Path) -> None:
         assert (models.a.num_prompts, models.b.num_prompts) == (1, 3)
 
     run()
+
+
+def test_a_key_may_be_limited_to_an_adapter(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry_text("key-c", "only-c", models=["c"]), encoding="utf-8")
+
+    @on_models(lambda: NamedModels(access=Access(keys_file=path)))
+    async def run(models: NamedModels) -> None:
+        adapted = ServedName(name="c", base=models.b.base, adapter=DIGEST)
+        await models.table.set_name(adapted)
+        await models.table.set_name(dataclasses.replace(adapted, name="d"))
+        for node in models.b.nodes:
+            node.node.load.adapters = frozenset({DIGEST})
+        statuses = {name: (await models.complete(name, "key-c"))[0] for name in ("b", "c", "d")}
+        assert statuses == {"b": 403, "c": 200, "d": 403}
+        async with models.client("key-c") as client:
+            (one,) = await client.models()
+            receipt = (await client.generate([1], params())).receipt  # the first that it may use
+        assert (one.name, one.parent, one.adapter) == ("c", "b", DIGEST)
+        assert receipt is not None
+        assert (receipt.model, receipt.adapter) == ("c", DIGEST)
+        text = models.b.base.metrics.text().decode()
+        labels = 'adapter="0123456789ab",model="c"'
+        assert f"baton_router_adapter_requests_total{{{labels}}} 2.0" in text
+        assert 'baton_router_adapter_nodes{adapter="0123456789ab"} 2.0' in text
+
+    run()
+
+
+@on_models()
+async def test_the_list_tells_what_each_name_stands_for(models: NamedModels) -> None:
+    adapted = ServedName(name="c", base=models.b.base, adapter=DIGEST)
+    await models.table.set_name(adapted)
+    await models.table.set_name(dataclasses.replace(adapted, name="d"))
+    await models.table.set_name(dataclasses.replace(models.table.find("a"), name="alias-of-a"))
+    async with models.session.get(f"{models.url}/v1/models") as response:
+        listed = (await response.json())["data"]
+    assert [(one["id"], one["root"], one["parent"]) for one in listed] == [
+        ("a", "a", None), ("b", "b", None), ("c", DIGEST, "b"), ("d", DIGEST, "b"),
+        ("alias-of-a", "a", None),
+    ]  # fmt: skip
+    await models.table.remove("b")
+    async with models.session.get(f"{models.url}/v1/models/c") as response:
+        assert (await response.json())["parent"] == "b", "no name is left, and --model was b"
 
 
 @on_models()
@@ -286,8 +332,9 @@ async def test_operators_see_the_nodes_and_requests_of_both_base_models(
         assert [one.received_at for one in requests] == sorted(
             (one.received_at for one in requests), reverse=True
         )
+        assert [one.model for one in requests] == ["b", "b", "a"]
         trace = await admin.Trace(admin_pb2.TraceRequest(request_id=requests[0].request_id))
-        assert trace.state == "finished"
+        assert (trace.state, trace.model, trace.receipt.model) == ("finished", "b", "b")
         rollout = await admin.GetRollout(admin_pb2.GetRolloutRequest(model="b"))
         assert (rollout.model, rollout.state) == ("b", "steady")
         explained = await admin.Explain(admin_pb2.ExplainRequest(num_prompt_tokens=4, model="b"))

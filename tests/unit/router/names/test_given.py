@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from baton.api.errors import ConfigError
 from router.names.base_model import BaseModel
-from router.names.given import names_given
+from router.names.given import adapters_given, names_given
+from tests.fakes.adapter_files import pair, write_adapter
 from tests.fakes.router.named_models import NamedModel
 from tests.fakes.router.router_scene import asynchronous
 
@@ -65,3 +67,50 @@ def test_a_name_of_no_model_or_of_two_is_refused(names: list[str], problem: str)
 async def test_defaults_are_of_names() -> None:
     found = names_given(bases("/a", "/b"), ["x=/b"], "", "max_tokens=9;x:temperature=0.5")
     assert [one.defaults.text for one in found] == ["max_tokens=9", "temperature=0.5,max_tokens=9"]
+
+
+@pytest.mark.parametrize(
+    ("models", "entry", "expected"),
+    [
+        (["/a"], "t=one", ("t", "/a", "one")),
+        (["/a"], "t=one=/a", ("t", "/a", "one")),
+        (["/a"], "t=two=halves", ("t", "/a", "two=halves")),
+        (["/a", "/b"], "t=one=/b", ("t", "/b", "one")),
+        (["/a", "/b"], "t=one=x", ("t", "/b", "one")),
+        (["/a", "/b"], "t=two=halves=/a", ("t", "/a", "two=halves")),
+    ],
+)
+def test_an_adapter_is_of_the_one_model_or_says_of_which(
+    models: Sequence[str], entry: str, expected: tuple[str, str, str], tmp_path: Path
+) -> None:
+    for folder in ("one", "two=halves"):
+        write_adapter(tmp_path / folder, pair())
+
+    @asynchronous
+    async def run() -> None:
+        names = ["x=/b"] if len(models) > 1 else []
+        served = names_given(bases(*models), names, "", "x:max_tokens=9" if names else "")
+        (found,) = adapters_given(served, str(tmp_path), [entry])
+        assert (found.name, found.base.model, found.adapter_source) == expected
+        assert found.defaults.max_tokens == (9 if found.base.model == "/b" else None)
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("t=one", r"with several models, must be NAME=FOLDER=MODEL with a MODEL of .*, got 't=o"),
+        ("t=one=/c", r"with several models, must be NAME=FOLDER=MODEL .*, got 't=one=/c'"),
+        ("t==/b", r"with several models, must be NAME=FOLDER=MODEL .*, got 't==/b'"),
+        ("x=one=/a", r"'x' is the name of two things"),
+    ],
+)
+def test_an_adapter_of_no_model_is_refused(entry: str, problem: str, tmp_path: Path) -> None:
+    @asynchronous
+    async def run() -> None:
+        served = names_given(bases("/a", "/b"), ["x=/b"], "", "")
+        with pytest.raises(ConfigError, match=f"^adapter: {problem}"):
+            adapters_given(served, str(tmp_path), [entry])
+
+    run()
