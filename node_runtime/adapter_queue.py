@@ -1,7 +1,7 @@
 """AdapterQueue: commands that wait on a node until their adapters are in memory.
 
     command -> adapter in memory? -> start
-                 `-- no -> read its files on another thread -> wait for a slot -> load -> start
+                 `-- no -> read and pack it on another thread -> wait for a slot -> load -> start
 
 Adapters come in the order in which they were first asked for, so none waits for ever: once one has
 waited long for a slot, commands of unpinned adapters queue behind it. Used on the engine's thread.
@@ -25,9 +25,10 @@ from baton.adapters.digest import (
     AdapterMissingError,
     shorten_digest,
 )
-from baton.adapters.files import Adapter, find_adapter
+from baton.adapters.files import find_adapter
 from baton.api.errors import OverloadedError
 from baton.link.words import AbortAll, DecodeCommand, PrefillCommand
+from engine.adapters import ReadAdapter
 from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class _Load:
         commands: waiting commands, each with the time of its arrival.
     """
 
-    reading: Future[tuple[Adapter, float]] | None = None
+    reading: Future[tuple[ReadAdapter, float]] | None = None
     read_at: float | None = None
     problem: str = "its files are being read"
     commands: list[tuple[float, JobCommand]] = field(default_factory=list)
@@ -187,10 +188,12 @@ class AdapterQueue:
                 f"adapter: {shorten_digest(digest)} is not loaded here, and {why}"
             )
 
-    def _begin_reading(self, digest: AdapterDigest, source: str) -> Future[tuple[Adapter, float]]:
-        """Read an adapter's files on a thread of its own, as a disk may hang."""
+    def _begin_reading(
+        self, digest: AdapterDigest, source: str
+    ) -> Future[tuple[ReadAdapter, float]]:
+        """Read and pack an adapter on a thread of its own: a disk may hang, and steps go on."""
         self._check_source(digest, source)
-        reading: Future[tuple[Adapter, float]] = Future()
+        reading: Future[tuple[ReadAdapter, float]] = Future()
 
         def read() -> None:
             try:
@@ -205,17 +208,14 @@ class AdapterQueue:
             raise AdapterMissingError(f"adapter: cannot be read: {error}") from error
         return reading
 
-    def _read(self, digest: AdapterDigest, source: str) -> tuple[Adapter, float]:
-        """Read an adapter's files, on the reading thread; raises AdapterError."""
+    def _read(self, digest: AdapterDigest, source: str) -> tuple[ReadAdapter, float]:
+        """Read and pack an adapter, on the reading thread; raises AdapterError."""
         assert self._root is not None
         began_at = self._clock()
         try:
-            adapter = self._table.read(find_adapter(self._root, source))
+            adapter = self._table.read(find_adapter(self._root, source), digest)
         except MemoryError:
             raise AdapterError(f"{source!r:.200}: does not fit in this machine's memory") from None
-        if adapter.digest != digest:
-            found = f"has the digest {adapter.digest}, not {digest}"
-            raise AdapterError(f"{source!r:.200}: {found}")
         return adapter, self._clock() - began_at
 
     def _bring_in(self, digest: AdapterDigest, load: _Load) -> bool:

@@ -1,7 +1,7 @@
 """NodeAdapters: loads and unloads the LoRA adapters of a node, between two steps of its engine.
 
-Files are read and checked on another thread, while the engine goes on; only the packing of the
-numbers takes the engine's time. Adapters are named by digest: names are the router's.
+Files are read, checked and packed on another thread, while the engine goes on. Adapters are named
+by digest: names are the router's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from baton.adapters.digest import AdapterDigest, AdapterError, check_digest, shorten_digest
-from baton.adapters.files import Adapter, find_adapter
+from baton.adapters.digest import AdapterDigest, check_digest, shorten_digest
+from baton.adapters.files import find_adapter
 from baton.api.errors import (
     BatonError,
     ConfigError,
@@ -23,7 +23,7 @@ from baton.api.errors import (
     OverloadedError,
 )
 from baton.v1 import admin_pb2
-from engine.adapters import AdapterView
+from engine.adapters import AdapterView, ReadAdapter
 from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class NodeAdapters:
         """
         check_digest(digest)
         table = self._engine.adapters
-        adapter: Adapter | None = None
+        adapter: ReadAdapter | None = None
         try:
             if not await self._ask(lambda: table.load_again(digest, pinned=pinned)):
                 adapter = read = await asyncio.to_thread(self._read, digest, source)
@@ -99,14 +99,10 @@ class NodeAdapters:
         views = await self._ask(self._engine.adapters.views)
         return admin_pb2.AdaptersDescription(adapters=map(_to_proto, views))
 
-    def _read(self, digest: AdapterDigest, source: str) -> Adapter:
+    def _read(self, digest: AdapterDigest, source: str) -> ReadAdapter:
         if self._root is None:
             raise InvalidRequestError("adapter", "this node has no --adapter-root to load from")
-        adapter = self._engine.adapters.read(find_adapter(self._root, source))
-        if adapter.digest != digest:
-            found = f"has the digest {adapter.digest}, not {digest}"
-            raise AdapterError(f"{source!r:.200}: {found}")
-        return adapter
+        return self._engine.adapters.read(find_adapter(self._root, source), digest)
 
     async def _ask(self, function: Callable[[], T]) -> T:
         """Call a function between two steps; raises its BatonError here, not on the engine's side.
