@@ -246,17 +246,18 @@ ADAPTERS = Source("adapters", (
         told("cold", "{itl_p99_ratio:.2f} ({cold_itl_p99_ms:.0f} / {warm_itl_p99_ms:.0f} ms; p50"
                  " {cold_itl_p50_ms:.0f} / {warm_itl_p50_ms:.0f})", "itl_p99_ratio"),
         "<= 1.05", "see the log."),
-    Row("64 of 1,000 adapters asked for by Zipf's law, 16 slots a node: hit rate, `cost` / the best"
-        " policy that does not see adapters",
-        _routed("hit_rate", ".2f", max), "> 1", "see the log."),
-    Row("the same: TTFT p50", _routed("ttft_p50_ms", ".0f", min), "< 1", "see the log."),
-    Row("the same: TTFT p99", _routed("ttft_p99_ms", ".0f", min), "< 1", "see the log."),
+    *(Row(f"64 of 1,000 adapters, asked for by Zipf's law: {what}, `cost` / the best policy that"
+          " does not see adapters", _routed(column, form, best), target, "see the log.")
+      for what, column, form, best, target in (
+          ("hit rate", "hit_rate", ".2f", max, "> 1"),
+          ("TTFT p50", "ttft_p50_ms", ".0f", min, "< 1"),
+          ("TTFT p99", "ttft_p99_ms", ".0f", min, "< 1"))),
 ), "LoRA adapters of ranks 8, 16, 32 and 64 on all linear layers of Qwen3-0.6B's shape, random"
    " weights in bfloat16, two threads. Base and adapters in turns in one process; llama.cpp with"
    " the same weights and adapters. Cold adapters (rank 16): router, P and D over HTTP on two"
    " cores, four users of the base model, and a request of 256 tokens for an adapter every two"
-   " seconds. Routing: the demo model, two nodes of each role, eight requests at a time, and no"
-   " cache of adapters that left a node.",
+   " seconds. Routing: the demo model, two nodes of each role with 16 slots each, eight requests"
+   " at a time, and no cache of adapters that left a node.",
    options="--peers llamacpp")  # fmt: skip
 SUBJECT = Subject(
     "On a CPU",
@@ -272,8 +273,8 @@ SUBJECT = Subject(
         ),
         Measurement(
             "engine_cpu.adapters",
-            "kernels/csrc kernels/baton_kernels/native models/adapters node_runtime/adapter_queue.py"
-            " router/fleet/adapter_places.py router/policies",
+            "kernels/csrc kernels/baton_kernels/native models/adapters"
+            " node_runtime/adapter_queue.py router/fleet/adapter_places.py router/policies",
             (ADAPTERS,),
         ),
         Measurement(
