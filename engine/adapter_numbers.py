@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-# All bits of the exponent, of which a number that is NaN or infinite has every one.
-_EXPONENTS = {
-    "F32": np.uint32(0x7F800000),
-    "BF16": np.uint16(0x7F80),
-    "F16": np.uint16(0x7C00),
-}
+# Numbers as integers, and the bits of the exponent, which are all set in NaN and infinity.
+_EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
 
 
 def is_finite(data: bytes, dtype: str) -> bool:
@@ -22,6 +18,6 @@ def is_finite(data: bytes, dtype: str) -> bool:
         data: whole numbers, 1 or more.
         dtype: a key of `baton.adapters.numbers.DTYPE_BYTES`.
     """
-    exponent = _EXPONENTS[dtype]
-    numbers = np.frombuffer(data, exponent.dtype.newbyteorder("<"))
-    return bool((numbers & exponent).max() < exponent)
+    kind, exponent = _EXPONENTS[dtype]
+    numbers = np.frombuffer(data, np.dtype(kind))
+    return int((numbers & numbers.dtype.type(exponent)).max()) < exponent

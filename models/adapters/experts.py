@@ -138,7 +138,7 @@ class AdaptedExperts:
         order = keys.argsort(stable=True)
         found, counts = torch.unique_consecutive(keys[order], return_counts=True)
         groups = [
-            _Group(*divmod(key, len(parts)), count)
+            _Group(key // len(parts), key % len(parts), count)
             for key, count in zip(found.tolist(), counts.tolist(), strict=True)
         ]
         rows = x[order // top_k]
