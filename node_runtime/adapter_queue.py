@@ -10,7 +10,10 @@ Refuses to know: how commands are computed, names of adapters.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 45.0
 # Once an adapter has waited this long for a slot, no command overtakes it to use another slot.
 PATIENCE_S = 1.0
+# Niceness of a reading that gives way: it gets a thirtieth of a core that steps use all the time.
+NICENESS = 15
 _FADING = 0.5  # weight of a new value in the running average
 
 JobCommand = PrefillCommand | DecodeCommand
@@ -80,6 +85,7 @@ class AdapterQueue:
         root: folder below which adapters may be loaded; None: none may be.
         wake: wakes the engine's thread; safe from any thread.
         clock: returns seconds, never going back.
+        gives_way: whether steps take precedence over reading, where both want one core.
 
     Attributes:
         load_s: how long it took lately to read and load an adapter; 0: unknown.
@@ -91,9 +97,12 @@ class AdapterQueue:
         root: Path | None = None,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        gives_way: bool = False,
     ) -> None:
         self.load_s = 0.0
         self._table, self._root, self._wake, self._clock = engine.adapters, root, wake, clock
+        self._gives_way = gives_way
         self._loads: OrderedDict[AdapterDigest, _Load] = OrderedDict()  # the oldest first
 
     @property
@@ -196,6 +205,8 @@ class AdapterQueue:
         reading: Future[tuple[ReadAdapter, float]] = Future()
 
         def read() -> None:
+            if self._gives_way:
+                _be_nice()
             try:
                 reading.set_result(self._read(digest, source))
             except BaseException as error:  # it is raised where the result is asked for
@@ -263,3 +274,12 @@ class AdapterQueue:
                 else:
                     kept.append((received_at, command))
             load.commands = kept
+
+
+def _be_nice() -> None:
+    """Let other threads take precedence over this one, on Linux, where threads differ in that."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            nice = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, min(nice, 19))

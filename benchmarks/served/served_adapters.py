@@ -239,6 +239,8 @@ def summarize_cold(found: Mapping[str, Sequence[Phase]], loads_s: Mapping[str, f
         ttfts = [one.ttft_s for one in asked[kind]]
         numbers[f"{kind}_ttft_p50_ms"] = 1e3 * percentile(ttfts, 0.5)
         numbers[f"{kind}_ttft_p90_ms"] = 1e3 * percentile(ttfts, 0.9)
+        second = [b - a for a, b in (one.times[:2] for one in asked[kind])]
+        numbers[f"{kind}_second_token_p50_ms"] = 1e3 * statistics.median(second)
         numbers[f"{kind}_itl_p50_ms"] = 1e3 * percentile(gaps[kind], 0.5)
         numbers[f"{kind}_itl_p99_ms"] = 1e3 * percentile(gaps[kind], 0.99)
         numbers[f"{kind}_itl_longest_ms"] = 1e3 * max(gaps[kind])
