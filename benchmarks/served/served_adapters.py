@@ -73,7 +73,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Phase:
-    """What was found while requests for adapters came.
+    """Outcomes of the time in which requests for adapters came.
 
     Attributes:
         gaps_s: times between two tokens of a request of the base model.
