@@ -216,11 +216,14 @@ async def play_cold(site: Site, num_cold: int, rounds: int) -> dict[str, list[Ph
     return found
 
 
-def summarize_cold(found: Mapping[str, Sequence[Phase]], loads_s: Mapping[str, float]) -> Numbers:
-    """Return a phase pair's figures, times in milliseconds.
+def summarize_cold(
+    found: Mapping[str, Sequence[Phase]], loads_s: Mapping[str, Mapping[str, float]]
+) -> Numbers:
+    """Return the figures of all phases, times in milliseconds.
 
     Args:
-        loads_s: the slower node's load, by the adapter's name.
+        loads_s: seconds of each load, by role and the adapter's name. Token 1 waits for the
+            prefill node's alone.
     """
     gaps = {kind: [gap for one in phases for gap in one.gaps_s] for kind, phases in found.items()}
     asked = {
@@ -230,7 +233,7 @@ def summarize_cold(found: Mapping[str, Sequence[Phase]], loads_s: Mapping[str, f
     for one in asked[COLD]:
         prefill = one.receipt.prefill
         assert prefill is not None
-        load_s = loads_s[one.name]
+        load_s = loads_s["p"][one.name]
         over_parts.append(one.ttft_s / max(load_s, prefill.queue_s + prefill.prefill_s))
         queue_s = max(prefill.queue_s - load_s, 0.0)  # without the wait for the load
         over_overlapped.append(one.ttft_s / max(load_s, queue_s + prefill.prefill_s))
@@ -246,9 +249,10 @@ def summarize_cold(found: Mapping[str, Sequence[Phase]], loads_s: Mapping[str, f
         numbers[f"{kind}_itl_longest_ms"] = 1e3 * max(gaps[kind])
         numbers[f"{kind}_num_gaps"] = len(gaps[kind])
     numbers["itl_p99_ratio"] = numbers["cold_itl_p99_ms"] / numbers["warm_itl_p99_ms"]
-    loads = [loads_s[one.name] for one in asked[COLD]]
     prefills = [one.receipt.prefill for one in asked[COLD] if one.receipt.prefill]
-    numbers["load_p50_ms"] = 1e3 * statistics.median(loads)
+    for role, name in (("p", "load"), ("d", "decode_load")):
+        loads = [loads_s[role][one.name] for one in asked[COLD]]
+        numbers[f"{name}_p50_ms"] = 1e3 * statistics.median(loads)
     numbers["queue_p50_ms"] = 1e3 * statistics.median(one.queue_s for one in prefills)
     numbers["prefill_p50_ms"] = 1e3 * statistics.median(one.prefill_s for one in prefills)
     for name, ratios in (("of_parts", over_parts), ("of_longer_part", over_overlapped)):
@@ -274,14 +278,12 @@ def measure_cold(model: Path, shape: Mapping[str, Any], num_cold: int, rounds: i
         return run_site(model, root, work, slots=COLD_SLOTS, lend_cores=True)
 
 
-def loads_of_names(site: Site, root: Path) -> dict[str, float]:
-    """Return the longest load of each adapter by a node, in seconds, by the adapter's name."""
+def loads_of_names(site: Site, root: Path) -> dict[str, dict[str, float]]:
+    """Return the seconds of each adapter's last load, by role and the adapter's name."""
     names = {shorten_digest(adapter_digest(path)): path.name for path in root.iterdir()}
-    found: dict[str, float] = {}
-    for role in "pd":
-        for digest, seconds in site.loads_s(role):
-            found[names[digest]] = max(seconds, found.get(names[digest], 0.0))
-    return found
+    return {
+        role: {names[digest]: seconds for digest, seconds in site.loads_s(role)} for role in "pd"
+    }
 
 
 # ---------------------------------------------------------------- routing
