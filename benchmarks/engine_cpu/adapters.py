@@ -140,11 +140,11 @@ class Options:
     shape: Literal["125M", "0.6B"] = "0.6B"
     ranks: Sequence[int] = RANKS
     threads: int = 2
-    rounds: int = 5
+    rounds: int = 3
     tokens: int = 48
     peers: Sequence[Literal["llamacpp"]] = ()
-    cold: int = 8
-    requests: int = 800
+    cold: int = 6
+    requests: int = 600
 
 
 def run(run: Run, options: Options) -> Document:
