@@ -1,7 +1,9 @@
 """AdapterTable: the LoRA adapters that an engine's worker has in memory, by digest.
 
-    files --> cache of read adapters --> worker's slots --> requests
-              (bounded by bytes)         (bounded by number; least recently used ones leave)
+    files --> cache of packed adapters --> worker's slots --> requests
+              (bounded by bytes)           (bounded by number; least recently used ones leave)
+
+An adapter is read, checked and packed on any thread. Only giving it a slot takes the engine's time.
 
 An adapter that a request uses stays. An adapter that is to be unloaded takes no new requests, and
 leaves with its last one. Refuses to know: names of adapters, tensors, how products are computed.
@@ -22,6 +24,7 @@ from baton.adapters.digest import (
 )
 from baton.adapters.files import Adapter, AdapterFiles, read_adapter
 from baton.api.errors import ConfigError, NotFoundError, OverloadedError
+from engine.adapter_numbers import is_finite
 from engine.executors.base import Executor
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
@@ -43,6 +46,23 @@ class AdapterView:
     is_leaving: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """An adapter that the worker can load at once; its packed numbers live as long as this.
+
+    Attributes:
+        num_bytes: size of its numbers, as read and as packed.
+    """
+
+    adapter: Adapter
+    num_bytes: int
+
+    @property
+    def digest(self) -> AdapterDigest:
+        """Return the adapter's identity."""
+        return self.adapter.digest
+
+
 @dataclass(slots=True)
 class _Slot:
     num_bytes: int
@@ -56,7 +76,7 @@ class AdapterTable:
     Args:
         executor: its worker computes with the adapters.
         max_adapters: most adapters in memory; 0: there are none.
-        cache_bytes: most bytes of read adapters that are kept; None: the default.
+        cache_bytes: most bytes of read and packed adapters that are kept; None: the default.
         in_use: returns the adapters of open requests and of the step in flight.
     """
 
@@ -69,7 +89,7 @@ class AdapterTable:
     ) -> None:
         self._executor, self._max_adapters, self._in_use = executor, max_adapters, in_use
         self._slots: OrderedDict[AdapterDigest, _Slot] = OrderedDict()  # used last is last
-        self._read: OrderedDict[AdapterDigest, Adapter] = OrderedDict()  # likewise
+        self._read: OrderedDict[AdapterDigest, ReadAdapter] = OrderedDict()  # likewise
         self._cache_bytes = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
 
     @property
@@ -108,15 +128,24 @@ class AdapterTable:
             for digest, slot in self._slots.items()
         ]
 
-    def read(self, folder: Path) -> Adapter:
-        """Read an adapter's files and check that they fit the model; safe from any thread.
+    def read(self, folder: Path, digest: AdapterDigest = "") -> ReadAdapter:
+        """Read an adapter's files, check that they fit the model, and pack their numbers.
+
+        Safe from any thread.
+
+        Args:
+            digest: the digest that the files must have; empty: any.
 
         Raises:
-            AdapterError: a file is wrong, or is not for this model.
+            AdapterError: a file is wrong, has another digest, or is not for this model.
             ConfigError: this engine takes no adapters.
         """
         self._refuse_without_slots()
-        return read_adapter(folder, self._check)
+        adapter = read_adapter(folder, self._check, is_finite)
+        if digest and adapter.digest != digest:
+            raise AdapterError(f"{folder}: has the digest {adapter.digest}, not {digest}")
+        packed_bytes = self._executor.pack_adapter(adapter)
+        return ReadAdapter(adapter, adapter.files.num_bytes + packed_bytes)
 
     def load_again(
         self, digest: AdapterDigest, *, pinned: bool = False, kept: Collection[str] = ()
@@ -133,7 +162,7 @@ class AdapterTable:
             return False
         return True
 
-    def load(self, adapter: Adapter, *, pinned: bool = False, kept: Collection[str] = ()) -> None:
+    def load(self, read: ReadAdapter, *, pinned: bool = False, kept: Collection[str] = ()) -> None:
         """Give an adapter a slot, that of the least recently used one if all are taken.
 
         Args:
@@ -141,17 +170,16 @@ class AdapterTable:
             kept: adapters whose slots it must not take, besides those in use.
 
         Raises:
-            AdapterError: it does not fit the model.
             ConfigError: this engine takes no adapters.
             OverloadedError: every adapter in memory is in use or pinned.
         """
         self._refuse_without_slots()
-        digest = adapter.digest
+        digest = read.digest
         if digest not in self._slots:
             self._make_room({*self._in_use(), *kept})
-            self._slots[digest] = _Slot(self._load(adapter), pinned)
+            self._slots[digest] = _Slot(self._load(read.adapter), pinned)
         self._keep(digest, pinned=pinned)
-        self.remember(adapter)
+        self.remember(read)
 
     def unload(self, digest: AdapterDigest) -> bool:
         """Let an adapter leave, with its last request at the latest; return whether it has left.
@@ -185,14 +213,14 @@ class AdapterTable:
             raise AdapterMissingError(f"adapter: {shorten_digest(digest)} is not loaded here")
         self._slots.move_to_end(digest)
 
-    def remember(self, adapter: Adapter) -> None:
+    def remember(self, read: ReadAdapter) -> None:
         """Keep an adapter's numbers, and forget those used longest ago beyond the limit."""
-        self._read[adapter.digest] = adapter
-        self._read.move_to_end(adapter.digest)
-        num_bytes = sum(one.files.num_bytes for one in self._read.values())
+        self._read[read.digest] = read
+        self._read.move_to_end(read.digest)
+        num_bytes = sum(one.num_bytes for one in self._read.values())
         while num_bytes > self._cache_bytes:
             _, forgotten = self._read.popitem(last=False)
-            num_bytes -= forgotten.files.num_bytes
+            num_bytes -= forgotten.num_bytes
 
     def _load(self, adapter: Adapter) -> int:
         """Load an adapter on all ranks or on none; return its size on all of them together."""

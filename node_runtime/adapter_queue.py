@@ -1,7 +1,7 @@
 """AdapterQueue: commands that wait on a node until their adapters are in memory.
 
     command -> adapter in memory? -> start
-                 `-- no -> read its files on another thread -> wait for a slot -> load -> start
+                 `-- no -> read and pack it on another thread -> wait for a slot -> load -> start
 
 Adapters come in the order in which they were first asked for, so none waits for ever: once one has
 waited long for a slot, commands of unpinned adapters queue behind it. Used on the engine's thread.
@@ -10,7 +10,10 @@ Refuses to know: how commands are computed, names of adapters.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -25,10 +28,10 @@ from baton.adapters.digest import (
     AdapterMissingError,
     shorten_digest,
 )
-from baton.adapters.files import Adapter
 from baton.adapters.sources import find_named
 from baton.api.errors import OverloadedError
 from baton.link.words import AbortAll, DecodeCommand, PrefillCommand
+from engine.adapters import ReadAdapter
 from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 45.0
 # Once an adapter has waited this long for a slot, no command overtakes it to use another slot.
 PATIENCE_S = 1.0
+# Niceness of a reading that gives way: it gets a thirtieth of a core that steps use all the time.
+NICENESS = 15
 _FADING = 0.5  # weight of a new value in the running average
 
 JobCommand = PrefillCommand | DecodeCommand
@@ -66,7 +71,7 @@ class _Load:
         commands: waiting commands, each with the time of its arrival.
     """
 
-    reading: Future[tuple[Adapter, float]] | None = None
+    reading: Future[tuple[ReadAdapter, float]] | None = None
     read_at: float | None = None
     problem: str = "its files are being read"
     commands: list[tuple[float, JobCommand]] = field(default_factory=list)
@@ -80,6 +85,7 @@ class AdapterQueue:
         root: folder below which adapters' folders must lie; None: there are no folders.
         wake: wakes the engine's thread; safe from any thread.
         clock: returns seconds, never going back.
+        gives_way: whether steps take precedence over reading, where both want one core.
 
     Attributes:
         load_s: how long it took lately to read and load an adapter; 0: unknown.
@@ -91,9 +97,12 @@ class AdapterQueue:
         root: Path | None = None,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        gives_way: bool = False,
     ) -> None:
         self.load_s = 0.0
         self._table, self._root, self._wake, self._clock = engine.adapters, root, wake, clock
+        self._gives_way = gives_way
         self._loads: OrderedDict[AdapterDigest, _Load] = OrderedDict()  # the oldest first
 
     @property
@@ -189,12 +198,16 @@ class AdapterQueue:
                 f"adapter: {shorten_digest(digest)} is not loaded here, and {why}"
             )
 
-    def _begin_reading(self, digest: AdapterDigest, source: str) -> Future[tuple[Adapter, float]]:
-        """Read an adapter's files on a thread of its own, as a disk may hang."""
+    def _begin_reading(
+        self, digest: AdapterDigest, source: str
+    ) -> Future[tuple[ReadAdapter, float]]:
+        """Read and pack an adapter on a thread of its own: a disk may hang, and steps go on."""
         self._check_source(digest, source)
-        reading: Future[tuple[Adapter, float]] = Future()
+        reading: Future[tuple[ReadAdapter, float]] = Future()
 
         def read() -> None:
+            if self._gives_way:
+                _be_nice()
             try:
                 reading.set_result(self._read(digest, source))
             except BaseException as error:  # it is raised where the result is asked for
@@ -207,16 +220,13 @@ class AdapterQueue:
             raise AdapterMissingError(f"adapter: cannot be read: {error}") from error
         return reading
 
-    def _read(self, digest: AdapterDigest, source: str) -> tuple[Adapter, float]:
-        """Read an adapter's files, on the reading thread; raises AdapterError."""
+    def _read(self, digest: AdapterDigest, source: str) -> tuple[ReadAdapter, float]:
+        """Read and pack an adapter, on the reading thread; raises AdapterError."""
         began_at = self._clock()
         try:
-            adapter = self._table.read(find_named(self._root, source))
+            adapter = self._table.read(find_named(self._root, source), digest)
         except MemoryError:
             raise AdapterError(f"{source!r:.200}: does not fit in this machine's memory") from None
-        if adapter.digest != digest:
-            found = f"has the digest {adapter.digest}, not {digest}"
-            raise AdapterError(f"{source!r:.200}: {found}")
         return adapter, self._clock() - began_at
 
     def _bring_in(self, digest: AdapterDigest, load: _Load) -> bool:
@@ -264,3 +274,12 @@ class AdapterQueue:
                 else:
                     kept.append((received_at, command))
             load.commands = kept
+
+
+def _be_nice() -> None:
+    """Let other threads take precedence over this one, on Linux, where threads differ in that."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            nice = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, min(nice, 19))

@@ -88,7 +88,9 @@ def make_threads(
 
     def join(wake: Callable[[], None]) -> tuple[Node, ConnectorEnd]:
         transport, digests = open_transport(options, loaded, faults, kv_digests=kv_digests)
-        adapters = AdapterQueue(loaded.engine, adapter_root, wake)
+        # A prompt waits for the prefill node's load; on a decode node, others wait for each step.
+        gives_way = role is NodeRole.DECODE
+        adapters = AdapterQueue(loaded.engine, adapter_root, wake, gives_way=gives_way)
         return make_node(
             NodeParts(
                 loaded.engine, transport, digests, wake, emit, on_death, tracing.sink, adapters

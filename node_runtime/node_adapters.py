@@ -1,7 +1,7 @@
 """NodeAdapters: loads and unloads the LoRA adapters of a node, between two steps of its engine.
 
-Another thread reads and checks files while the engine goes on; only packing the numbers takes the
-engine's time. Nodes know adapters by digest; only the router knows their names.
+Another thread reads, checks and packs files while the engine goes on. Nodes know adapters by digest;
+only the router knows their names.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from baton.adapters.digest import AdapterDigest, AdapterError, check_digest, shorten_digest
-from baton.adapters.files import Adapter
+from baton.adapters.digest import AdapterDigest, check_digest, shorten_digest
 from baton.adapters.sources import find_named
 from baton.api.errors import (
     BatonError,
@@ -24,7 +23,7 @@ from baton.api.errors import (
     OverloadedError,
 )
 from baton.v1 import admin_pb2
-from engine.adapters import AdapterView
+from engine.adapters import AdapterView, ReadAdapter
 from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class NodeAdapters:
         """
         check_digest(digest)
         table = self._engine.adapters
-        adapter: Adapter | None = None
+        adapter: ReadAdapter | None = None
         try:
             if not await self._ask(lambda: table.load_again(digest, pinned=pinned)):
                 adapter = read = await asyncio.to_thread(self._read, digest, source)
@@ -100,14 +99,10 @@ class NodeAdapters:
         views = await self._ask(self._engine.adapters.views)
         return admin_pb2.AdaptersDescription(adapters=map(_to_proto, views))
 
-    def _read(self, digest: AdapterDigest, source: str) -> Adapter:
+    def _read(self, digest: AdapterDigest, source: str) -> ReadAdapter:
         if not self._engine.adapters.has_slots:
             raise InvalidRequestError("adapter", "this node loads none: --max-adapters is 0")
-        adapter = self._engine.adapters.read(find_named(self._root, source))
-        if adapter.digest != digest:
-            found = f"has the digest {adapter.digest}, not {digest}"
-            raise AdapterError(f"{source!r:.200}: {found}")
-        return adapter
+        return self._engine.adapters.read(find_named(self._root, source), digest)
 
     async def _ask(self, function: Callable[[], T]) -> T:
         """Call a function between two steps; raise its BatonError here, not on the engine's thread.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from baton.adapters.files import AdapterFiles
+from baton.adapters.files import Adapter, AdapterFiles
 from baton.engine_config import EngineConfig
 from baton.kv.layers import PagedKV
 from baton.kv.manifest import KVGroup, KVManifest
@@ -227,6 +227,10 @@ class SimExecutor:
 
     def check_adapter(self, files: AdapterFiles) -> None:
         """Accept every adapter: steps only take time."""
+
+    def pack_adapter(self, adapter: Adapter) -> int:
+        """Pack nothing, as no number is computed."""
+        return 0
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

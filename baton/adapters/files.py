@@ -55,15 +55,19 @@ _MAX_COMPARISONS = 4 * 10**6  # of patterns and targets with names of layers
 _MAX_HEADER_BYTES = 32 * 2**20
 _PIECE_BYTES = 2**20  # a multiple of every number's size
 _VERSION = b"baton adapter 1\n"
+CheckNumbers = Callable[[bytes, str], bool]  # of whole numbers, and their dtype
 
 
-def read_adapter(source: Path, check: CheckFiles | None = None) -> Adapter:
+def read_adapter(
+    source: Path, check: CheckFiles | None = None, is_finite: CheckNumbers = is_finite
+) -> Adapter:
     """Read an adapter into memory.
 
     Args:
         source: see `open_adapter`.
         check: checks names and shapes against a base model before any number is read; raises
             AdapterError.
+        is_finite: see `numbers.is_finite`; a caller with a numeric library has a faster one.
 
     Raises:
         AdapterError: a file is missing, damaged or unsupported; one line that names the file and
@@ -73,13 +77,13 @@ def read_adapter(source: Path, check: CheckFiles | None = None) -> Adapter:
     if check is not None:
         check(files)
     data: dict[str, bytearray] = {one.name: bytearray() for one in files.tensors()}
-    digest = _read_numbers(files, lambda tensor, piece: data[tensor.name].extend(piece))
+    digest = _read_numbers(files, lambda tensor, piece: data[tensor.name].extend(piece), is_finite)
     return Adapter(digest, files, data)
 
 
 def adapter_digest(source: Path) -> AdapterDigest:
     """Return the digest of an adapter's content, in little memory; raises AdapterError."""
-    return _read_numbers(open_adapter(source), lambda tensor, piece: None)
+    return _read_numbers(open_adapter(source), lambda tensor, piece: None, is_finite)
 
 
 def open_adapter(source: Path) -> AdapterFiles:
@@ -253,7 +257,7 @@ def _resolved(config: AdapterConfig, stored: str) -> tuple[str, str, bool]:
 
 
 def _read_numbers(
-    files: AdapterFiles, keep: Callable[[AdapterTensor, bytes], None]
+    files: AdapterFiles, keep: Callable[[AdapterTensor, bytes], None], is_finite: CheckNumbers
 ) -> AdapterDigest:
     """Read all numbers, pass each piece to ``keep``, and return the content's digest.
 
@@ -269,7 +273,7 @@ def _read_numbers(
         with files.path.open("rb") as file:
             for tensor in files.tensors():
                 digest.update(_framed([tensor.name, tensor.dtype, list(tensor.shape)]))
-                for piece in _pieces(files, tensor, file):
+                for piece in _pieces(files, tensor, file, is_finite):
                     digest.update(piece)
                     keep(tensor, piece)
     except OSError as error:
@@ -277,7 +281,9 @@ def _read_numbers(
     return digest.hexdigest()
 
 
-def _pieces(files: AdapterFiles, tensor: AdapterTensor, file: BinaryIO) -> Iterator[bytes]:
+def _pieces(
+    files: AdapterFiles, tensor: AdapterTensor, file: BinaryIO, is_finite: CheckNumbers
+) -> Iterator[bytes]:
     """Read a tensor in pieces whose numbers are finite."""
     file.seek(tensor.begin)
     left = tensor.num_bytes

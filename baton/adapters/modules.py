@@ -121,7 +121,7 @@ class AdapterFiles:
         return wrong_tensor(self.path, tensor, problem)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """An adapter in memory: all that a base model needs to compute with it.
 

@@ -1,10 +1,10 @@
-"""Compare decodes and prompts of several LoRA adapters with those of the base model, on a CPU.
+"""Compare LoRA adapters with the base model on a CPU: tokens/s, loads while serving, and routing.
 
 Qwen3-0.6B's shape, random weights in bfloat16, and an adapter of each rank on all linear layers.
 Base and adapters take turns in one process, so that both have the same machine; the median of the
 rounds' ratios counts. With `--peers llamacpp`, llama.cpp reads the same weights and adapters as
 GGUF files. Its server computes requests of different adapters one adapter after another, and so
-does this comparison (adapters_llamacpp.py).
+does this comparison (adapters_llamacpp.py). served/served_adapters.py has what is served over HTTP.
 """
 
 from __future__ import annotations
@@ -22,22 +22,13 @@ from typing import Any, Literal
 
 from benchmarks.engine_cpu import engine_cpu
 from benchmarks.runner.own_process import answer_of, call_words, own_environment
+from benchmarks.runner.random_adapters import LAYERS, random_matrices, save_adapter
 from benchmarks.runner.run import Document, Run
 
 RANKS = (8, 16, 32, 64)
 DECODE, PREFILL = "decode 8", "prefill 2048"
 # Requests and tokens of a prompt.
 SIZES = {DECODE: (8, 32), PREFILL: (4, 512)}
-# Layer in a checkpoint: its name in GGUF, and what its inputs and outputs are.
-LAYERS = {
-    "self_attn.q_proj": ("attn_q", "hidden", "queries"),
-    "self_attn.k_proj": ("attn_k", "hidden", "keys"),
-    "self_attn.v_proj": ("attn_v", "hidden", "keys"),
-    "self_attn.o_proj": ("attn_output", "queries", "hidden"),
-    "mlp.gate_proj": ("ffn_gate", "hidden", "inner"),
-    "mlp.up_proj": ("ffn_up", "hidden", "inner"),
-    "mlp.down_proj": ("ffn_down", "inner", "hidden"),
-}
 Generate = Callable[[Sequence[list[int]], int, bool], object]  # prompts, new tokens, with adapters
 
 
@@ -46,38 +37,16 @@ def make_adapter(folder: Path, shape: Mapping[str, Any], rank: int) -> None:
     if (folder / "adapter_model.gguf").exists():
         return
     import gguf
-    import torch
-    from safetensors.torch import save_file
 
-    torch.manual_seed(rank)
-    width = shape["head_dim"]
-    sizes = {
-        "hidden": shape["hidden_size"],
-        "inner": shape["intermediate_size"],
-        "queries": width * shape["num_attention_heads"],
-        "keys": width * shape["num_key_value_heads"],
-    }
-    folder.mkdir(parents=True, exist_ok=True)
+    matrices = random_matrices(shape, rank)
+    save_adapter(folder, matrices, rank)
     writer = gguf.GGUFWriter(folder / "adapter_model.gguf.part", "qwen3")
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", float(rank))
-    tensors: dict[str, torch.Tensor] = {}
-    for index in range(shape["num_hidden_layers"]):
-        for layer, (name, inputs, outputs) in LAYERS.items():
-            for matrix, size in (
-                ("A", (rank, sizes[inputs])),
-                ("B", (sizes[outputs], rank)),
-            ):
-                numbers = (torch.randn(size) * 0.02).bfloat16()
-                path = f"base_model.model.model.layers.{index}.{layer}.lora_{matrix}.weight"
-                tensors[path] = numbers
-                called = f"blk.{index}.{name}.weight.lora_{matrix.lower()}"
-                writer.add_tensor(called, numbers.float().numpy())
-    names = [layer.partition(".")[2] for layer in LAYERS]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": names}
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, folder / "adapter_model.safetensors")
+    for (index, layer, matrix), numbers in matrices.items():
+        name = f"blk.{index}.{LAYERS[layer][0]}.weight.lora_{matrix.lower()}"
+        writer.add_tensor(name, numbers.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -157,22 +126,48 @@ class Options:
     """How adapters are timed.
 
     Attributes:
-        shape: the checkpoint, 125M or 0.6B.
-        ranks: rank of each adapter.
+        parts: parts to run; a saved file keeps its other parts.
+        shape: the checkpoint of rates and cold adapters, 125M or 0.6B.
+        ranks: rank of each adapter of the rates.
         rounds: turns of base and adapters.
         tokens: decode steps per turn.
         peers: llamacpp is built if need be.
+        cold: adapters that are loaded in each of two phases.
+        requests: requests for each routing policy.
     """
 
+    parts: Sequence[Literal["rates", "cold", "routing"]] = ("rates", "cold", "routing")
     shape: Literal["125M", "0.6B"] = "0.6B"
     ranks: Sequence[int] = RANKS
     threads: int = 2
-    rounds: int = 5
+    rounds: int = 3
     tokens: int = 48
     peers: Sequence[Literal["llamacpp"]] = ()
+    cold: int = 6
+    requests: int = 600
 
 
 def run(run: Run, options: Options) -> Document:
+    """Time rates, cold adapters and routing."""
+    document = {key: part for key, part in run.saved().items() if key != "environment"}
+    if "rates" in options.parts:
+        document |= measure_rates(run, options)
+    if "cold" in options.parts:
+        from benchmarks.served.served_adapters import measure_cold
+        from benchmarks.served.served_servers import make_served
+
+        shape = engine_cpu.WORKS[options.shape].shape
+        document["cold"] = measure_cold(make_served(options.shape), shape, options.cold, 2)
+        run.show("cold", document["cold"])
+    if "routing" in options.parts:
+        from benchmarks.served.served_adapters import measure_routing
+
+        document["routing"] = measure_routing(options.requests)
+        run.show("routing", document["routing"])
+    return document
+
+
+def measure_rates(run: Run, options: Options) -> Document:
     """Time base and adapters in turns, then llama.cpp with the same files."""
     work = engine_cpu.WORKS[options.shape]
     folder = engine_cpu.make_checkpoint(work)

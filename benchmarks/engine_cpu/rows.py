@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
-from benchmarks.page.measures import at, number, value
-from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
+from benchmarks.page.measures import at, number, told, value
+from benchmarks.page.rows import Found, Json, Measure, Measurement, Row, Source, Subject
 
 _PROMPTS = ("prefill 512", "prefill 2048", "prefill 8192")
 _CASES = (*_PROMPTS, "decode 1", "decode 8", "decode 32", "decode 64")
@@ -213,6 +214,20 @@ PARALLEL = Source("parallel", (
    " weights in float32, one thread a rank; hand-offs of the demo model with both orders within a"
    " block, `--kv-layout heads` and `layers`. P1 and P2: a prefill node of one or two ranks; D1"
    " and D2: a decode node.")  # fmt: skip
+
+
+def _routed(column: str, form: str, best: Callable[..., float]) -> Measure:
+    """Make a row of the cost policy's figure over the best policy's that does not see adapters."""
+
+    def measure(document: Json) -> Found:
+        found = {name: number(row, column) for name, row in at(document, "routing").items()}
+        ratio = found["cost"] / best(value for name, value in found.items() if name != "cost")
+        shown = ", ".join(f"{name} {one:{form}}" for name, one in found.items())
+        return Found(f"{ratio:.2f} ({shown})", ratio)
+
+    return measure
+
+
 ADAPTERS = Source("adapters", (
     Row("decode, batch 8, four adapters: tokens/s / the base model's",
         value("tokens_per_second > baton > decode 8 > ratio"), ">= 0.85", "see the log."),
@@ -222,9 +237,27 @@ ADAPTERS = Source("adapters", (
         value("over_peers > llamacpp > decode 8"), "> 1", "see the log."),
     Row("prefill of four prompts of 512 tokens, four adapters: tokens/s / llama.cpp's",
         value("over_peers > llamacpp > prefill 2048"), "> 1", "see the log."),
+    Row("cold adapter: TTFT / the longer of its load and its queue and prefill, median",
+        told("cold", "{ttft_of_longer_part_p50:.2f} (TTFT {cold_ttft_p50_ms:.0f} ms, load"
+                 " {load_p50_ms:.0f} ms, prefill {prefill_p50_ms:.0f} ms; adapters in memory:"
+                 " TTFT {warm_ttft_p50_ms:.0f} ms)", "ttft_of_longer_part_p50"),
+        "<= 1.1", "see the log."),
+    Row("requests of the base model: ITL p99 while adapters are loaded / while none is",
+        told("cold", "{itl_p99_ratio:.2f} ({cold_itl_p99_ms:.0f} / {warm_itl_p99_ms:.0f} ms; p50"
+                 " {cold_itl_p50_ms:.0f} / {warm_itl_p50_ms:.0f})", "itl_p99_ratio"),
+        "<= 1.05", "see the log."),
+    *(Row(f"64 of 1,000 adapters, asked for by Zipf's law: {what}, `cost` / the best policy that"
+          " does not see adapters", _routed(column, form, best), target, "see the log.")
+      for what, column, form, best, target in (
+          ("hit rate", "hit_rate", ".2f", max, "> 1"),
+          ("TTFT p50", "ttft_p50_ms", ".0f", min, "< 1"),
+          ("TTFT p99", "ttft_p99_ms", ".0f", min, "< 1"))),
 ), "LoRA adapters of ranks 8, 16, 32 and 64 on all linear layers of Qwen3-0.6B's shape, random"
    " weights in bfloat16, two threads. Base and adapters in turns in one process; llama.cpp with"
-   " the same weights and adapters.",
+   " the same weights and adapters. Cold adapters (rank 16): router, P and D over HTTP on two"
+   " cores, four users of the base model, and a request of 256 tokens for an adapter every two"
+   " seconds. Routing: the demo model, two nodes of each role with 16 slots each, eight requests"
+   " at a time, and no cache of adapters that left a node.",
    options="--peers llamacpp")  # fmt: skip
 SUBJECT = Subject(
     "On a CPU",
@@ -241,7 +274,8 @@ SUBJECT = Subject(
         ),
         Measurement(
             "engine_cpu.adapters",
-            "kernels/csrc kernels/baton_kernels/native models/adapters",
+            "kernels/csrc kernels/baton_kernels/native models/adapters"
+            " node_runtime/adapter_queue.py router/fleet/adapter_places.py router/policies",
             (ADAPTERS,),
         ),
         Measurement(

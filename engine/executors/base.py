@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from baton.adapters.files import AdapterFiles
+from baton.adapters.files import Adapter, AdapterFiles
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import StepHooks, StepPlan
@@ -54,6 +54,12 @@ class Executor(Protocol):
 
     def check_adapter(self, files: AdapterFiles) -> None:
         """Raise AdapterError unless an adapter fits the model; safe from any thread."""
+
+    def pack_adapter(self, adapter: Adapter) -> int:
+        """Pack an adapter ahead of ``load_adapter``; return its packed bytes; safe from any thread.
+
+        0: the workers pack the adapter while they load it. Raises AdapterError.
+        """
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from baton.adapters.files import AdapterFiles
+from baton.adapters.files import Adapter, AdapterFiles
 from baton.api.errors import EngineDeadError
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
@@ -71,6 +71,9 @@ class UniprocExecutor:
 
     def check_adapter(self, files: AdapterFiles) -> None:
         self.worker.check_adapter(files)
+
+    def pack_adapter(self, adapter: Adapter) -> int:
+        return self.worker.pack_adapter(adapter)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

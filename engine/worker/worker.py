@@ -40,7 +40,7 @@ from engine.worker.drafting.make_drafting import (
 )
 from engine.worker.graph_capture import make_captured_runner
 from engine.worker.host.allocator import keep_freed_memory
-from engine.worker.host.cores import use_cores
+from engine.worker.host.cores import on_one_thread, use_cores
 from engine.worker.host.host_memory import read_host_memory
 from engine.worker.host.lent_cores import LentCores, lent_cores
 from engine.worker.host.memory_check import check_memory
@@ -196,6 +196,15 @@ class Worker:
         """Raise AdapterError unless an adapter fits the model; safe from any thread."""
         assert self._adapters is not None, "max_adapters is 0"
         self._adapters.check(files)
+
+    def pack_adapter(self, adapter: Adapter) -> int:
+        """Pack an adapter's numbers for `load_adapter`; safe from any thread, while steps go on.
+
+        Returns the packed size in bytes; raises AdapterError.
+        """
+        assert self._adapters is not None, "max_adapters is 0"
+        with on_one_thread():  # the others compute steps
+            return self._adapters.pack(adapter)
 
     def load_adapter(self, adapter: Adapter) -> int:
         """Load an adapter between steps; return its size in bytes; see `AdapterSlots.load`."""

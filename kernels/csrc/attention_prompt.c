@@ -157,7 +157,9 @@ INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *
         return;
     }
 #endif
-    pairs_product(rows, BFLOAT16, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, factors, nothing);
+    const int64_t num_pairs = HALVES / 2;
+    pairs_product(rows, BFLOAT16, (const char *)w, x, x_step, num_steps, num_pairs, tile, stride, accumulate, factors,
+                  nothing);
 }
 
 /* Attend like attend_block, but with bfloat16 products. */

@@ -171,9 +171,10 @@ INLINE vec dot_pair(vec sum, const void *two, vec_u32 pairs) {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(input), (__m512bh)pairs);
 }
 
-/* tile: rows of `stride` floats. With `factors`, each row's old sums are first multiplied by its factor. */
+/* tile: rows of `stride` floats. With `factors`, each row's old sums are first multiplied by its factor. num_pairs: of
+ * each step. */
 INLINE void pairs_rows(int rows, int type, const char *w, const char *x, int64_t x_step, int64_t num_steps,
-                       float *tile, int64_t stride, int accumulate, const float *factors, fetch f) {
+                       int64_t num_pairs, float *tile, int64_t stride, int accumulate, const float *factors, fetch f) {
     vec sum[MAX_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
@@ -181,7 +182,7 @@ INLINE void pairs_rows(int rows, int type, const char *w, const char *x, int64_t
         sum[r][1] = accumulate ? load(FLOAT32, tile, r * stride + LANES) : (vec){0};
         if (factors) sum[r][0] *= factors[r], sum[r][1] *= factors[r];
     }
-    int64_t fetched = f.step / (HALVES / 2), num_pairs = HALVES / 2;
+    int64_t fetched = f.step / (HALVES / 2);
     if (rows == 1) as_one_loop(&num_pairs);
     for (int64_t s = 0; s < num_steps; s++, x += x_step)
         for (int64_t j = 0; j < num_pairs; j++, w += PANEL * 2 * size_of(type), f.from += fetched) {
@@ -204,11 +205,12 @@ INLINE void pairs_rows(int rows, int type, const char *w, const char *x, int64_t
 
 #define PAIRS_CASE(n) \
     case n: \
-        if (n <= MAX_ROWS) pairs_rows(n, type, w, x, x_step, num_steps, tile, stride, accumulate, factors, f); \
+        if (n <= MAX_ROWS) \
+            pairs_rows(n, type, w, x, x_step, num_steps, num_pairs, tile, stride, accumulate, factors, f); \
         break;
 
 INLINE void pairs_product(int rows, int type, const char *w, const char *x, int64_t x_step, int64_t num_steps,
-                          float *tile, int64_t stride, int accumulate, const float *factors, fetch f) {
+                          int64_t num_pairs, float *tile, int64_t stride, int accumulate, const float *factors, fetch f) {
     switch (rows) {
         PAIRS_CASE(1)
         PAIRS_CASE(2)

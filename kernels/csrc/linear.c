@@ -299,11 +299,27 @@ INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
             }
 #endif
             if (in_place)
-                pairs_product(rows, type, step, x, x_step, count, sums, PANEL, accumulate, NULL, f);
+                pairs_product(rows, type, step, x, x_step, count, HALVES / 2, sums, PANEL, accumulate, NULL, f);
             else
-                pairs_product(rows, BFLOAT16, step, x, x_step, count, sums, PANEL, accumulate, NULL, f);
+                pairs_product(rows, BFLOAT16, step, x, x_step, count, HALVES / 2, sums, PANEL, accumulate, NULL, f);
             if (scaled) add_scaled(c, panel, s * HALVES, rows, part, s > 0, tile);
         }
+    }
+}
+#endif
+
+#if DOTS_HALVES
+/* Compute sums like `multiply_halves`, without matrices, over inputs that do not fill a step, such as ranks of adapters. */
+static __attribute__((noinline)) void of_few_in_halves(SUMS_OF_A_PANEL) {
+    int64_t origin = block_start(b, begin), depth = filled_depth(c);
+    const char *w = (const char *)c->w + panel * depth * PANEL * 2;
+    fetch f = {w + FETCH_AHEAD, HALVES * PANEL * 2};
+    for (int64_t i = begin; i < end; i++) {
+        int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
+        const char *x = (const char *)packed + start * ROW_BYTES;
+        float *tile = tiles + (start - origin) * PANEL;
+        pairs_product(rows, BFLOAT16, w, x, 0, 1, depth / 2, tile, PANEL, 0, NULL, f);
+        f.step = 0;
     }
 }
 #endif
@@ -483,6 +499,7 @@ PANEL_SUMS(of_float8_in_halves, multiply_halves, FLOAT8)
 
 static panel_sums *sums_of(const linear_call *c) {
 #if DOTS_HALVES
+    if (in_halves(c) && c->w_type == BFLOAT16 && c->depth < HALVES && !in_tiles(c)) return of_few_in_halves;
     if (in_halves(c)) return c->w_type == FLOAT8 ? of_float8_in_halves : of_bfloat16_in_halves;
 #endif
     switch (c->w_type) {

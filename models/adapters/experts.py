@@ -1,7 +1,7 @@
 """AdaptedExperts: a mixture of experts in which adapters compute for some tokens.
 
-Tokens without an adapter for these experts go through the mixture as it is. Tokens with one go
-through each chosen expert's two layers, one expert after the other:
+Tokens without an adapter for these experts go through the mixture as it is. Tokens with one, of all
+adapters together, are sorted by expert and adapter, and go through each expert's two layers:
 
     halves = first(x) + delta    middle = activation(halves)    result = second(middle) + delta
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from models.recipe import RELU2
 # Inputs, experts and their weights; results of shared experts and their gates, if there are some.
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 FIRST, SECOND = "gate_up", "down"  # names of the layers of all experts in a `SparseMoe`
+_NO_ADAPTER = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,13 @@ class ExpertsLowRank:
         """Return the size in memory."""
         return sum(one.num_bytes for one in self.parts.values())
 
-    def add_to(self, out: Tensor, x: Tensor, layer: str, expert: int) -> None:
-        """Adapt an expert's results in place; see ``ops.LowRank``."""
-        part = self.parts.get((layer, expert))
-        if part is not None:
-            ops.add_low_rank(out, x, [ops.LowRankSpan(0, len(x), part)])
+
+class _Group(NamedTuple):
+    """Neighbouring rows of one expert and one adapter."""
+
+    expert: int
+    adapter: int
+    num_rows: int
 
 
 class AdaptedExperts:
@@ -78,18 +83,21 @@ class AdaptedExperts:
         found = self._step.found(self.loaded)
         if not found:
             return self._moe.mix(x, ids, weights, shared, gate)
-        out, is_plain = torch.empty_like(x), torch.ones(len(x), dtype=torch.bool)
+        adapters = torch.full((len(x),), _NO_ADAPTER)  # [num_tokens], indices of `found`
+        for index, (rows, _) in enumerate(found):
+            adapters[rows] = index
+        plain = (adapters == _NO_ADAPTER).nonzero().flatten()
+        adapted = (adapters != _NO_ADAPTER).nonzero().flatten()
 
-        def inputs(rows: slice | Tensor) -> _Inputs:
-            some = [None if one is None else one[rows] for one in (shared, gate)]
-            return x[rows], ids[rows], weights[rows], some[0], some[1]
+        def inputs(tokens: Tensor) -> _Inputs:
+            some = [None if one is None else one[tokens] for one in (shared, gate)]
+            return x[tokens], ids[tokens], weights[tokens], some[0], some[1]
 
-        for rows, part in found:
-            is_plain[rows] = False
-            out[rows] = self._adapted(part, *inputs(rows))
-        others = is_plain.nonzero().flatten()
-        if len(others):
-            out[others] = self._moe.mix(*inputs(others))
+        out = torch.empty_like(x)
+        parts = [part for _, part in found]
+        out[adapted] = self._adapted(parts, adapters[adapted], *inputs(adapted))
+        if len(plain):
+            out[plain] = self._moe.mix(*inputs(plain))
         return out
 
     def make(
@@ -115,30 +123,64 @@ class AdaptedExperts:
 
     def _adapted(
         self,
-        part: ExpertsLowRank,
+        parts: Sequence[ExpertsLowRank],
+        adapters: Tensor,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        """Send the tokens of one adapter through their experts."""
-        results = x.new_empty(*ids.shape, x.shape[1])  # [num_tokens, top_k, width]
-        for expert in sorted(set(ids.flatten().tolist())):
-            tokens, places = (ids == expert).nonzero(as_tuple=True)
-            rows = x[tokens]
-            halves = plain_product(self._layer(FIRST, expert), rows)
-            part.add_to(halves, rows, FIRST, expert)
-            middle = self._middle(halves)
-            out = plain_product(self._layer(SECOND, expert), middle)
-            part.add_to(out, middle, SECOND, expert)
-            results[tokens, places] = out[:, : x.shape[1]]
+        """Send tokens with adapters through their experts.
+
+        Args:
+            parts: the adapters.
+            adapters: ``[num_tokens]``, an index of ``parts`` for each token.
+        """
+        num_tokens, top_k = ids.shape
+        # A row is a token beside one of its experts. Neighbours have one expert and one adapter.
+        keys = (ids * len(parts) + adapters.unsqueeze(1)).flatten()  # [num_tokens * top_k]
+        order = keys.argsort(stable=True)
+        found, counts = torch.unique_consecutive(keys[order], return_counts=True)
+        groups = [
+            _Group(key // len(parts), key % len(parts), count)
+            for key, count in zip(found.tolist(), counts.tolist(), strict=True)
+        ]
+        rows = x[order // top_k]
+        middle = self._middle(self._products(FIRST, rows, groups, parts))
+        products = self._products(SECOND, middle, groups, parts)
+        results = x.new_empty(num_tokens * top_k, x.shape[1])
+        results[order] = products[:, : x.shape[1]]
+        results = results.view(num_tokens, top_k, -1)
         total = torch.zeros_like(x, dtype=torch.float32)
-        for place in range(ids.shape[1]):
+        for place in range(top_k):
             total += weights[:, place : place + 1] * results[:, place]
         if shared is not None:
             total += shared if gate is None else gate.sigmoid() * shared
         return total.to(x.dtype)
+
+    def _products(
+        self, name: str, rows: Tensor, groups: Sequence[_Group], parts: Sequence[ExpertsLowRank]
+    ) -> Tensor:
+        """Return the adapted results of each row's expert, ``[num_rows, outputs]``.
+
+        One call multiplies all rows of an expert, and one call adds the products of all adapters.
+        """
+        made: list[Tensor] = []
+        spans: list[ops.LowRankSpan] = []
+        first = 0
+        for expert, same in groupby(groups, key=lambda one: one.expert):
+            begin = first
+            for group in same:
+                part = parts[group.adapter].parts.get((name, expert))
+                if part is not None:
+                    spans.append(ops.LowRankSpan(first, first + group.num_rows, part))
+                first += group.num_rows
+            made.append(plain_product(self._layer(name, expert), rows[begin:first]))
+        out = torch.cat(made)
+        if spans:
+            ops.add_low_rank(out, rows, spans)
+        return out
 
     def _layer(self, name: str, expert: int) -> nn.Module:
         """Return one expert's layer, which shares the weights of all experts' layer."""

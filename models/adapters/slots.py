@@ -16,9 +16,11 @@ Refuses to know: names of adapters, requests, files.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,10 +96,13 @@ class AdaptedLinear(nn.Module):
 
 # A place in a model beside which adapters compute.
 _Site = AdaptedLinear | AdaptedEmbedding | AdaptedExperts | AdaptedLatents
+_Packed = Sequence[tuple[_Site, Any]]  # an adapter's part of each place
 
 
 class AdapterSlots:
-    """The adapters of one model on a CPU. Used by one thread at a time, but for `check`.
+    """The adapters of one model on a CPU.
+
+    Used by one thread at a time, but for `check` and `pack`.
 
     Args:
         model: the loaded model, which must not change any more.
@@ -115,6 +120,7 @@ class AdapterSlots:
             self._head = AdaptedLinear(_head_of(model), self._logits_step)
             self._sites[HEAD] = self._head
         self._loaded: set[AdapterDigest] = set()
+        self._packed: weakref.WeakKeyDictionary[Adapter, _Packed] = weakref.WeakKeyDictionary()
         paths = {part.path for target in self._targets.by_name.values() for part in target.parts}
         mixtures: dict[str, AdaptedExperts] = {}
         for path in sorted(paths - {HEAD}):
@@ -151,23 +157,35 @@ class AdapterSlots:
         """Raise AdapterError unless an adapter's names and shapes fit; safe from any thread."""
         self._targets.check(files)
 
+    def pack(self, adapter: Adapter) -> int:
+        """Pack an adapter's numbers for `load`; return their size in bytes.
+
+        Safe from any thread where no other rank adds up norms with this one. The packed numbers
+        are kept as long as ``adapter`` is.
+
+        Raises AdapterError if the adapter does not fit the model.
+        """
+        if adapter not in self._packed:
+            self.check(adapter.files)
+            found = self._with_norms(self._pieces(adapter))
+            self._packed[adapter] = [
+                (site, site.make(adapter.files, pieces, self._dtype, _width()))
+                for site, pieces in found.items()
+            ]
+        return sum(part.num_bytes for _, part in self._packed[adapter])
+
     def load(self, adapter: Adapter) -> int:
-        """Pack an adapter beside the model's layers; return its size in bytes.
+        """Put an adapter beside the model's layers; return its size in bytes.
 
         Raises:
-            AdapterError: it does not fit the model; nothing is kept of it then. Another rank may
-                have loaded it.
+            AdapterError: the adapter does not fit the model; this rank keeps nothing then, but
+                another rank may have loaded the adapter.
         """
-        self.check(adapter.files)
-        found = self._with_norms(self._pieces(adapter))
-        made = [
-            (site, site.make(adapter.files, pieces, self._dtype, _width()))
-            for site, pieces in found.items()
-        ]
-        for site, part in made:
-            site.loaded[adapter.digest] = part  # type: ignore[assignment]  # by the same site
+        num_bytes = self.pack(adapter)  # at once, if it is packed
+        for site, part in self._packed[adapter]:
+            site.loaded[adapter.digest] = part
         self._loaded.add(adapter.digest)
-        return sum(part.num_bytes for _, part in made)
+        return num_bytes
 
     def unload(self, digest: AdapterDigest) -> None:
         """Let go of an adapter, which no step may use any more; harmless if it is not there."""

@@ -89,6 +89,8 @@ class Placer:
             self.decisions.note(call.scoped_id, query, placement, is_first=is_first)
             for node in filter(None, (placement.prefill, placement.decode)):
                 pool.prefix_index.note_placement(node.engine_id, hashes)
+                if adapter:
+                    pool.adapters.note_placement(node, adapter)
         return placement
 
     async def wait_for_change(

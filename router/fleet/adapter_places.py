@@ -1,7 +1,8 @@
 """AdapterPlaces: which nodes have an adapter in memory or can load it, and how long loading takes.
 
-A node loads an adapter when a command asks for it and says where its files are. A node that could
-not is left out for a while. Refuses to know: names of adapters, requests, files.
+A node loads an adapter when a command asks for it and says where its files are. Requests that come
+before the node's next beat find it loading. A node that could not load is left out for a while.
+Refuses to know: names of adapters, requests, files.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from router.fleet.load.node_load import NodeLoad
 BARRED_S = 5.0
 # Time to read and load an adapter, until a node has measured one.
 DEFAULT_LOAD_S = 0.5
+# A node that was asked to load an adapter tells in its beats by then that it has the adapter.
+EXPECTED_S = 5.0
 MAX_SOURCES = 16_384  # most remembered; running requests may use adapters that have lost their name
 
 
@@ -47,6 +50,7 @@ class AdapterPlaces:
         self._clock = clock
         self._sources: OrderedDict[str, AdapterSource] = OrderedDict()  # by digest
         self._barred: dict[tuple[str, str], tuple[float, str]] = {}  # (engine id, digest): until
+        self._asked: dict[tuple[str, str], float] = {}  # (engine id, digest): since; oldest first
 
     def set_sources(self, sources: Mapping[str, AdapterSource]) -> None:
         """Take the sources of the adapters that have names; those of others are kept for a while.
@@ -66,11 +70,20 @@ class AdapterPlaces:
         """Return where nodes find an adapter's files."""
         return self._sources.get(digest, NO_SOURCE)
 
+    def note_placement(self, node: NodeLoad, digest: str) -> None:
+        """Note that a node was asked to compute with an adapter, which it loads if it lacks it."""
+        now = self._clock()
+        while self._asked and now - next(iter(self._asked.values())) > EXPECTED_S:
+            del self._asked[next(iter(self._asked))]
+        if digest not in node.adapters:
+            self._asked.setdefault((node.engine_id, digest), now)
+
     def bar(self, engine_id: str, digest: str, why: str) -> None:
         """Leave a node out for a while, because it could not load an adapter."""
         now = self._clock()
         self._barred = {key: one for key, one in self._barred.items() if one[0] > now}
         self._barred[engine_id, digest] = now + BARRED_S, why
+        self._asked.pop((engine_id, digest), None)
 
     def forget_failures(self, digest: str) -> None:
         """Ask every node again, because an adapter's files may be others now."""
@@ -107,12 +120,19 @@ class AdapterPlaces:
         return fleet.only(takes, takes)
 
     def load_s(self, fleet: Fleet, digest: str) -> Mapping[str, float]:
-        """Return how long nodes that lack an adapter need to load it, by engine id."""
-        return {
-            node.engine_id: node.beat.adapter_load_s or DEFAULT_LOAD_S
-            for node in _nodes_of(fleet)
-            if digest not in node.adapters
-        }
+        """Return how long nodes that lack an adapter need to load it, by engine id.
+
+        A node that loads it already needs the rest of this time.
+        """
+        now = self._clock()
+        found: dict[str, float] = {}
+        for node in _nodes_of(fleet):
+            if digest not in node.adapters:
+                load_s = node.beat.adapter_load_s or DEFAULT_LOAD_S
+                since = self._asked.get((node.engine_id, digest), now)
+                is_expected = now - since <= EXPECTED_S
+                found[node.engine_id] = max(load_s - (now - since), 0.0) if is_expected else load_s
+        return found
 
 
 def _nodes_of(fleet: Fleet) -> Iterable[NodeLoad]:

@@ -113,6 +113,20 @@ def test_mixed_rows_equal_peft_in_every_way(scene: Scene, way: str) -> None:
     llm.engine.check()
 
 
+def test_an_adapter_is_packed_when_it_is_read(scene: Scene) -> None:
+    """Loading takes no time between two steps: it neither reads nor packs."""
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 4, "num_blocks": 400}
+    llm = LLM(str(scene.folder), max_adapters=1, **options)
+    read = llm.engine.adapters.read(scene.adapters["dora"])
+    for numbers in read.adapter.data.values():
+        numbers[:] = bytes(len(numbers))
+    llm.engine.adapters.load(read)
+    llm.load_adapter("dora", scene.adapters["dora"])  # it has its slot already
+    prompts = [prompt for prompt, _ in scene.expected["dora"]]
+    found = llm.generate(prompts, GREEDY, adapter="dora")
+    assert [list(one.token_ids) for one in found] == [out for _, out in scene.expected["dora"]]
+
+
 def test_no_prefix_hit_crosses_adapters(scene: Scene) -> None:
     llm = scene.llm()
     prompt = scene.expected[""][0][0]

@@ -85,6 +85,17 @@ def on_cores(cores: frozenset[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+@contextlib.contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Compute on this thread alone, without a team of threads; other threads keep theirs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) -> frozenset[int]:
     """Return a rank's cores: one NUMA node's, or several nodes' if there are fewer ranks.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +19,13 @@ from baton.link.words import AbortAll, PrefillCommand, node_request_id
 from engine.adapters import AdapterTable
 from engine.engine import Engine
 from engine.executors.base import Executor
-from node_runtime.adapter_queue import LOAD_TIMEOUT_S, PATIENCE_S, AdapterQueue, Failure
+from node_runtime.adapter_queue import (
+    LOAD_TIMEOUT_S,
+    NICENESS,
+    PATIENCE_S,
+    AdapterQueue,
+    Failure,
+)
 from tests.fakes.adapter_files import pair, write_adapter
 from tests.fakes.time.virtual_clock import VirtualClock
 
@@ -28,11 +36,15 @@ class Worker:
     def __init__(self) -> None:
         self.may_read = threading.Event()
         self.may_read.set()
-        self.num_reads = 0
+        self.num_reads, self.niceness = 0, 0
 
     def check_adapter(self, files: AdapterFiles) -> None:
         self.num_reads += 1
+        self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         assert self.may_read.wait(10)
+
+    def pack_adapter(self, adapter: Adapter) -> int:
+        return 100
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         return [100]
@@ -50,10 +62,10 @@ class FakeEngine:
 class Scene:
     """A queue over ``slots``; jobs that start use their adapters until `end`."""
 
-    def __init__(self, root: Path, slots: int = 1) -> None:
+    def __init__(self, root: Path, slots: int = 1, *, gives_way: bool = False) -> None:
         self.engine, self.clock, self.woken = FakeEngine(slots), VirtualClock(), threading.Event()
         engine = cast("Engine", self.engine)
-        self.queue = AdapterQueue(engine, root, self.woken.set, self.clock)
+        self.queue = AdapterQueue(engine, root, self.woken.set, self.clock, gives_way=gives_way)
         self.started: list[str] = []
         self.failures: list[Failure] = []
         self.digests = {
@@ -143,6 +155,18 @@ def test_adapters_take_each_others_slots_in_order(tmp_path: Path) -> None:
         scene.turn()
         assert scene.started[-1] == request_id
     assert scene.engine.worker.num_reads == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads share a priority elsewhere")
+def test_reading_gives_way_to_steps_where_asked(tmp_path: Path) -> None:
+    found: list[int] = []
+    for gives_way in (False, True):
+        scene = Scene(tmp_path, gives_way=gives_way)
+        scene.ask("1", "a")
+        scene.turn_until("1")
+        found.append(scene.engine.worker.niceness)
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert found == [usual, min(usual + NICENESS, 19)]
 
 
 def test_what_cannot_be_loaded_fails_and_nothing_else(tmp_path: Path) -> None:

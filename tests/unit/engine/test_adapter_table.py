@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from baton.adapters.digest import AdapterError
-from baton.adapters.files import Adapter, AdapterFiles
+from baton.adapters.files import AdapterFiles
 from baton.api.errors import (
     ConfigError,
     NodeUnavailableError,
@@ -17,7 +17,7 @@ from baton.api.errors import (
     OverloadedError,
     status_name,
 )
-from engine.adapters import AdapterTable
+from engine.adapters import AdapterTable, ReadAdapter
 from engine.executors.base import Executor
 from tests.fakes.adapter_files import pair, write_adapter
 
@@ -41,6 +41,11 @@ class Worker:
             self.loaded = [digest for digest in self.loaded if digest != argument]
         return [100]
 
+    def pack_adapter(self, adapter: Adapter) -> int:
+        if self.problem is not None:
+            raise self.problem
+        return 100
+
     @staticmethod
     def check_adapter(files: AdapterFiles) -> None:
         for module in files.modules.values():
@@ -57,7 +62,7 @@ class Scene:
             cast("Executor", self.worker), slots, cache_bytes, lambda: self.in_use
         )
 
-    def read(self, number: int) -> Adapter:
+    def read(self, number: int) -> ReadAdapter:
         return self.table.read(write_adapter(self._root / str(number), pair(seed=10 * number)))
 
     def load(self, number: int, *, pinned: bool = False, kept: Sequence[str] = ()) -> str:
@@ -122,7 +127,7 @@ def test_an_adapter_that_comes_back_stays(tmp_path: Path) -> None:
 
 
 def test_numbers_of_earlier_adapters_are_kept_up_to_a_limit(tmp_path: Path) -> None:
-    size = Scene(tmp_path).read(1).files.num_bytes
+    size = Scene(tmp_path).read(1).num_bytes
     scene = Scene(tmp_path, slots=1, cache_bytes=2 * size)
     one, two, three = (scene.load(number) for number in (1, 2, 3))
     assert scene.table.load_again(two, pinned=True)
@@ -136,13 +141,18 @@ def test_an_adapter_that_cannot_be_loaded_leaves_nothing(tmp_path: Path) -> None
     scene = Scene(tmp_path)
     with pytest.raises(AdapterError, match="does not fit"):
         scene.table.read(write_adapter(tmp_path / "wide", pair(inputs=33)))
-    adapter = scene.read(1)
+    read = scene.read(1)
+    digest = read.digest
     scene.worker.problem = AdapterError("a number is too large")
-    with pytest.raises(AdapterError):
-        scene.table.load(adapter)
+    with pytest.raises(AdapterError, match="too large"):
+        scene.read(1)
+    with pytest.raises(AdapterError, match="too large"):
+        scene.table.load(read)
+    with pytest.raises(AdapterError, match=f"has the digest {digest}, not 12"):
+        scene.table.read(tmp_path / "1", "12")
     assert scene.table.views() == []
-    assert scene.worker.unloaded == [adapter.digest], "some ranks may have loaded it"
-    assert not scene.table.load_again(adapter.digest)
+    assert scene.worker.unloaded == [digest], "some ranks may have loaded it"
+    assert not scene.table.load_again(digest)
 
 
 def test_without_slots_nothing_is_read(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from baton.adapters import numbers as in_python
 from baton.adapters.config import AdapterConfig
 from baton.adapters.digest import AdapterError, check_digest
 from baton.adapters.files import adapter_digest, find_adapter, open_adapter, read_adapter
-from baton.adapters.numbers import is_finite
 from baton.api.errors import InvalidRequestError, status_name
+from engine import adapter_numbers as in_numpy
 from tests.fakes.adapter_files import (
     Q_PROJ,
     numbers,
@@ -90,7 +91,10 @@ def test_other_texts_are_no_digests(text: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "code"), [("F32", "<f"), ("F16", "<e"), ("BF16", "")], ids=["F32", "F16", "BF16"]
 )
-def test_numbers_that_are_none_are_found_wherever_they_are(dtype: str, code: str) -> None:
+@pytest.mark.parametrize("is_finite", [in_python.is_finite, in_numpy.is_finite])
+def test_numbers_that_are_none_are_found_wherever_they_are(
+    is_finite: Callable[[bytes, str], bool], dtype: str, code: str
+) -> None:
     size = 4 if dtype == "F32" else 2
     many = numbers(dtype, 100, scale=60_000.0)[2]
     assert is_finite(many, dtype)

@@ -8,7 +8,7 @@ from baton.link.words import (
     NodeBeat,
     NodeRole,
 )
-from router.fleet.adapter_places import BARRED_S, MAX_SOURCES, AdapterSource
+from router.fleet.adapter_places import BARRED_S, EXPECTED_S, MAX_SOURCES, AdapterSource
 from router.fleet.node_pool import NodePool
 from tests.fakes.router.nodes import HandNode, make_pool, make_registration
 from tests.fakes.time.virtual_clock import VirtualClock
@@ -62,6 +62,32 @@ def test_a_node_takes_what_it_has_or_can_load() -> None:
         scene.nodes["p1"].node.engine_id: 2.0,
         scene.nodes["d1"].node.engine_id: 0.5,
     }
+
+
+def test_a_node_that_loads_an_adapter_needs_the_rest_of_the_time() -> None:
+    scene = Scene()
+    adapters, node = scene.pool.adapters, scene.nodes["p1"].node
+    adapters.set_sources({ONE: AdapterSource("one"), TWO: AdapterSource("two")})
+    scene.beat("p1", load_s=2.0)
+
+    def load_s(digest: str = ONE) -> float | None:
+        return adapters.load_s(scene.pool.fleet, digest).get(node.engine_id)
+
+    adapters.note_placement(node.load, ONE)
+    scene.clock.advance(0.5)
+    adapters.note_placement(node.load, ONE)
+    assert (load_s(), load_s(TWO)) == (1.5, 2.0)
+    scene.clock.advance(2.0)
+    assert load_s() == 0.0, "it comes at any moment"
+    scene.clock.advance(EXPECTED_S)
+    assert load_s() == 2.0, "no beat has shown it"
+    adapters.note_placement(node.load, ONE)
+    assert load_s() == 2.0
+    scene.clock.advance(1.0)
+    adapters.bar(node.engine_id, ONE, "no such folder")
+    assert load_s() == 2.0
+    scene.beat("p1", ONE, load_s=2.0)
+    assert load_s() is None
 
 
 def test_a_node_that_could_not_load_it_is_left_out_for_a_while() -> None:
