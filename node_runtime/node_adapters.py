@@ -1,7 +1,7 @@
 """NodeAdapters: loads and unloads the LoRA adapters of a node, between two steps of its engine.
 
-Another thread reads, checks and packs files while the engine goes on. Nodes know adapters by digest;
-only the router knows their names.
+Another thread reads, checks and packs files while the engine goes on. Nodes know adapters by
+digest; only the router knows their names.
 """
 
 from __future__ import annotations

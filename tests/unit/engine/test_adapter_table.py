@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from baton.adapters.digest import AdapterError
-from baton.adapters.files import AdapterFiles
+from baton.adapters.files import Adapter, AdapterFiles
 from baton.api.errors import (
     ConfigError,
     NodeUnavailableError,
