@@ -100,7 +100,7 @@ def build_libraries(
 
     Args:
         machine: machine type to build for; None: this machine's. For another one, Debian's cross
-            compiler builds (``aarch64-linux-gnu-gcc``), else the one in ``CC``.
+            compiler builds (``aarch64-linux-gnu-gcc``); ``CC`` names this machine's compiler.
 
     Raises:
         BuildError: there are no sources or no compiler, or the compiler failed.

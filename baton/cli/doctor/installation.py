@@ -58,10 +58,12 @@ def look_at_compiler(kernels: KernelState) -> Finding:
 def look_at_kernels(kernels: KernelState) -> Finding:
     """Check whether native kernels are built for this CPU."""
     if kernels.is_off:
-        advice = f"{SLOWER}: unset {SWITCH_VARIABLE}"
+        advice = f"{SLOWER}: {kernels.advice}"
         return Finding("kernels", f"off ({SWITCH_VARIABLE})", Grade.SLOW, advice)
     if kernels.problem:
-        return Finding("kernels", f"none: {kernels.problem}", Grade.SLOW, f"until then {SLOWER}")
+        is_compiler = kernels.advice == ADVICE  # the compiler's line says what to install
+        advice = f"until then {SLOWER}" if is_compiler else f"{SLOWER}: {kernels.advice}"
+        return Finding("kernels", f"none: {kernels.problem}", Grade.SLOW, advice)
     if kernels.path is None:
         return Finding("kernels", "not built yet: the first start builds them, about a minute")
     if kernels.instruction_set:

@@ -246,3 +246,13 @@ def test_a_mistake_on_the_command_line_is_one_line_with_a_remedy(words: str, lin
     """Regression: usage errors took four lines, and named neither the version nor a remedy."""
     done = CliRunner().invoke(app, words.split(), prog_name="baton")
     assert (done.exit_code, done.output) == (2, f"error: {line}\n")
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "x"]])
+@pytest.mark.parametrize("address", ["localhost", "localhost:99999"])
+def test_an_address_of_no_router_is_refused_before_anything_is_sent(
+    command: list[str], address: str
+) -> None:
+    done = CliRunner().invoke(app, [*command, "--router", address], input="Hello\n")
+    assert done.exit_code == 1
+    assert done.stderr == f"error: --router: must be host:port, got '{address}'\n"
