@@ -222,6 +222,7 @@ class Installation:
             baton = f"{python} -m baton"
             environment |= {"PYTHONPATH": "/opt/baton/site", "BATON_NATIVE_KERNELS": system.kernels}
             alone += ["--user", "--map-root-user"]  # with emulated programs of its own
+            (root / "mnt").mkdir(exist_ok=True)  # none of the unpacked packages has it
             (root / "cpuinfo").write_text(CPUINFO, encoding="utf-8")
             emulate = f"""
                 mount -t binfmt_misc binfmt_misc {root}/mnt
