@@ -56,8 +56,9 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         choices=DTYPES,
-        help="Type of weights and computation; auto: float32 on a CPU, else the checkpoint's "
-        "type, or bfloat16 for a float32 checkpoint.",
+        help="Type of weights and computation; auto: the checkpoint's type, and bfloat16 for "
+        "GGUF files of few bits; on GPUs bfloat16 for float32 checkpoints; on CPUs float32, but "
+        "where the CPU multiplies bfloat16. The same on all nodes.",
     )
     kv_cache_dtype: str = option(
         "auto",

@@ -32,6 +32,8 @@ class ModelConfig:
     Attributes:
         max_model_len: longest sequence (prompt and output) with correct results.
         dtype: dtype in which the checkpoint stores weights: "float32", "bfloat16" or "float16".
+        compute_dtype: dtype to compute in where the device has it; differs from ``dtype`` for GGUF
+            files of few bits.
         quantization: format of the stored weights; None: not quantized.
         num_mtp_layers: number of multi-token prediction layers, which follow the model's own.
         is_text_part: whether the checkpoint also has parts for images, which are not used.
@@ -45,6 +47,7 @@ class ModelConfig:
     max_model_len: int
     tie_word_embeddings: bool
     dtype: str
+    compute_dtype: str
     eos_token_ids: frozenset[int]
     quantization: QuantizationConfig | None
     num_mtp_layers: int
@@ -157,6 +160,7 @@ def _parse(
         max_model_len=model.max_model_len,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(fields),
+        compute_dtype=_dtype(fields, "compute_dtype"),
         eos_token_ids=_eos_token_ids(fields, generation),
         quantization=parse_quantization(fields, quantization),
         num_mtp_layers=_num_mtp_layers(fields),
@@ -186,8 +190,10 @@ def _num_mtp_layers(fields: Fields) -> int:
     )
 
 
-def _dtype(fields: Fields) -> str:
-    name = "dtype" if fields.has("dtype") else "torch_dtype"
+def _dtype(fields: Fields, first: str = "dtype") -> str:
+    """Read a dtype from the first of the fields that exists."""
+    names = (first, "dtype", "torch_dtype")
+    name = next((name for name in names if fields.has(name)), "dtype")
     dtype = fields.text(name, "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
         raise fields.wrong(name, f"{dtype!r} is not supported; supported: {', '.join(_DTYPES)}")

@@ -20,8 +20,8 @@ Score = Callable[[list[int]], Array]  # logits of all positions but the last, [n
 SLICE = 64  # positions compared at a time
 
 
-def baton(path: Path, threads: int, weights: str) -> Score:
-    """Score with Baton; ``weights`` is the node's option of that name."""
+def baton(path: Path, threads: int, weights: str, dtype: str) -> Score:
+    """Score with Baton; ``weights`` and ``dtype`` are the node's options of these names."""
     from unittest import mock
 
     import torch
@@ -31,7 +31,7 @@ def baton(path: Path, threads: int, weights: str) -> Score:
     from engine.sampling import logprobs
 
     torch.set_num_threads(threads)
-    llm = LLM(str(path), dtype="float32", weights=weights, prefix_cache=False)
+    llm = LLM(str(path), dtype=dtype, weights=weights, prefix_cache=False)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
 
     def score(window: list[int]) -> Array:
@@ -49,11 +49,11 @@ def baton(path: Path, threads: int, weights: str) -> Score:
     return score
 
 
-def llamacpp(path: Path, threads: int, weights: str) -> Score:
+def llamacpp(path: Path, threads: int, weights: str, dtype: str) -> Score:
     """Score with llama.cpp and its defaults, with the file's weights as they are."""
     import llama_cpp as api
 
-    assert weights == "auto"
+    assert (weights, dtype) == ("auto", "float32")
     api.llama_backend_init()
     model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
     vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
@@ -85,7 +85,7 @@ def llamacpp(path: Path, threads: int, weights: str) -> Score:
     return score
 
 
-ENGINES: dict[str, Callable[[Path, int, str], Score]] = {"baton": baton, "llamacpp": llamacpp}
+ENGINES: dict[str, Callable[[Path, int, str, str], Score]] = {"baton": baton, "llamacpp": llamacpp}
 
 
 def log_softmax(logits: Array) -> Array:
@@ -117,13 +117,15 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--file", type=Path, required=True, help="of GGUF")
     parser.add_argument("--weights", default="auto")
+    parser.add_argument("--dtype", default="float32", help="of activations and KV")
     parser.add_argument("--windows", type=Path, required=True, help="JSON: lists of tokens")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--logits", type=Path, required=True, help="of the reference, .npy")
     parser.add_argument("--write", action="store_true", help="the logits: this is the reference")
     arguments = parser.parse_args()
     windows = json.loads(arguments.windows.read_text())
-    score = ENGINES[arguments.engine](arguments.file, arguments.threads, arguments.weights)
+    make = ENGINES[arguments.engine]
+    score = make(arguments.file, arguments.threads, arguments.weights, arguments.dtype)
     if arguments.write:
         np.save(arguments.logits, np.stack([score(window) for window in windows]))
         return

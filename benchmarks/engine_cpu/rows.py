@@ -235,6 +235,7 @@ SUBJECT = Subject(
             ENGINE_CPU,
         ),
         Measurement("engine_cpu.divergence", "kernels/csrc models", (DIVERGENCE,)),
+        Measurement("engine_cpu.dtypes", "kernels/csrc models engine/worker/device_choice.py"),
         Measurement(
             "engine_cpu.families", "kernels/csrc kernels/baton_kernels/native models", (FAMILIES,)
         ),

@@ -88,18 +88,33 @@ def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
             )
 
 
-def choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
-    """Return the dtype of weights and computation."""
+def choose_dtype(
+    name: str, device: torch.device, model: ModelConfig, has_bfloat16: bool
+) -> torch.dtype:
+    """Return the dtype of weights and computation.
+
+    Args:
+        name: an option's value; "auto" lets the device and the checkpoint decide.
+        has_bfloat16: whether a CPU's kernels multiply bfloat16 by instructions of their own.
+    """
     if name == "auto":
-        # Most CPUs have no 16-bit arithmetic, so smaller types are slower there.
-        name = "float32" if device.type == "cpu" else model.dtype
-        if name == "float32" and device.type != "cpu":
+        name = model.compute_dtype
+        if device.type == "cpu":
+            # Without such instructions smaller types are slower (ADR 0097).
+            name = "bfloat16" if has_bfloat16 and name == "bfloat16" else "float32"
+        elif name == "float32":
             # float32 takes twice the memory and misses most of the speed of matrix units.
             name = "bfloat16"
             logger.info("dtype bfloat16 for a float32 checkpoint; --dtype float32 keeps its own")
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def has_bfloat16(config: EngineConfig) -> bool:
+    """Return whether the native kernels multiply bfloat16 by instructions of their own."""
+    native = native_ops() if config.native_kernels else None
+    return native is not None and native.has_bfloat16
 
 
 def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

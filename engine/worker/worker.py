@@ -30,6 +30,7 @@ from engine.worker.device_choice import (
     choose_packer,
     describe_weights,
     make_current,
+    has_bfloat16,
 )
 from engine.worker.drafting.make_drafting import (
     AnyDrafter,
@@ -102,7 +103,7 @@ class Worker:
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
         described = ModelConfig.from_folder(model_folder)
-        self.dtype = choose_dtype(config.dtype, device, described)
+        self.dtype = choose_dtype(config.dtype, device, described, has_bfloat16(config))
         check_batch_invariant(config, device, described)
         if device.type == "cpu":
             check_memory(model_folder, config, dtype_name(self.dtype), read_host_memory())

@@ -665,3 +665,6 @@ linear_call baton_linear_part(const linear_call *c, int64_t i) {
 }
 
 int baton_panel(void) { return PANEL; }
+
+/* Return whether bfloat16 is multiplied by instructions of its own. */
+int baton_has_bfloat16(void) { return DOTS_HALVES; }

@@ -39,6 +39,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "architectures": [row.model],
         "attention_bias": keys.has("attn_q.bias") or keys.has("attn_qkv.bias"),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "compute_dtype": _compute_dtype(file),
         "dtype": _dtype(file),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "hidden_act": "silu",
@@ -83,11 +84,21 @@ def _dtype(file: GgufFile) -> str:
 
     Routers and convolutions are stored in float32 in every file.
     """
-    kinds = {TENSOR_TYPES[t.type_id].name for t in file.tensors.values() if len(t.shape) > 1}
-    kinds.discard("F32")
+    kinds = _matrix_kinds(file)
     if len(kinds) != 1:
         return "float32"
     return {"F16": "float16", "BF16": "bfloat16"}.get(kinds.pop(), "float32")
+
+
+def _compute_dtype(file: GgufFile) -> str:
+    """Choose the dtype to compute in: the file's own, or bfloat16 for weights of few bits."""
+    return "bfloat16" if _matrix_kinds(file) - {"F16", "BF16"} else _dtype(file)
+
+
+def _matrix_kinds(file: GgufFile) -> set[str]:
+    """Return the types of the file's matrices, without float32."""
+    kinds = {TENSOR_TYPES[t.type_id].name for t in file.tensors.values() if len(t.shape) > 1}
+    return kinds - {"F32"}
 
 
 def _embedding_shape(file: GgufFile) -> Sequence[int]:

@@ -334,6 +334,7 @@ _STRUCTS: dict[str, type[Structure]] = {
 # Function: (result, arguments), as in kernels/csrc.
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baton_panel": (c_int, []),
+    "baton_has_bfloat16": (c_int, []),
     "baton_run_tape": (c_int, [c_int64, POINTER(TapeEntry)]),
     "baton_linear": (c_int, [POINTER(LinearCall)]),
     "baton_grouped_linear": (c_int, [POINTER(GroupedLinearCall)]),

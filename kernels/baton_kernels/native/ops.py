@@ -79,12 +79,18 @@ _E2M1 = 7
 
 
 class NativeOps:
-    """The ops; one instance serves all threads, each of which keeps scratch memory of its own."""
+    """The ops; one instance serves all threads, each of which keeps scratch memory of its own.
+
+    Attributes:
+        panel_width: outputs of a panel of packed weights.
+        has_bfloat16: whether this CPU multiplies bfloat16 by instructions of its own.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._recorder = Recorder()
         self.panel_width: int = library.baton_panel()
+        self.has_bfloat16: bool = library.baton_has_bfloat16() == 1
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute ``reference.rms_norm`` with native kernels."""

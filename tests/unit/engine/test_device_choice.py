@@ -93,18 +93,23 @@ def test_steps_are_launched_on_the_engines_device_whichever_thread_runs_them(
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "checkpoint", "expected", "is_said"),
+    ("name", "device", "has_bfloat16", "checkpoint", "expected", "is_said"),
     [
-        ("auto", SECOND_GPU, "float32", torch.bfloat16, True),
-        ("auto", SECOND_GPU, "float16", torch.float16, False),
-        ("auto", SECOND_GPU, "bfloat16", torch.bfloat16, False),
-        ("float32", SECOND_GPU, "float32", torch.float32, False),
-        ("auto", CPU, "bfloat16", torch.float32, False),
+        ("auto", SECOND_GPU, False, "float32", torch.bfloat16, True),
+        ("auto", SECOND_GPU, False, "float16", torch.float16, False),
+        ("auto", SECOND_GPU, False, "bfloat16", torch.bfloat16, False),
+        ("float32", SECOND_GPU, False, "float32", torch.float32, False),
+        ("auto", CPU, False, "bfloat16", torch.float32, False),
+        ("auto", CPU, True, "bfloat16", torch.bfloat16, False),
+        ("auto", CPU, True, "float16", torch.float32, False),
+        ("auto", CPU, True, "float32", torch.float32, False),
+        ("float32", CPU, True, "bfloat16", torch.float32, False),
     ],
 )
-def test_auto_computes_in_16_bits_on_a_gpu(
+def test_auto_computes_in_16_bits_where_the_device_does(
     name: str,
     device: torch.device,
+    has_bfloat16: bool,
     checkpoint: str,
     expected: torch.dtype,
     is_said: bool,
@@ -112,8 +117,8 @@ def test_auto_computes_in_16_bits_on_a_gpu(
 ) -> None:
     caplog.set_level(logging.INFO, "engine.worker.device_choice")
     model = ModelConfig.from_folder(DEMO_MODEL)
-    object.__setattr__(model, "dtype", checkpoint)
-    assert choose_dtype(name, device, model) is expected
+    object.__setattr__(model, "compute_dtype", checkpoint)
+    assert choose_dtype(name, device, model, has_bfloat16) is expected
     assert ("bfloat16 for a float32 checkpoint" in caplog.text) is is_said
 
 
