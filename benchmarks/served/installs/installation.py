@@ -137,7 +137,7 @@ class Installation:
         system = self._system
         command, after = system.command, f"{'uv ' * (system.tool == 'uv')}pip install --no-deps"
         if system.tool == "pipx":
-            after = "pipx inject --pip-args=--no-deps baton-serve"
+            after = "pipx runpip baton-serve install --no-deps"
         elif system.tool == "uvx":
             command = f"{command.partition(' up ')[0]} version"
             after = f"{system.interpreter} -m venv /venv; /venv/bin/pip install --target /models"
@@ -181,6 +181,7 @@ class Installation:
             environment |= {"PIP_CONSTRAINT": "/torch.txt", "UV_CONSTRAINT": "/torch.txt"}
         words = ["/usr/bin/env", "-i", *(f"{name}={text}" for name, text in environment.items())]
         script = f"exec chroot {self._root} {shlex.join([*words, '/bin/sh', '-ec', command])}"
+        script = f"mount -t proc proc {self._root / 'proc'}; {script}"  # uvx looks itself up there
         if self._system.tool == "uv":
             kept = self._root / "cache"
             self._cache.mkdir(exist_ok=True)
