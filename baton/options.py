@@ -46,6 +46,8 @@ class Declaration:
         parse: converts a user's text, given the option's name for ConfigError.
         variable: a further environment variable of the option.
         is_secret: whether the value is never shown.
+        has_own_variable: whether ``BATON_`` and the option's name is a variable of the option;
+            False: that variable means something else.
         further: name of the field that takes the values after the first; empty: the option may be
             given once.
     """
@@ -60,6 +62,7 @@ class Declaration:
     parse: Callable[[str, str], Any] | None = None
     variable: str = ""
     is_secret: bool = False
+    has_own_variable: bool = True
     further: str = ""
 
     def problem(self, value: Any) -> str:
