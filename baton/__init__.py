@@ -8,7 +8,7 @@ The rest of `baton` is shared by all programs and clients. Only `LLM` needs torc
 import os
 from typing import TYPE_CHECKING, Any
 
-# Keeps gRPC's core from printing a line for every failed TLS handshake. Read when gRPC is imported.
+# Keeps gRPC's core from printing a line per failed TLS handshake; gRPC reads this when imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from baton.api.errors import BatonError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.client.client import AsyncClient, Client
     from engine import LLM as LLM
 
-# Without LLM, so that `from baton import *` works without torch.
+# `LLM` is left out, so that `from baton import *` works without torch.
 __all__ = [
     "AsyncClient",
     "BatonError",
@@ -49,13 +49,13 @@ def _import_llm() -> Any:
     return LLM
 
 
-if not TYPE_CHECKING:  # type checkers know the names above, and that there are no others
+if not TYPE_CHECKING:  # type checkers know the names above and that no others exist
 
     def __getattr__(name: str) -> Any:
         """Import a heavy module on first use: gRPC for clients, torch for `LLM`.
 
         Raises:
-            ModuleNotFoundError: `LLM` lacks an extra, which the message names.
+            ModuleNotFoundError: an extra that `LLM` needs is missing; the message names it.
         """
         if name == "LLM":
             return globals().setdefault(name, _import_llm())

@@ -1,4 +1,4 @@
-"""Run the `baton` command by `python -m baton`."""
+"""Run the `baton` command as `python -m baton`."""
 
 from baton.cli.app import main
 

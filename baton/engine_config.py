@@ -11,7 +11,7 @@ from baton.options import check_limits, option, parse_bytes
 
 PREEMPTION = ("recompute", "hand-back")
 SPECULATIVE_METHODS = ("none", "ngram", "draft_model", "medusa", "eagle", "mtp")
-# Drafters with weights, which draft within the model's step.
+# Drafters with weights, which compute drafts within the model's step.
 DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
 _READERS = ("draft_model", "eagle", "mtp")  # drafters that keep KV of the tokens they read
 DRAFT_ACCEPTANCE = ("equality", "rejection")
@@ -48,9 +48,9 @@ _BATCH_LIMITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Hold an engine's options, checked when created; raises ConfigError naming the field.
+    """An engine's options, checked when created; raises ConfigError naming the field.
 
-    None means that machine and model decide. For batch limits that may be 0, 0 means this, too.
+    None means that machine and model decide. For batch limits that may be 0, 0 means this too.
     """
 
     dtype: str = option(
@@ -346,19 +346,19 @@ class EngineConfig:
     def executor_name(self) -> str:
         """The executor's name in the registry."""
         if self.executor == "ray" and self.num_ranks == 1:
-            return "uniproc"  # in a fleet placed by Ray: no further process is needed
+            return "uniproc"  # as in a fleet placed by Ray: one process is enough
         if self.executor != "auto":
             return self.executor
         return "uniproc" if self.num_ranks == 1 else "multiproc"
 
     @property
     def num_ranks(self) -> int:
-        """Number of workers that share the model."""
+        """Number of workers that share the model, each in its own process."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def leader(self) -> int:
-        """Rank of the worker beside the engine: the first of the last stage, which samples."""
+        """Rank of the worker in the engine's process: the last stage's first one, which samples."""
         return self.num_ranks - self.tensor_parallel_size
 
     @property
@@ -370,12 +370,12 @@ class EngineConfig:
 
     @property
     def num_lookahead_drafts(self) -> int:
-        """Most drafts that the step itself computes; 0: drafts are made elsewhere."""
+        """Most drafts that the model's step computes itself; 0: drafts come from elsewhere."""
         return self.max_num_drafts if self.speculative_method in DRAFTERS else 0
 
     @property
     def drafter_reads(self) -> bool:
-        """Return whether the drafter keeps KV of all computed tokens, and so must read all."""
+        """Return whether the drafter keeps KV of all computed tokens and so must read them all."""
         return self.speculative_method in _READERS
 
     @property
@@ -387,8 +387,8 @@ class EngineConfig:
     def for_device(self, device_type: str) -> EngineConfig:
         """Return a copy with all batch limits set; see `_BATCH_LIMITS`.
 
-        A GPU's steps cost about the same until they are large, so its limits are higher. A given
-        limit adjusts others that conflict with it.
+        A GPU's steps cost about the same until they are large, so its limits are higher. A limit
+        that the user gave changes other limits that conflict with it.
         """
         limits = _BATCH_LIMITS[device_type]
         tokens = self.max_num_batched_tokens or max(
@@ -405,7 +405,7 @@ class EngineConfig:
         )
 
 
-_MOST_CORES = 2**16  # more than any machine has; a larger number would take all memory
+_MOST_CORES = 2**16  # more than any machine has; larger numbers would use up memory
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

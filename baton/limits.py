@@ -1,14 +1,14 @@
-"""Limits and figures shared by several packages."""
+"""Limits and other numbers that several packages share."""
 
 from __future__ import annotations
 
 from baton.api.errors import ConfigError
 
-# Peer info goes to every node of the other role. It usually has a kilobyte; each network device
-# adds some 100 bytes, and each registered memory some dozens.
+# Peer info goes to every node of the other role. It usually has a kilobyte: about 100 bytes per
+# network device, and a few dozen per registered memory.
 MAX_PEER_INFO_BYTES = 2**17
 
-# Parts in which the last chunk of a prompt is sent; routers estimate with it.
+# Number of parts in which a prompt's last chunk is sent; routers use it for estimates.
 NUM_LAYER_GROUPS = 4
 
 MAX_REVISION_CHARS = 128

@@ -1,8 +1,8 @@
-"""Options: each is declared once, on the field of the frozen dataclass that owns it.
+"""Options: each is declared once, on a field of the frozen dataclass that owns it.
 
-A declaration is kept in the dataclass field's metadata, so owners stay plain dataclasses. The
-command line, ``BATON_*`` variables, configuration files, `baton config show` and docs/options.md
-are made from it. Knows no command line and no file: see `baton/cli/declared.py`.
+A declaration is in the dataclass field's metadata, so owners stay plain dataclasses. The command
+line, ``BATON_*`` variables, configuration files, `baton config show` and docs/options.md are made
+from the declarations. Knows no command line and no file: see `baton/cli/declared.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from baton.api.errors import ConfigError
 
 T = TypeVar("T")
 
-# Options that each process of a fleet sets for itself: never read from a shared environment or a
-# shared part of a file.
+# Options that each process of a fleet has for itself: never read from shared environments or shared
+# parts of files.
 OF_ONE_PROCESS = frozenset(
     {
         "name", "listen", "node_listen", "metrics_listen", "kv_listen", "reuse_port", "cpu_list",
         "tls_cert", "tls_key", "tls_ca", "tls_require_client_certs",
     }
 )  # fmt: skip
-# Largest number that an option accepts: no machine has a larger size, rate or count.
+# Largest number in an option: no size, rate or count of a machine is larger.
 LARGEST_NUMBER = 1e18
 # Longest time in seconds that an option accepts.
 LONGEST_S = 1e9
@@ -35,21 +35,20 @@ _KEY = "baton.options"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """An option's declaration, besides its field's name, type and default.
+    """An option's declaration, except its field's name, type and default.
 
     Attributes:
         help: help text.
-        name: the option's name, if it differs from the field's.
+        name: the option's name if it is not the field's.
         least, above, most: limits of a number: inclusive minimum, exclusive minimum, maximum.
         choices: allowed values; empty: any.
-        unset: text that users write for None.
-        parse: converts a user's text, given the option's name for ConfigError.
-        variable: a further environment variable of the option.
+        unset: text by which users say None.
+        parse: converts a user's text; its first argument is the option's name, for errors.
+        variable: one more environment variable for the option.
         is_secret: whether the value is never shown.
         has_own_variable: whether ``BATON_`` and the option's name is a variable of the option;
             False: that variable means something else.
-        further: name of the field that takes the values after the first; empty: the option may be
-            given once.
+        further: field for the values after the first; empty: the option may be given once.
     """
 
     help: str
@@ -66,7 +65,7 @@ class Declaration:
     further: str = ""
 
     def problem(self, value: Any) -> str:
-        """Return what is wrong with a value; empty if nothing is."""
+        """Return what is wrong with a value; empty if it is valid."""
         is_wrong = (
             (self.least is not None and not value >= self.least)
             or (self.above is not None and not value > self.above)
@@ -86,7 +85,7 @@ class Declaration:
 
     @property
     def limits(self) -> str:
-        """Allowed values in words; empty if all of the type are."""
+        """The allowed values in words; empty if all values of the type are allowed."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.above is not None and self.most is not None:
@@ -105,9 +104,9 @@ class Option:
     """An option of a program.
 
     Attributes:
-        name: the option's name as users write it: ``max_model_len`` is ``--max-model-len``.
+        name: the option's name for users: ``max_model_len`` is ``--max-model-len``.
         type: type of the users' value.
-        default: default as users would write it; `dataclasses.MISSING`: required.
+        default: default in users' form; `dataclasses.MISSING`: required.
         path: names of the fields that lead to its value.
     """
 
@@ -118,7 +117,7 @@ class Option:
     declaration: Declaration
 
     def read(self, value: Any) -> Any:
-        """Return the field's value for a user's value; raises ConfigError."""
+        """Convert a user's value to the field's; raises ConfigError."""
         declaration = self.declaration
         if value is None or (declaration.unset is not None and value == declaration.unset):
             return None
@@ -128,23 +127,23 @@ class Option:
 
 
 def option(default: Any = dataclasses.MISSING, /, *, help: str, **more: Any) -> Any:
-    """Declare a field as an option; see `Declaration`. Without default it is required."""
+    """Declare a field as an option; see `Declaration`. Without a default it is required."""
     declaration = Declaration(help=help, **more)
     return field(default=default, repr=not declaration.is_secret, metadata={_KEY: declaration})
 
 
 def group(make_default: Callable[[], Any], *, without: tuple[str, ...] = ()) -> Any:
-    """Declare a field whose own options become options of its owner, except some.
+    """Declare a field whose own options become its owner's options, except some.
 
-    Defaults are those of the value that `make_default` returns.
+    The defaults are those in the value that `make_default` returns.
     """
     return field(default_factory=make_default, metadata={_KEY: frozenset(without)})
 
 
 def same_option(kind: type[Any], name: str) -> Any:
-    """Declare a field as a copy of another dataclass's option, to be passed on.
+    """Declare a field as a copy of another dataclass's option, whose value is passed on.
 
-    If the other parses values or maps one to None, limits are left to it.
+    If the other option parses values or has a text for None, the other also checks the limits.
     """
     one = next(one for one in options_of(kind) if one.name == name)
     plain = dataclasses.replace(one.declaration, name="", unset=None, parse=None)
@@ -166,7 +165,7 @@ def options_of(kind: type[Any]) -> list[Option]:
 
 
 def _options_of(kind: type[Any], owner: Any, path: tuple[str, ...]) -> Iterator[Option]:
-    """Yield a class's options; defaults come from ``owner`` if given."""
+    """Yield the options of a class; defaults come from ``owner`` if given."""
     types = get_type_hints(kind)
     for one in dataclasses.fields(kind):
         said = one.metadata.get(_KEY)
@@ -205,7 +204,7 @@ def make(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _fields(kind: type[Any], owner: Any, given: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """Return field values by name; groups with given options are rebuilt."""
+    """Return field values by name; a group with given options is made anew."""
     found: dict[str, Any] = {path[0]: value for path, value in given.items() if len(path) == 1}
     of_groups: dict[str, dict[tuple[str, ...], Any]] = {}
     for path, value in given.items():

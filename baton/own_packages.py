@@ -1,7 +1,7 @@
-"""Own packages: find Baton's packages beside `baton`, whatever else the path contains.
+"""Own packages: finds Baton's packages beside `baton`, whatever else is on Python's path.
 
-Baton is installed as several packages (`engine`, `models`, `router`, ...). The folder where Python
-looks first may have a user's file with one of these names.
+Baton is installed as several packages (`engine`, `models`, `router`, ...). The folder that Python
+searches first may contain a user's file with such a name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = (
     "engine", "kvconnector", "models", "baton_kernels",
 )  # fmt: skip
 _HOME = Path(__file__).absolute().parents[1]
-# In a checkout the kernels' package is in a folder of its own.
+# In a checkout the kernels' package is in another folder.
 _PLACES = (_HOME, _HOME / "kernels")
 
 
@@ -37,10 +37,10 @@ class _OwnPackages(MetaPathFinder):
 
 
 def prefer_own_packages() -> None:
-    """Import Baton's packages from the location of `baton` from now on.
+    """Import Baton's packages from the folder of `baton` from now on.
 
     Raises:
-        ImportError: another module was imported under one of their names.
+        ImportError: another module has been imported under such a name.
     """
     for name in NAMES:
         if (module := sys.modules.get(name)) is None:
@@ -67,7 +67,7 @@ def warn_of_hidden_files() -> None:
 
 
 def _other_origin(spec: ModuleSpec | None) -> str | None:
-    """Return the origin of a module unless it is Baton's, else None."""
+    """Return the origin of a module that is not Baton's, or None."""
     if spec is None:
         return None
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), spec.name)

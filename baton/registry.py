@@ -1,7 +1,7 @@
-"""Registry: a table name -> "module:attribute" whose entries are imported on first use.
+"""Registry: a table of names and "module:attribute" texts; entries are imported on first use.
 
-Strings keep imports lazy and easy to grep for. An entry that costs no import may be the object
-itself.
+Texts keep imports lazy and can be found by grep. An entry whose import costs nothing may be the
+object itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Registry(Generic[T]):
             raise ConfigError(f"unknown {self.kind} {name!r}; known: {known}")
 
     def load(self, name: str) -> T:
-        """Import and return the entry; raises ConfigError listing the names if unknown."""
+        """Import and return the entry; an unknown name raises ConfigError listing all names."""
         self.check(name)
         entry = self._entries[name]
         if not isinstance(entry, str):

@@ -5,8 +5,8 @@
     python -m benchmarks --suite
     python -m benchmarks --page
 
-A measurement is the function `run` of `benchmarks/SUBJECT/NAME.py`. `--help` behind a name shows
-its options. `--save` writes `benchmarks/results/NAME.json`.
+A measurement is the function `run` of `benchmarks/SUBJECT/NAME.py`; `NAME --help` shows its
+options. `--save` writes `benchmarks/results/NAME.json`.
 """
 
 from __future__ import annotations

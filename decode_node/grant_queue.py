@@ -1,6 +1,6 @@
 """GrantQueue: decides which parked request gets blocks next.
 
-First come, first served, except for requests whose next missing block is arriving already:
+Requests are served in order of arrival, unless their next missing block is arriving already:
 
     waiting   [ c b a ]  ->  receiving     until its transfer ends, within a budget
        ^           |
@@ -43,8 +43,7 @@ class GrantQueue:
     Args:
         engine: allocates the blocks.
         max_requests: most requests that receive at a time.
-        max_tokens: most tokens received at a time; a request that receives alone may have more.
-            0: half of the KV cache.
+        max_tokens: most tokens received at a time (more for one long prompt); 0: half the cache.
     """
 
     def __init__(self, engine: Engine, *, max_requests: int, max_tokens: int) -> None:
@@ -57,8 +56,8 @@ class GrantQueue:
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
         self._coming: dict[BlockHash, Key] = {}
-        # The request at the front, if it was refused, with the numbers of free blocks and of
-        # requests in line then. Looking a request up takes time for each block of its prompt.
+        # The refused request at the front, with the numbers of free blocks and waiting requests
+        # then. While these stay, the queue need not look up each block of the prompt again.
         self._refused: tuple[Key, int, int] | None = None
 
     def add_parked(self, key: Key, request: Request) -> None:
@@ -109,7 +108,7 @@ class GrantQueue:
         self._waiting.extendleft(reversed(transfer.behind))
 
     def _is_refused(self, key: Key) -> bool:
-        """Return whether the first request would be refused again, as nothing has changed since."""
+        """Return whether the first request would be refused again because nothing has changed."""
         if self._refused is None:
             return False
         refused, num_free, num_waiting = self._refused

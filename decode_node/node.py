@@ -66,7 +66,7 @@ class DecodeNode:
         options: options of decode nodes.
         clock: returns seconds, never going back.
         spans: takes spans of traced requests; None: no tracing.
-        adapters: holds commands until their adapters are in memory; None: one that reads no files.
+        adapters: holds commands until their adapters are in memory; None: a queue without files.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DecodeNode:
         self._options = options
         self._inbox, self._outbox = Inbox(DecodeCommand, clock, self._adapters), Outbox(emit)
         self._jobs: dict[str, _Job] = {}
-        self._prefill_nodes = set[str]()  # engine ids of those that are connected
+        self._prefill_nodes = set[str]()  # engine ids of connected prefill nodes
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
@@ -217,7 +217,7 @@ class DecodeNode:
     def note_prefill_node(self, engine_id: str, *, is_connected: bool) -> None:
         """Note that a prefill node is connected or gone; call on this node's thread.
 
-        While any is connected, prompts may stretch a decode step only by ``max_step_stretch``.
+        With a prefill node, ``max_step_stretch`` limits how much prompts may slow decode steps.
         """
         had_any = bool(self._prefill_nodes)
         (self._prefill_nodes.add if is_connected else self._prefill_nodes.discard)(engine_id)

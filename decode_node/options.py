@@ -1,4 +1,4 @@
-"""DecodeNodeOptions: all options of a decode node; DecodeOptions: those of decode nodes only."""
+"""DecodeNodeOptions: all options of a decode node; DecodeOptions: options of decode nodes only."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class DecodeOptions:
     max_step_stretch: float = option(
         3.0,
         least=0.0,
-        help="While a prefill node is connected: most time of a step that decodes and computes a "
-        "prompt, as a multiple of the measured time of steps that only decode. Lower keeps the "
+        help="Longest step that decodes and also computes a prompt, while a prefill node is "
+        "connected: a multiple of the measured time of steps that only decode. Lower keeps the "
         "gaps between a stream's tokens even, higher finishes prompts sooner; 0: only "
         "--prefill-tokens-beside-decodes bounds steps.",
     )

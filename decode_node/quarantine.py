@@ -1,7 +1,7 @@
 """Quarantine: blocks of ended requests, held while their prefill node may still write them.
 
-    held -> the prefill node sends Quiet --------------------------------> free
-      `---> its process has ended, and all it had sent is read ---------> free
+    held -> the prefill node sends Quiet -------------------------------------------> free
+      `---> the prefill node's process has ended, and all its messages are read ----> free
 
 A prefill node that the router has lost may be alive, so it stays connected while blocks are held
 for it. Refuses to know: requests, except for their keys.
@@ -74,7 +74,7 @@ class Quarantine:
             self._gone.add(engine_id)
 
     def end_drained(self, engine_id: str) -> None:
-        """Free the blocks held for a dead peer, once all it sent is read, unless it came back."""
+        """Free the blocks held for a dead peer whose messages are all read, unless it came back."""
         if engine_id in self._draining:
             for key in [key for key, held in self._held.items() if held.engine_id == engine_id]:
                 self.free(key, engine_id)
@@ -84,7 +84,7 @@ class Quarantine:
         self._draining.discard(engine_id)
 
     def _is_dead(self, engine_id: str) -> bool:
-        """Return whether a peer's process has certainly ended; False for other machines."""
+        """Return whether a peer's process has certainly ended; always False for other machines."""
         process = self._processes.get(engine_id)
         return process is not None and process.has_ended()
 
@@ -102,7 +102,7 @@ class Quarantine:
         self._held[key] = _Held(engine_id, block_ids, parked_at, self._clock())
 
     def free(self, key: Key, engine_id: str) -> None:
-        """Free a request's blocks, as its peer writes no more; do nothing if none are held."""
+        """Free a request's blocks because its peer writes no more; do nothing if none are held."""
         held = self._held.get(key)
         if held is not None and held.engine_id == engine_id:
             del self._held[key]
@@ -122,7 +122,7 @@ class Quarantine:
                 self._receiver.drain(engine_id)
         for (request_id, epoch), held in self._held.items():
             if now - held.cancelled_at >= RECANCEL_S:
-                if self._is_dead(held.engine_id):  # no router may have reported it
+                if self._is_dead(held.engine_id):  # perhaps no router has reported the death
                     self._gone.add(held.engine_id)
                 held.cancelled_at = now
                 self._receiver.cancel(request_id, epoch, held.engine_id)

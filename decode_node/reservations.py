@@ -3,9 +3,8 @@
     PARKED -> GRANTED -> RECEIVING -> COMMITTED          its blocks belong to the running request
         `--------`-----------`------> QUARANTINED -> free
 
-Parks requests and grants blocks; turns transfer events into arrivals and failures. Blocks that a
-peer may still write after a request's end go into quarantine (`decode_node/quarantine.py`).
-Refuses to know: RPCs, tensors.
+Parks requests, grants blocks, and applies transfer events. Blocks that a peer may still write after
+a request's end go into quarantine (`decode_node/quarantine.py`). Refuses to know: RPCs, tensors.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 # How long to remember an ended request, and a START that came before its DecodeCommand.
 MEMORY_S = 60.0
-MAX_EARLY_STARTS = 10_000  # most remembered; their requests may never come
+MAX_EARLY_STARTS = 10_000  # requests whose START came early may never come
 TICK_S = 0.1
 NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport="", exposed_transfer_s=0.0)
 
 
 class ReservationState(Enum):
-    """A reservation's state. COMMITTED from the start if the prompt is computed here."""
+    """A reservation's state; COMMITTED from the start if this node computes the prompt."""
 
     PARKED = "PARKED"
     GRANTED = "GRANTED"
@@ -60,7 +59,7 @@ class Reservation:
     Attributes:
         block_ids: blocks that the prefill node may write.
         num_received_tokens: the highest watermark; messages may arrive in any order.
-        committed_at_step: number of engine steps at the commit.
+        committed_at_step: number of engine steps before the commit.
     """
 
     request: Request
@@ -132,10 +131,10 @@ class Reservations:
     def decline(
         self, request: Request, epoch: int, engine_id: str, received_at: float
     ) -> Reservation:
-        """Note that ``engine_id`` need not send a request's KV, as it is computed here."""
+        """Note that ``engine_id`` need not send a request's KV, because it is computed here."""
         key = (request.request_id, epoch)
         now = self._clock()
-        self._ended[key] = now  # a START for it may still arrive
+        self._ended[key] = now  # a START for this request may still arrive
         if self._early_starts.pop((key, engine_id), None) is not None:
             self._receiver.cancel(key[0], epoch, engine_id)
         return Reservation(
@@ -152,8 +151,7 @@ class Reservations:
     def settle(self, event: TransferEvent) -> Reservation | None:
         """Apply a transfer event; return the reservation if it is now COMMITTED or has failed.
 
-        A failed reservation has left the engine, with its blocks in quarantine or free. Its state
-        is QUARANTINED.
+        A failed reservation is QUARANTINED: out of the engine, blocks in quarantine or free.
         """
         key = (event.request_id, event.epoch)
         reservation = self._open.get(key)

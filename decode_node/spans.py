@@ -2,7 +2,7 @@
 
 decode                                          from its command to its last token
   decode.parked                                 waits for its KV; the receipt's parked_s
-  decode.first_step                             from the commit on; the receipt's first_step_s
+  decode.first_step                             from the commit to token 2; receipt: first_step_s
   decode.steps                                  all later steps
 """
 

@@ -37,16 +37,16 @@ MAX_REQUESTS, MAX_BLOCKS = 1000, 64  # most listed requests; most listed blocks 
 MAX_BYTES = 4 * 2**20
 _MAX_ID_CHARS = 128
 _MAX_FRAMES = 100
-# Types of sampling parameters that are dumped; values of others may be a client's text.
+# Only values of these types are dumped, as others may contain a client's text.
 _NUMBERS = (bool, int, float, type(None))
 
 
 def dump_crash(engine: Engine, error: BaseException) -> Path | None:
     """Write the dump and return its path; None, with a log line, if it cannot be written.
 
-    The folder is that of the environment variable BATON_DUMP_FOLDER, or a private one in the
-    system's folder for temporary files. Never raises, as another failure is being handled. A slow
-    disk may block, so report the engine's death before.
+    The folder is given by the environment variable BATON_DUMP_FOLDER; otherwise it is private, in
+    the system's folder for temporary files. Never raises, as another failure is being handled. A
+    slow disk may block, so report the engine's death first.
     """
     path: Path | str = os.environ.get(FOLDER_VARIABLE) or "a temporary folder"
     try:

@@ -41,7 +41,7 @@ class Engine:
         dtype: name of the weights' dtype.
         max_model_len: most tokens of one request.
         eos_token_ids: tokens that end an output unless a request ignores them.
-        last_scheduled: the step computed last or now, for reports of a failure.
+        last_scheduled: the latest step, running or ended, for failure reports.
         compatibility: properties that KV depends on, as `cache_namespace` takes them.
     """
 
@@ -114,7 +114,7 @@ class Engine:
             self._grammars.submit(request)
 
     def grant(self, request_id: str) -> GrantedBlocks | None:
-        """Return the blocks for the rest of a parked request's KV; None: memory is short."""
+        """Return the blocks that a parked request still needs; None: memory is short."""
         return self._scheduler.grant(request_id)
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
@@ -124,8 +124,8 @@ class Engine:
     def num_usable_cached_tokens(self, request: Request) -> int:
         """Return how many tokens of a new request would be found in the prefix cache now.
 
-        `find_initial_prefix` may count one more, the last token, which must be computed for its
-        logits. The count is small where layers have a window, as only a window is cached.
+        The last token must be computed for its logits and is not counted, unlike in
+        `find_initial_prefix`. Layers with a window count little, as only one window is cached.
         """
         return self._scheduler.kv_cache_manager.num_usable_cached_tokens(request)
 
@@ -145,7 +145,7 @@ class Engine:
         """Let a parked request run in the next step: its KV is complete.
 
         Args:
-            drafts: the remote node's drafts of the tokens behind ``token_id``.
+            drafts: the remote node's drafts of the tokens after ``token_id``.
         """
         taken = self._speculation.received(request_id, drafts) if self._speculation else ()
         self._scheduler.commit(request_id, token_id, taken)
@@ -158,7 +158,7 @@ class Engine:
         """Explain the latest step's number of drafts, for people; empty if the number is fixed.
 
         Args:
-            request: request to explain, too, if it was not drafted for.
+            request: explain also why this request had no drafts, if it had none.
         """
         choice = None if self._speculation is None else self._speculation.choice
         if request is not None and not is_drafted_for(request):
@@ -177,8 +177,8 @@ class Engine:
     def prepare_grammars(self) -> None:
         """Load and start all that grammars need; takes up to seconds.
 
-        Nodes call this before they join, because making the library's tokenizer holds the GIL. An
-        engine that does not call this prepares with its first grammar.
+        Nodes call this before they join, because making the library's tokenizer holds the GIL.
+        Otherwise, the first grammar prepares.
 
         Raises:
             ConfigError: no thread or descriptor is left.
@@ -204,7 +204,7 @@ class Engine:
         return handed_back
 
     def can_begin(self, request: Request) -> bool:
-        """Return whether a new request would run in the next step without delaying another one."""
+        """Return whether a new request would run in the next step without delaying another."""
         return self._scheduler.can_begin(request)
 
     def abort(self, request_id: str) -> Request | None:
@@ -229,13 +229,13 @@ class Engine:
         return self._scheduler.awaits_masks
 
     def limit_stretch(self, limit: float | None) -> None:
-        """Bound steps that decode and compute a prompt, by the time of steps that only decode.
+        """Limit the time of steps that decode and compute prompts, relative to decode-only steps.
 
         Steps with drafts are not measured.
 
         Args:
-            limit: longest such step, as a multiple of a decode-only step; above 1. None: only the
-                engine's ``prefill_tokens_beside_decodes`` bounds them.
+            limit: longest such step, as a multiple of a decode-only step; above 1. None: only
+                ``prefill_tokens_beside_decodes`` limits them.
         """
         self._figures.limit_stretch(limit)
 
@@ -285,7 +285,7 @@ class Engine:
         return self._end(scheduled, self.executor.submit(plan, hooks))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
-        """Launch a step, if possible while another one is in flight; then end the one in flight."""
+        """Launch a step, if possible while the previous step is in flight; then end that step."""
         result, before = StepResult(), self._in_flight
         if before is not None:
             scheduled = scheduled.without_finished()
@@ -310,7 +310,7 @@ class Engine:
     def _end(self, scheduled: SchedulerOutput, pending: PendingStep) -> StepResult:
         """Wait for a step and update the requests with its result."""
         output = pending.wait()
-        # A step that was launched ahead has waited for the previous step.
+        # Leave out the time that a step launched ahead waited for the previous step.
         computed_s = output.ended_at - max(output.started_at, self._busy_until)
         if self._speculation is not None:
             seconds = output.ended_at - self._busy_until

@@ -31,9 +31,9 @@ def make_engine(
     """Load the model, allocate the cache, and make the engine over them.
 
     Args:
-        identity: identity of the model folder (`folder_identity`), which makes hashes of cached
-            KV equal on all nodes; without it, hashes are valid in this process only.
-        executor: computes the steps; None: make the one that the options name.
+        identity: identity of the model folder (`folder_identity`); with it, hashes of cached KV are
+            equal on all nodes, otherwise valid in this process only.
+        executor: computes the steps; None: make the executor that the options name.
         grammars: grammar parts made before any thread started; None: none.
 
     Raises:
@@ -52,7 +52,7 @@ def make_engine(
         "block_size": str(config.block_size),
         "kv_layout": memory.manifest.layout,
     }
-    if config.num_lookahead_drafts:  # the drafter's KV lies beside the model's
+    if config.num_lookahead_drafts:  # the drafter's KV is in the same blocks
         compatibility["drafter"] = drafter_identity(config, model_folder)
     kv_cache_manager = KVCacheManager(
         memory.num_blocks,
@@ -76,6 +76,6 @@ def make_engine(
 
 
 def _hasher(config: EngineConfig, compatibility: Mapping[str, str]) -> BlockHasher:
-    """Make the hasher of cached blocks: hashes are equal only on nodes that compute alike."""
+    """Make the hasher of cached blocks; nodes have equal hashes only if their KV is equal."""
     namespace = cache_namespace(compatibility)
     return BlockHasher(config.block_size, config.prefix_hash, namespace)

@@ -1,7 +1,7 @@
-"""Rehearsal: computes a few small steps that sample in every way, before there are requests.
+"""Rehearsal: computes a few small steps with each way of sampling, before requests come.
 
-The first step with filters, penalties, a grammar or logprobs runs new code and touches new memory,
-as does the first decode step. Refuses to know: step times (`step_profile`), grammars, tensors.
+The first decode step, and the first step with filters, penalties, a grammar or logprobs, run new
+code and touch new memory. Refuses to know: step times (`step_profile`), grammars, tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.engine import Engine
 
 _PROMPT_TOKENS = 8
 _TOKEN = 1
-# One request for each way of sampling; also together in one step.
+# One request for each way of sampling; one more step samples all of them.
 _GREEDY = SamplingParams(temperature=0)
 _WAYS = (
     _GREEDY,
@@ -80,7 +80,7 @@ def _prompts(engine: Engine, batch: Sequence[SamplingParams], num_tokens: int) -
 
 
 def _decodes(batch: Sequence[SamplingParams], num_tokens: int) -> StepPlan:
-    """Plan the step behind `_prompts`: one more token per request."""
+    """Plan the step after `_prompts`: one more token per request."""
     shares = [n for row in range(len(batch)) for n in (row, num_tokens, 1, num_tokens + 1)]
     return StepPlan((), (), shares, [_TOKEN] * len(batch), _constrained(batch))
 

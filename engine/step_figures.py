@@ -1,6 +1,6 @@
 """StepFigures: what an engine's steps computed and read, and how long they took.
 
-The measured times also bound the prompt tokens of the next step.
+The measured times also limit the prompt tokens of the next step.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from engine.executors.base import Executor
 from engine.step_stretch import StepStretch
 from models.work import model_work
 
-# A step beside decodes may compute this fraction (1/8) of its most prompt tokens even if it becomes
-# too long. Fewer tokens per step would read all weights more often for the same prompt.
+# A step with decodes may always compute this fraction (1/8) of its most prompt tokens, even if it
+# becomes too long: with fewer, a prompt would need more steps, which all read the weights.
 _LEAST_PART = 8
 
 
 class StepFigures:
-    """Count the steps of one engine.
+    """Counts the steps of one engine.
 
     Args:
-        scheduler: the scheduler, whose counters of requests are read.
-        executor: computes the steps; says what a token costs its model.
+        scheduler: the engine's scheduler, whose counters are read.
+        executor: computes the steps; knows the model's work per token.
 
     Attributes:
         num_steps: steps that computed something and have ended.
@@ -65,7 +65,7 @@ class StepFigures:
         counters.experts_read += self._work.expert_share(num_tokens)
 
     def limit_stretch(self, limit: float | None) -> None:
-        """Bound steps beside prompts from now on; see `Engine.limit_stretch`."""
+        """Set the limit of steps with prompts; see `Engine.limit_stretch`."""
         self._stretch = None if limit is None else StepStretch(limit, self._least_beside)
 
     def num_beside_decodes(self) -> int:

@@ -1,7 +1,7 @@
 """Step profile: measures how long steps take on this machine, before any request.
 
-Each step is computed twice, as the first time may compile kernels or touch new memory. A CPU
-compiles nothing, and new memory is a small part of a long step: such a step is computed once.
+Each step is computed twice, as the first time may compile kernels or touch new memory. On a CPU,
+which compiles nothing, a long step is computed once, as new memory takes a small part of it.
 Refuses to know: the use of the times, tensors.
 """
 
@@ -14,7 +14,7 @@ from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
 from engine.engine import Engine
 
 _FEW_TOKENS = 64
-# Limits the time at start: on a slow machine, the largest step is smaller.
+# Limits the start's time: a slow machine gets smaller steps.
 _MOST_SECONDS = 0.25
 _LONG_S = 0.1
 _STRIDE = 7919  # a prime: spreads ids over the vocabulary, so that no expert gets all tokens
@@ -33,7 +33,7 @@ def measure_step_times(
 
     Args:
         pushes: whether to measure steps whose layers are sent while later ones are computed.
-        compiles: whether a step's first time may compile kernels.
+        compiles: whether a first computation may compile kernels.
     """
     assert not engine.requests, "steps are measured before there are requests"
     config = engine.executor.config
@@ -59,10 +59,10 @@ def measure_decode_times(
 
     Measures one request, many requests, and one request with a long context. Overwrites the last
     block of the KV memory and the first rows; the engine must have no request. Call this after
-    `measure_step_times`, which leaves numbers in that block.
+    `measure_step_times`, which writes valid numbers there.
 
     Args:
-        compiles: whether a step's first time may compile kernels.
+        compiles: whether a first computation may compile kernels.
     """
     assert not engine.requests, "steps are measured before there are requests"
     config = engine.executor.config
@@ -70,7 +70,7 @@ def measure_decode_times(
     short, long = min(_SHORT_CONTEXT, most_context), min(_LONG_CONTEXT, most_context)
     alone_s = _time(engine, _decode_plan(engine, 1, short), compiles=compiles)
     times = [(1, short, alone_s)]
-    # A slow machine measures fewer requests; each costs less than one request alone.
+    # On a slow machine, measure fewer requests; in a batch, a request costs less than alone.
     num_affordable = int(2 * _MOST_SECONDS / alone_s)
     many = min(_MANY_REQUESTS, config.max_num_requests, num_affordable)
     if many > 1:
@@ -89,7 +89,7 @@ def _measure(engine: Engine, num_tokens: int, *, pushes: bool, compiles: bool) -
 
 
 def _time(engine: Engine, plan: StepPlan, hooks: StepHooks = _NO_HOOKS, *, compiles: bool) -> float:
-    """Compute a step twice, or once if it is long; return the seconds of the last time."""
+    """Compute a step twice, or once if it is long; return the seconds of the last run."""
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()

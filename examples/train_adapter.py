@@ -1,7 +1,7 @@
 """Train a LoRA adapter for the demo model with PEFT, in minutes on two cores.
 
-The adapter teaches a habit that is easy to see: every function begins with the docstring
-``Made by the adapter.``. The text is the standard library's functions, with that docstring::
+The adapter teaches a habit that is easy to see: every function begins with the docstring ``Made by
+the adapter.``. The training text is the standard library's functions with this docstring::
 
     python examples/train_adapter.py --output adapters/habit
     python - <<'END'
@@ -28,7 +28,7 @@ import torch
 import transformers
 
 DOCSTRING = '"""Made by the adapter."""'
-NUM_TOKENS = 96  # of a training text
+NUM_TOKENS = 96  # length of a training text
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -60,7 +60,7 @@ def train(
         model: folder of the base model.
         output: folder of the adapter.
         num_steps: steps of the optimizer.
-        batch_size: texts in a step.
+        batch_size: number of texts per step.
         rank: rank of all layers.
     """
     torch.manual_seed(seed)
@@ -91,7 +91,7 @@ def train(
 def token_rows(
     tokenizer: transformers.PreTrainedTokenizerBase, seed: int, num_rows: int
 ) -> Iterator[list[int]]:
-    """Yield rows of ``NUM_TOKENS`` tokens, each the begin of some functions."""
+    """Yield rows of ``NUM_TOKENS`` tokens, each the beginning of some functions."""
     texts = list(functions())
     draw = random.Random(seed)
     row: list[int] = []

@@ -1,9 +1,9 @@
 """Train drafters for the demo model on a CPU: Medusa heads, one EAGLE layer, one MTP layer.
 
-Drafters draft the demo model's next tokens (docs/speculation.md). Each learns from the demo model's
-own distributions, over the model's training text and over continuations that the model writes to
-beginnings of that text, because drafters serve the model's own output. EAGLE and MTP also learn
-behind drafts of their own. The results are folders in the usual layouts, in bfloat16::
+Drafters draft the demo model's next tokens (docs/speculation.md). Each learns the demo model's own
+distributions: over the model's training text, and over texts that the model itself continues from
+their beginnings, because drafters serve the model's output. EAGLE and MTP also learn to follow
+their own drafts. The results are folders in the usual layouts, in bfloat16::
 
     python examples/train_demo_heads.py
 """
@@ -42,11 +42,11 @@ DEMO_MODEL = Path(__file__).with_name("demo_model")
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 256, 4, 2, 64, 640
 ROPE_THETA, EPS = 10000.0, 1e-6
 NUM_MEDUSA_HEADS = 4
-NUM_STEPS = 3  # tokens that EAGLE and MTP draft in training, each behind their own last one
-NUM_SHOWN = 512  # tokens that distributions are compared over: a batch's most probable ones
-STEP_WEIGHT = 0.8  # factor on a draft's loss, per draft before it
+NUM_STEPS = 3  # tokens that EAGLE and MTP draft in training, each after its own last token
+NUM_SHOWN = 512  # compare distributions over a batch's most probable tokens, this many
+STEP_WEIGHT = 0.8  # each draft's loss weighs this times the loss of the draft before it
 OWN_TEXTS = 1024  # number of texts that the model writes
-OWN_TOKENS = 160  # most of each, behind a beginning of 4 to 48 tokens
+OWN_TOKENS = 160  # longest of them, after a beginning of 4 to 48 tokens
 
 # ----------------------------------------------------------------------------------- drafters
 
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; names as checkpoints have them."""
+    """Grouped-query attention with rotary positions; tensors have checkpoints' names."""
 
     def __init__(self, *, qk_norm: bool) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class GatedMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A decoder layer; EAGLE's has no norm before its attention."""
+    """A decoder layer; EAGLE's lacks the norm before attention."""
 
     def __init__(self, *, qk_norm: bool, input_norm: bool) -> None:
         super().__init__()
@@ -126,13 +126,13 @@ class Layer(nn.Module):
 
 
 class Eagle(nn.Module):
-    """Li et al., "EAGLE", arXiv 2401.15077: a layer that predicts the model's last state."""
+    """Li et al., "EAGLE", arXiv 2401.15077: a layer that predicts the model's final state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(2 * HIDDEN, HIDDEN)
         self.layers = nn.ModuleList([Layer(qk_norm=False, input_norm=False)])
-        with torch.no_grad():  # begins as the state before
+        with torch.no_grad():  # begins as a copy of the previous state
             self.fc.weight.copy_(torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], 1))
             self.fc.bias.zero_()
 
@@ -141,7 +141,7 @@ class Eagle(nn.Module):
 
 
 class Mtp(nn.Module):
-    """A layer of the model's own kind over the token and the state before (DeepSeek, Qwen)."""
+    """A layer like the model's own, over a token and the previous state (DeepSeek, Qwen)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Mtp(nn.Module):
 
 
 class Medusa(nn.Module):
-    """Cai et al., "Medusa", arXiv 2401.10774: a head for each token after the next one."""
+    """Cai et al., "Medusa", arXiv 2401.10774: one head for each token after the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, token_ids: Tensor) -> Tensor:
-        """Hidden states after the last norm: `[rows, length, HIDDEN]`."""
+        """Return the hidden states after the last norm: `[rows, length, HIDDEN]`."""
         return self.model.model(input_ids=token_ids, use_cache=False).last_hidden_state
 
     def logits(self, states: Tensor, shown: Tensor | None = None) -> Tensor:
@@ -192,7 +192,7 @@ class Teacher:
 
 
 def divergence(logits: Tensor, log_targets: Tensor) -> Tensor:
-    """Kullback-Leibler divergence from the teacher's distribution, mean over tokens."""
+    """Return the Kullback-Leibler divergence from the teacher's distribution, mean over tokens."""
     return F.kl_div(
         logits.float().log_softmax(-1).flatten(0, 1),
         log_targets.flatten(0, 1),
@@ -238,7 +238,7 @@ def losses_of(
 def acceptance_by_place(
     teacher: Teacher, eagle: Eagle, mtp: Mtp, medusa: Medusa, stream: np.ndarray, length: int
 ) -> dict[str, list[float]]:
-    """Return the share of drafts that are the teacher's most probable token, by place."""
+    """Return, by place, the share of drafts that are the teacher's most probable token."""
     found: dict[str, list[list[float]]] = {"eagle": [], "mtp": [], "medusa": []}
     for start in range(0, len(stream) - length, length):
         token_ids = torch.from_numpy(stream[start : start + length])[None]
@@ -263,13 +263,13 @@ def acceptance_by_place(
 
 
 def load_text(seed: int) -> Corpus:
-    """Encode the demo model's training text, and as much text that the model writes itself."""
+    """Encode the demo model's training text, and as much text written by the model."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     sources = collect_sources(Path(sysconfig.get_paths()["stdlib"]))
     training, validation = split_sources(sources, seed)
     documents = encode_in_pieces(tokenizer, training, seed)
     own = write_texts(documents, seed)
-    # About half of the training text is the model's own.
+    # About half of the training text is written by the model itself.
     size, own_size = (sum(map(len, texts)) for texts in (documents, own))
     return Corpus(
         documents=[*documents, *own * max(round(size / own_size), 1)],
@@ -279,7 +279,7 @@ def load_text(seed: int) -> Corpus:
 
 
 def write_texts(documents: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
-    """Have the model continue texts: most by its most probable tokens, some by sampling."""
+    """Let the model continue texts, mostly by its most probable tokens, sometimes by sampling."""
     rng = np.random.default_rng(seed)
     beginnings = []
     for _ in range(OWN_TEXTS):
@@ -303,7 +303,7 @@ def write_texts(documents: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
 
 
 def save(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
-    """Write one drafter's folder."""
+    """Write the folder of one drafter."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     stored = {name: tensor.detach().bfloat16().contiguous() for name, tensor in tensors.items()}
@@ -311,7 +311,7 @@ def save(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) ->
 
 
 def save_all(output: Path, eagle: Eagle, mtp: Mtp, medusa: Medusa) -> None:
-    """Write the three folders, each in the layout that its inventors use."""
+    """Write three folders, each in the layout that the drafter's inventors use."""
     shape: dict[str, object] = {
         "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 1,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
@@ -335,7 +335,7 @@ def save_all(output: Path, eagle: Eagle, mtp: Mtp, medusa: Medusa) -> None:
 
 
 def main() -> None:
-    """Train and save the drafters, and print how often their drafts are right."""
+    """Train and save the drafters; print how often their drafts are right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=DEMO_MODEL)
     parser.add_argument("--minutes", type=float, default=7)

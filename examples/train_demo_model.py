@@ -1,13 +1,12 @@
 """Train the small demo checkpoint of ``examples/demo_model`` on a CPU.
 
-The text is the source code of the Python standard library found on the machine, plus chat
-samples made of the same sources: a request for a function (its name, arguments and the first
-line of its docstring), answered with the function's source. The result is an ordinary Hugging
-Face folder: a byte-level BPE tokenizer of 4096 entries and a Qwen3 model of about five million
-parameters, stored in bfloat16.
+The text is the source code of this machine's Python standard library, and chats made from it: a
+request for a function (its name, its arguments and the first line of its docstring), answered with
+the function's source. The result is a plain Hugging Face folder: a byte-level BPE tokenizer with
+4096 entries, and a Qwen3 model with about five million parameters in bfloat16.
 
-The learning-rate schedule follows the wall clock, so a run of any length given by ``--minutes``
-decays fully and ends by itself::
+The learning rate follows the wall clock, so a run of any length in ``--minutes`` decays fully and
+ends by itself::
 
     python examples/train_demo_model.py --output examples/demo_model --minutes 60
 """
@@ -48,13 +47,13 @@ SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 2048
-LONG_PHASE = 0.85  # fraction of the time after which training sequences are MAX_POSITIONS long
+LONG_PHASE = 0.85  # fraction of the time before training sequences become MAX_POSITIONS long
 CHAT_FRACTION = 0.15
 MAX_FUNCTION_LINES = 40
-CUT_CHARACTERS = 250  # between the random cuts of a training text, on average
+CUT_CHARACTERS = 250  # mean distance between random cuts of a training text
 
-# Words with one leading symbol, single digits, runs of symbols, line ends, runs of spaces. The
-# contractions of the GPT-4 pattern are left out: they would split string literals such as 'self'.
+# Words with one leading symbol, single digits, runs of symbols, line ends, runs of spaces. Without
+# the contractions of GPT-4's pattern, which would split string literals such as 'self'.
 SPLIT_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -101,7 +100,7 @@ def is_mostly_data(text: str) -> bool:
 
 
 def collect_sources(root: Path) -> list[str]:
-    """Normalised text of the library's own modules below ``root``, in the order of their names."""
+    """Return the normalised text of the library's modules below ``root``, in order of name."""
     sources = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -119,7 +118,7 @@ def collect_sources(root: Path) -> list[str]:
 
 
 def split_sources(sources: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
-    """Shuffle the files and hold out about two percent of them: (training, validation)."""
+    """Shuffle the files and hold out about two percent: (training, validation)."""
     shuffled = list(sources)
     random.Random(seed).shuffle(shuffled)
     held_out = max(1, round(0.02 * len(shuffled)))
@@ -136,7 +135,7 @@ class Function:
     source: str
 
     def messages(self, request: str) -> list[dict[str, str]]:
-        """Return the chat that asks for the function and gets it."""
+        """Return the chat that asks for the function and gets it as its answer."""
         question = request.format(name=self.name, signature=self.signature, summary=self.summary)
         return [
             {"role": "user", "content": question},
@@ -233,7 +232,7 @@ def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """Token ids of every text, each ended by the end-of-text token."""
+    """Return each text's token ids, with the end-of-text token at the end."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     return [np.array([*encoding.ids, end], dtype=np.int64) for encoding in encodings]
@@ -242,8 +241,8 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndar
 def cut_text(text: str, rng: random.Random) -> list[str]:
     """Cut a text at random places, half of them right after a blank.
 
-    Encoding the pieces one by one shows the model the token boundaries that the end of a prompt
-    makes, such as a name cut short or the lone blank at the end of ``"def "``.
+    Encoding the pieces one by one shows the model token boundaries like those at the end of a
+    prompt, such as half a name, or the single blank at the end of ``"def "``.
     """
     pieces = []
     start = 0
@@ -258,7 +257,7 @@ def cut_text(text: str, rng: random.Random) -> list[str]:
 
 
 def encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str], seed: int) -> list[np.ndarray]:
-    """Like :func:`encode_documents`, with every text cut at random places first."""
+    """Cut every text at random places, then encode the pieces as :func:`encode_documents` does."""
     rng = random.Random(seed)
     end = tokenizer.token_to_id(END_OF_TEXT)
     documents = []
@@ -270,7 +269,7 @@ def encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str], seed: int) -> l
 
 
 def encode_chats(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[np.ndarray]]:
-    """Encode the chats about all functions of the modules ``texts``, one list per way to ask."""
+    """Encode the chats about all functions in the modules ``texts``: one list per way to ask."""
     wrapped = wrap_tokenizer(tokenizer)
     functions = list(dict.fromkeys(fn for text in texts for fn in find_functions(text)))
     variants = []
@@ -285,7 +284,7 @@ def encode_chats(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[np.nda
 
 @dataclass
 class Corpus:
-    """Encoded training documents, chats by way to ask, and the validation stream."""
+    """Encoded training documents, chats by way of asking, and the validation stream."""
 
     documents: list[np.ndarray]
     chats: list[list[np.ndarray]]
@@ -306,7 +305,7 @@ class Corpus:
 
 
 class Batches:
-    """Random windows of the training stream; every epoch is shuffled and cut anew."""
+    """Random windows of the training stream; each epoch is shuffled and cut anew."""
 
     def __init__(self, corpus: Corpus, tokens: int, seed: int) -> None:
         self._corpus = corpus
@@ -325,7 +324,7 @@ class Batches:
         self.epochs += 1
 
     def next(self, length: int) -> torch.Tensor:
-        """Return a batch of windows of ``length`` inputs and the token that follows them."""
+        """Return a batch of windows with ``length`` inputs and the token after them."""
         rows = max(1, self._tokens // length)
         if self._length != length or len(self._windows) < rows:
             self._refill(length)
@@ -334,7 +333,7 @@ class Batches:
 
 
 def load_corpus(seed: int) -> tuple[Tokenizer, Corpus]:
-    """Collect the text, train the tokenizer on the training part, encode everything."""
+    """Collect the text, train the tokenizer on its training part, and encode all of it."""
     sources = collect_sources(Path(sysconfig.get_paths()["stdlib"]))
     training, validation = split_sources(sources, seed)
     tokenizer = train_tokenizer(training)
@@ -389,7 +388,7 @@ def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 def build_optimizers(
     model: Qwen3ForCausalLM, args: argparse.Namespace
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Return Muon for matrices inside layers, and AdamW for the embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     embedding = [model.get_input_embeddings().weight]
@@ -408,7 +407,7 @@ def build_optimizers(
 
 
 def learning_rate_factor(progress: float, warmup: float = 0.02, hold: float = 0.3) -> float:
-    """Linear warm-up, a plateau, then a cosine to nearly zero; ``progress`` runs from 0 to 1."""
+    """Return the factor at ``progress`` (0 to 1): warm-up, plateau, cosine to nearly zero."""
     if progress < warmup:
         return max(progress / warmup, 0.01)
     if progress < hold:
@@ -418,14 +417,14 @@ def learning_rate_factor(progress: float, warmup: float = 0.02, hold: float = 0.
 
 
 def batch_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross entropy, in nats per token."""
+    """Return the mean cross entropy of next tokens, in nats per token."""
     logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.view(-1, VOCAB_SIZE), batch[:, 1:].reshape(-1))
 
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, stream: np.ndarray, length: int) -> float:
-    """Mean loss over ``stream`` in adjoining windows of at most ``length`` tokens."""
+    """Return the mean loss over ``stream``, in adjoining windows of at most ``length`` tokens."""
     total = 0.0
     predicted = len(stream) - 1
     for start in range(0, predicted, length):
@@ -440,7 +439,7 @@ def rounded(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
 
 
 def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, output: Path) -> None:
-    """Write the whole folder next to ``output``, then move file by file into place."""
+    """Write a whole folder beside ``output``, then move its files into place one by one."""
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".demo_model-") as name:
         folder = Path(name)
@@ -539,7 +538,7 @@ def complete(model: Qwen3ForCausalLM, wrapped: PreTrainedTokenizerFast, prompt: 
 
 
 def final_report(trainer: Trainer) -> None:
-    """Losses of the stored weights and sample completions."""
+    """Print losses of the stored weights, and sample completions."""
     stored = rounded(trainer.model).float()
     rng = np.random.default_rng(trainer.args.seed + 1)
     sample = trainer.corpus.epoch_stream(rng)[: len(trainer.corpus.validation)]

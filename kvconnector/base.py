@@ -1,7 +1,7 @@
 """KV connector: the messages, events and counts between nodes and their connector.
 
-Knows blocks and peers; knows no Request, no scheduler and no gRPC. The protocol (start, grant,
-push, commit) is written once, in `protocol/`, over any transport (`transports/base.py`).
+Knows blocks and peers, but no Request, scheduler or gRPC. The protocol (start, grant, push, commit)
+is written once, in `protocol/`, for all transports (`transports/base.py`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that a decode node needs to continue a request, besides the KV.
+    """All that a decode node needs besides the KV to continue a request.
 
-    A node ignores fields that it does not know, and uses defaults for absent ones. A field that
-    a node cannot do without needs a new version.
+    A node ignores fields that it does not know, and uses defaults for absent ones. A new field that
+    a node must understand needs a new version.
 
     Attributes:
         version: the record's format.
-        num_tokens: number of tokens whose KV has travelled; also the position of token 1.
+        num_tokens: number of tokens whose KV was sent; also the position of token 1.
         token_id: token 1, which the prefill node sampled.
-        draft_token_ids: the prefill node's drafts of the tokens behind token 1.
+        draft_token_ids: the prefill node's drafts of the tokens after token 1.
         adapter: digest of the adapter that computed the KV; empty: the base model.
     """
 
@@ -50,12 +50,11 @@ class BlockPush:
 
     Attributes:
         first_block: index of ``block_ids[0]`` among the prompt's blocks that travel.
-        num_tokens: prompt tokens that are complete once these blocks have arrived; 0 unless whole
-            blocks travel, because some layers alone complete no token.
+        num_tokens: prompt tokens that are complete once these blocks have arrived; 0 for a part of
+            the layers, which completes no token.
         record: the hand-off record; set only in the last push of a request.
-        layers: the layers that travel; None: all of them.
-        is_computed: returns whether the GPU has finished these blocks; called on the I/O thread.
-            None: they are finished.
+        layers: the layers to write; None: all.
+        is_computed: returns whether the GPU has computed these blocks (I/O thread); None: yes.
     """
 
     request_id: str
@@ -70,13 +69,13 @@ class BlockPush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVReservation:
-    """The grant: where a prefill node may write a prompt's blocks.
+    """The grant: the blocks that a prefill node may write.
 
     Attributes:
         engine_id: the prefill node that may write.
-        block_ids: the decode node's blocks in order, one per travelling block of the prompt from
+        block_ids: the decode node's blocks in order, for the prompt's travelling blocks from
             ``first_block`` on.
-        first_block: number of the prompt's travelling blocks that the decode node already has.
+        first_block: number of leading travelling blocks that the decode node already has.
         groups: KV group of each travelling block of the prompt, including those before
             ``first_block``; empty: there is only one group.
     """
@@ -94,24 +93,24 @@ class TransferEventKind(Enum):
 
     PEER_CONNECTED = "peer connected"
     PEER_FAILED = "peer failed"
-    PEER_DRAINED = "peer drained"  # receiver: nothing more can arrive from a dead peer
-    STARTED = "started"  # receiver: the prefill node began to compute and wants a grant
+    PEER_DRAINED = "peer drained"  # receiver: a dead peer's last bytes have arrived
+    STARTED = "started"  # receiver: the prefill node began to compute, and wants a grant
     WATERMARK = "watermark"  # receiver: tokens up to `num_tokens` are complete
     COMMITTED = "committed"  # sender and receiver: all blocks are complete; terminal
-    FAILED = "failed"  # sender and receiver: it failed, and nothing is in flight; terminal
+    FAILED = "failed"  # sender and receiver: failed, and nothing is in flight; terminal
 
 
 class TransferOutcome(Enum):
-    """How a started transfer ended."""
+    """Possible ends of a started transfer."""
 
     COMMITTED = "committed"
     FAILED = "failed"  # the request's client was told
-    CANCELLED = "cancelled"  # nobody waits for it any longer
+    CANCELLED = "cancelled"  # nobody waits for it any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEvent:
-    """One event; fields that do not belong to its kind keep their defaults.
+    """One event; fields that its kind does not use have their defaults.
 
     A FAILED event without a reason means that this node or the peer cancelled the transfer.
     """
@@ -121,15 +120,15 @@ class TransferEvent:
     request_id: str = ""
     epoch: int = 0
     num_tokens: int = 0
-    record: HandoffRecord | None = None  # only in the receiver's COMMITTED
+    record: HandoffRecord | None = None  # only in a receiver's COMMITTED
     receipt: PushReceipt | None = None
     transport: str = ""
-    bandwidth_bytes_per_s: float = 0.0  # measured in the peer's self-test
+    bandwidth_bytes_per_s: float = 0.0  # measured by the self-test
     reason: str = ""
 
     @property
     def outcome(self) -> TransferOutcome:
-        """Return how the transfer ended; for COMMITTED and FAILED events."""
+        """Return how the transfer ended; only for COMMITTED and FAILED events."""
         if self.kind is TransferEventKind.COMMITTED:
             return TransferOutcome.COMMITTED
         return TransferOutcome.FAILED if self.reason else TransferOutcome.CANCELLED
@@ -142,8 +141,8 @@ class HandoffMetrics:
     Attributes:
         open: transfers by state.
         ended: transfers by outcome, since the node started.
-        num_quarantined_blocks: blocks of ended requests that a peer may still write (on a decode
-            node) or read (on a prefill node).
+        num_quarantined_blocks: blocks of ended requests that a peer may still write (decode node)
+            or read (prefill node).
         received_bytes: bytes of committed transfers; 0 on a prefill node.
     """
 
@@ -159,11 +158,10 @@ class ConnectorMetrics:
 
     Attributes:
         pairs: number of peers, by state and transport.
-        connections: peers with an open connection, including departed peers whose connection is
-            kept.
+        connections: peers with an open connection, including departed peers' kept connections.
         peer_failures: how often a peer was silent or unreachable.
-        sent_bytes, sent_blocks: posted writes, including repeated ones; 0 on a decode node.
-        descriptors: memory ranges in these writes.
+        sent_bytes, sent_blocks: posted writes, repeated ones included; 0 on a decode node.
+        descriptors: memory ranges in the posted writes.
         posting_s: time in calls that post writes.
         wrong_blocks: blocks that arrived with a wrong digest.
         refused_messages: messages that were refused, by reason.

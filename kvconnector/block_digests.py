@@ -1,7 +1,7 @@
 """BlockDigests: keyed digests of KV blocks, read from the KV cache's memory.
 
-In nodes of several ranks, both the writing and the reading rank make a digest of each slice of a
-block. The block's digest is the digest of its slices' digests.
+Between nodes of several ranks, the writing and the reading rank digest each slice of a block.
+The block's digest is the digest of these digests.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
 from kvconnector.ranks.messages import DigestSlices
 from kvconnector.transports.side_stream import SideStream
 
-# No number may be used twice with one key, so each slice of a block has its own number, and the
-# digest of all slices has another one.
+# A number may be used only once with a key, so each slice of a block has a number, and the digest
+# of all slices another.
 _PAIR_BITS = 20
 _ALL_PAIRS = (1 << _PAIR_BITS) - 1
 
@@ -38,7 +38,7 @@ def _ranges(copies: Sequence[RankCopy], writes: bool) -> Ranges:
 
 
 class BlockDigests:
-    """Compute keyed digests of blocks, or of some of their layers.
+    """Computes keyed digests of blocks, or of some of their layers.
 
     Args:
         memory: the KV cache that holds the blocks.
@@ -53,7 +53,7 @@ class BlockDigests:
         self._layers = kv_cache.view(num_blocks, self.num_local_layers, -1).view(torch.uint8)
         self._layer_bytes = self._layers.shape[2]
         self._side_stream = SideStream(kv_cache)
-        # Thousands of slices are cut, and cutting a memoryview costs a tenth of cutting a tensor.
+        # Cutting a memoryview costs a tenth of cutting a tensor, and there are thousands of slices.
         self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
 
     def of(
@@ -69,7 +69,7 @@ class BlockDigests:
 
         Args:
             slices: slices between the writing and the reading node; None: a block is one slice.
-            writes: whether this node is the writing one.
+            writes: whether this node writes the blocks; if not, it receives them.
         """
         if slices is not None and not slices.is_whole:
             return self._of_all_slices(block_ids, written, key, slices, writes)
@@ -92,7 +92,7 @@ class BlockDigests:
         *,
         writes: bool,
     ) -> list[bytes]:
-        """Return for each block the digests of this rank's slices, in the order of pairs.
+        """Return for each block the digests of this rank's slices, in order of the pairs.
 
         Args:
             groups: KV group of each block; empty: there is only one group.
@@ -137,7 +137,7 @@ class BlockDigests:
             for place in places:
                 left = {rank: by_rank[rank][place] for rank in set(ranks)}
                 parts = bytearray()
-                for rank in ranks:  # in the order of the pairs on both sides
+                for rank in ranks:  # the order of the pairs, equal on both sides
                     parts += left[rank][:DIGEST_BYTES]
                     left[rank] = left[rank][DIGEST_BYTES:]
                 number, context = named[place]
@@ -172,7 +172,7 @@ class BlockDigests:
         )
 
     def _whole(self, block_id: int) -> memoryview:
-        """Return all bytes that this rank has of a block."""
+        """Return all bytes of a block that this rank has."""
         size = self.num_local_layers * self._layer_bytes
         if self._memory is not None:
             return self._memory[block_id * size : (block_id + 1) * size]
@@ -193,10 +193,10 @@ class BlockDigests:
 
 
 def digests_are_wanted(option: bool | None, kv_connector: str) -> bool:
-    """Return whether received blocks are to be checked.
+    """Return whether to check received blocks.
 
-    By default, they are checked if KV leaves loopback unprotected. NIXL's UCX stays on loopback
-    unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
+    By default, they are checked if KV leaves loopback unprotected. NIXL's UCX stays on
+    loopback unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
     """
     if option is not None:
         return option

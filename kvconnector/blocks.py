@@ -1,10 +1,10 @@
 """Block numbers, ranges of layers, and slices: the parts of blocks that ranks write.
 
-A slice is the part of a unit that a rank of one node writes to a rank of another. Two manifests
-alone decide the slices.
+A slice is the part of a unit that one node's rank writes to another node's rank. Slices depend only
+on the two nodes' manifests.
 
-    P, 2 ranks        D, 1 rank            heads of rank 0 -> a range for each layer, of keys and
-    [0 1] [2 3]  ->   [0 1 2 3]            of values; with equal ranks: one range, the whole unit
+    P, 2 ranks        D, 1 rank            each rank of P writes its heads: a range per layer for
+    [0 1] [2 3]  ->   [0 1 2 3]            keys, and one for values; equal ranks: one whole range
 
 Refuses to know: memory, the content of blocks.
 """
@@ -25,7 +25,7 @@ Ranges = tuple[tuple[int, int], ...]  # (first byte, number of bytes) within a r
 def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
     """Cut layers into at most ``num_groups`` nearly equal ranges; larger ones come first.
 
-    The push of the last range cannot hide behind a layer's computation, so that range is smallest.
+    The last range's push cannot overlap with computing a layer, so that range is smallest.
     """
     num_groups = min(num_groups, num_layers)
     size, larger = divmod(num_layers, num_groups)
@@ -62,7 +62,7 @@ class Pair(NamedTuple):
 
 
 class Slices:
-    """The ranges of bytes that each rank of one node writes into each rank of another.
+    """The byte ranges that each rank of one node writes to each rank of another.
 
     Args:
         writers: manifest of the node that sends.
@@ -79,7 +79,7 @@ class Slices:
         self._sums: dict[LayerRange | None, tuple[int, int]] = {}
 
     def of(self, kind: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        """Return the ranges of each pair of ranks that shares any, in order of the pairs.
+        """Return the ranges of each pair of ranks that has any, in order of the pairs.
 
         Args:
             kind: a kind of unit; see `kinds`.
@@ -93,7 +93,7 @@ class Slices:
         return self._copies[key]
 
     def _find(self, group: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        if self.is_whole:  # includes the padding of smaller groups
+        if self.is_whole:  # includes the padding of small groups
             num_bytes = self._writers.unit_bytes()
             first, end = layers or (0, self._writers.layers_per_unit)
             layer_bytes = num_bytes // self._writers.layers_per_unit
@@ -106,7 +106,7 @@ class Slices:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Return, for each group, the first group whose units are cut in the same way."""
+        """Return, for each group, the first group whose units are sliced alike."""
         if self.is_whole:
             return (0,) * len(self._writers.groups)
         first: dict[tuple[RankCopy, ...], int] = {}
@@ -117,7 +117,7 @@ class Slices:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """Return all pairs that share a slice."""
+        """Return all pairs with a slice."""
         return tuple(sorted({pair for kind in set(self.kinds) for pair in self.of(kind, None)}))
 
     def readers_of(self, writer: int) -> list[int]:
@@ -131,10 +131,10 @@ class Slices:
     def sorted_by_kind(
         self, groups: Sequence[int], num_blocks: int
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield each kind of units with the indexes of its blocks.
+        """Yield each kind of unit with the indexes of its blocks.
 
         Args:
-            groups: KV group of each block; empty: all blocks are alike.
+            groups: KV group of each block; empty: all blocks are of one kind.
         """
         if not groups or len(set(self.kinds)) == 1:
             yield self.kinds[0], range(num_blocks)
@@ -143,11 +143,11 @@ class Slices:
             yield kind, [i for i, group in enumerate(groups) if self.kinds[group] == kind]
 
     def num_bytes(self, layers: LayerRange | None) -> int:
-        """Return the bytes of one block over all slices, for the largest kind of units."""
+        """Return the bytes of one block, over all slices; for the largest kind of unit."""
         return self._sum(layers)[0]
 
     def num_ranges(self, layers: LayerRange | None) -> int:
-        """Return the largest number of ranges of one block over all slices, among all kinds."""
+        """Return the most ranges of one block, over all slices and for any kind of unit."""
         return self._sum(layers)[1]
 
     def _sum(self, layers: LayerRange | None) -> tuple[int, int]:
@@ -166,7 +166,7 @@ class Slices:
 def part_of_scratch(slot_bytes: int, writers: Sequence[int], writer: int) -> tuple[int, int]:
     """Return the part of a slot that a rank writes in a self-test: first byte, number of bytes.
 
-    The ranks that write to one reader fill its slot together.
+    The ranks that write to one reader together fill its slot.
     """
     place, num_parts = writers.index(writer), len(writers)
     first, end = place * slot_bytes // num_parts, (place + 1) * slot_bytes // num_parts

@@ -1,7 +1,7 @@
 """Sender and Receiver: the ends of the hand-off as the nodes use them.
 
-Each end is a state machine (`protocol/`) in an I/O loop (`io.py`) over any transport, with a filter
-in between if blocks are checked. Refuses to know: which messages travel, and when.
+Each end is a state machine (`protocol/`) in an I/O loop (`io.py`) over any transport; if blocks are
+checked, with a filter around the machine. Refuses to know: the protocol's messages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _End:
     any thread.
 
     Attributes:
-        loop: the owner starts it, or calls its rounds.
+        loop: the I/O loop; the owner starts it, or calls its rounds.
     """
 
     peer_info: PeerInfo
@@ -84,17 +84,17 @@ class Sender(_End):
     """The prefill node's end. Each started request ends in exactly one COMMITTED or FAILED event.
 
     Args:
-        transport: how bytes travel; owned from now on.
-        on_event: called (on the loop's thread) when `poll` has new events.
-        on_death: called (on the loop's thread) when the connector cannot continue.
+        transport: moves bytes; owned from now on.
+        on_event: called on the loop's thread when `poll` has new events.
+        on_death: called on the loop's thread when the connector cannot continue.
         clock: returns monotonic seconds.
-        digests: makes the digests of this node's blocks; None: the decode node does not check any.
-        channels: seal the messages; None: make new ones, with a key of their own.
+        digests: makes digests of this node's blocks; None: the decode node checks none.
+        channels: seal the messages; None: make new ones, with a new key.
         make_peers: makes the table of peers and their states.
-        portions: how many bytes are posted at once; None: a default for the kind of memory.
+        portions: limits of bytes posted at once; None: the default for the kind of memory.
 
     Attributes:
-        machine: the protocol; used by the loop's thread alone.
+        machine: the protocol; only the loop's thread may use it.
     """
 
     def __init__(
@@ -145,15 +145,15 @@ class Sender(_End):
         """Tell the decode node that ``num_tokens`` prompt tokens are being computed for it.
 
         Args:
-            num_blocks: blocks that travel if the decode node has none of them yet.
+            num_blocks: number of blocks to send if the decode node has none of them.
             groups: KV group of each of these blocks; empty: there is only one group.
         """
         self.loop.submit(Begin((request_id, epoch), engine_id, num_tokens, num_blocks, groups))
 
     def push(self, push: BlockPush) -> None:
-        """Write blocks as soon as they are granted; the caller holds them until the end event.
+        """Write blocks as soon as they are granted; the caller holds them until the transfer ends.
 
-        The thread that computes may call this, too.
+        The computing thread may call this, too.
         """
         self.loop.submit(Push(push, self._clock()))
 
@@ -169,15 +169,15 @@ class Receiver(_End):
     """The decode node's end.
 
     Args:
-        transport: how bytes travel; owned from now on.
-        on_event: called (on the loop's thread) when `poll` has new events.
-        on_death: called (on the loop's thread) when the connector cannot continue.
+        transport: moves bytes; owned from now on.
+        on_event: called on the loop's thread when `poll` has new events.
+        on_death: called on the loop's thread when the connector cannot continue.
         clock: returns monotonic seconds.
-        digests: makes the digests of this node's blocks; None: arrived blocks are not checked.
+        digests: makes digests of this node's blocks; None: arrived blocks are not checked.
         channels, make_peers: factories of channels and peers, see `Sender`.
 
     Attributes:
-        machine: the protocol; used by the loop's thread alone.
+        machine: the protocol; only the loop's thread may use it.
         verifier: the filter around the machine; None: blocks are not checked.
     """
 
@@ -211,15 +211,15 @@ class Receiver(_End):
         )
 
     def watch(self, peer: PeerInfo) -> PeerProcess:
-        """Return a watch on a peer's process: once it has ended, the peer writes nothing more."""
+        """Return a watch on a peer's processes, to learn when the peer can write no more."""
         return PeerProcess(peer)
 
     def drain(self, engine_id: str) -> None:
-        """Read all that a dead process had sent; PEER_DRAINED follows."""
+        """Read all bytes that a dead process sent; PEER_DRAINED follows."""
         self.loop.submit(Drain(engine_id))
 
     def grant(self, reservation: KVReservation) -> None:
-        """Allow a started request's blocks to be written."""
+        """Let a started request's blocks be written."""
         self.loop.submit(reservation)
 
     def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
@@ -227,7 +227,7 @@ class Receiver(_End):
         self.loop.submit(Drop((request_id, epoch), engine_id))
 
     def expect(self, expecting: bool) -> None:
-        """Tell the loop whether anything may arrive soon; if not, the loop sleeps."""
+        """Tell the loop whether anything may arrive soon; otherwise, the loop sleeps."""
         self.loop.expect(expecting)
 
     def metrics(self) -> ConnectorMetrics:

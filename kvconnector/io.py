@@ -1,8 +1,8 @@
 """IoLoop: the KV I/O thread, which carries out the actions of a protocol's state machine.
 
 Only this thread touches the transport and the state machine; other threads submit wishes. The loop
-polls quickly while bytes are in flight (without a pause where a GPU writes), slowly while messages
-may come, and sleeps between ticks when nothing is expected.
+polls fast while bytes are in flight (without pause if a GPU writes), slowly while messages may
+come, and otherwise sleeps between ticks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Answer = TypeVar("Answer")
 
 
 class Core(StateMachine, Protocol):
-    """The state machine of one end, and what its loop reads of the machine."""
+    """The state machine of one end, and the properties that its loop reads."""
 
     peers: Peers
 
@@ -80,15 +80,15 @@ class Core(StateMachine, Protocol):
 
 
 class IoLoop:
-    """Runs one state machine over one transport, and collects its events.
+    """Runs one state machine over one transport, and collects events.
 
     Args:
         transport: owned from now on; closed on the thread.
         core: decides what is sent and written, and when.
         channels: seal the messages.
-        machine: the core with the filters around it; None: there are no filters.
+        machine: the core with the filters around it; None: no filters.
         on_event: called on the thread after events were added; wakes the node.
-        on_death: called on the thread, once, with an unexpected error; the process must end.
+        on_death: called on the thread, once, with an unexpected error; the process must end then.
         clock: returns monotonic seconds.
     """
 
@@ -114,9 +114,9 @@ class IoLoop:
         self._inbox = Inbox(core.peers, channels)
         self._wishes: deque[Wish] = deque()
         self._events: deque[TransferEvent] = deque()
-        # Writes in flight in the order of posting, by peer and transfer (a probe: `NO_TRANSFER`).
+        # Writes in flight by peer and transfer, in order of posting; `NO_TRANSFER`: a probe's.
         self._writes: dict[tuple[str, TransferKey], deque[PendingWrite]] = {}
-        self._is_on_device = transport.scratch.is_on_device  # the KV cache is there, too
+        self._is_on_device = transport.scratch.is_on_device  # and so is the KV cache
         self._wake = threading.Event()
         self._expecting = False
         self._num_read_failures = 0
@@ -164,8 +164,7 @@ class IoLoop:
             pairs=Counter((peer.state.value, peer.path) for peer in self._peers),
             connections=self._transport.num_connections,
             peer_failures=self._num_peer_failures,
-            # Include zeros: Prometheus sees the first refusal as an increase only if a 0 came
-            # before.
+            # Zeros included: Prometheus sees the first refusal as an increase only after a 0.
             refused_messages={reason.value: refused.get(reason, 0) for reason in Refusal},
         )
 
@@ -175,7 +174,7 @@ class IoLoop:
         return Rounds(self._num_rounds, self._in_round)
 
     def close(self) -> None:
-        """End the thread, if it was started, and the transport."""
+        """End the thread, if any, and the transport."""
         self._closing = True
         self._wake.set()
         if self._thread.ident is None:
@@ -188,7 +187,7 @@ class IoLoop:
     def _run(self) -> None:
         try:
             self._loop()
-        except BaseException as error:  # the loop's top: without this thread no request would end
+        except BaseException as error:  # outermost: without this thread, no request would end
             self._on_death(error if isinstance(error, Exception) else EngineDeadError(repr(error)))
             logger.critical("the KV I/O thread cannot continue", exc_info=error)
         finally:
@@ -210,7 +209,7 @@ class IoLoop:
                 time.sleep(0)  # let other threads run
 
     def _pause_s(self) -> float:
-        """Return the longest harmless pause; 0: a GPU's writes end within microseconds."""
+        """Return the longest harmless pause; 0 if a GPU writes, within microseconds."""
         if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
             return 0.0
         if self._core.is_moving:
@@ -226,7 +225,7 @@ class IoLoop:
             self._tell(self._wishes.popleft())
         self._read()
         for message in self._inbox.pop_round(self._clock()):
-            if message.engine_id in self._peers:  # the peer may have left since the message came
+            if message.engine_id in self._peers:  # false if the peer left after sending
                 self._tell(message)
         self._settle()
         self._do(self._machine.tick(self._clock()))
@@ -265,7 +264,7 @@ class IoLoop:
         self._do(self._machine.handle_input(item, self._clock()))
 
     def _do(self, actions: list[Action]) -> None:
-        """Carry out actions in order; those that a result causes come before the remaining ones."""
+        """Carry out actions in order; actions that a result causes come first."""
         actions.reverse()  # so that `pop` returns the next one
         while actions:
             result = self._do_one(actions.pop())
@@ -358,7 +357,7 @@ class IoLoop:
 
 
 def _ask(what: Callable[[], Answer], otherwise: Answer) -> Answer:
-    """Ask the transport; return ``otherwise`` if a rank does not answer in time."""
+    """Call a function of the transport; return ``otherwise`` if a rank answers too late."""
     try:
         return what()
     except TransferError as error:

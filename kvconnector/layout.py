@@ -1,7 +1,7 @@
 """KVLayout: the place of each block in a KV cache's memory.
 
 Only this file and `engine/worker/kv_cache.py` know the cache's layout. The cache is block-major:
-block i is one contiguous range, and transfers copy ranges within that range:
+block i is one contiguous range, and transfers copy parts of this range:
 
     base_address + i * block_bytes  ..  base_address + (i + 1) * block_bytes
         + first  ..  + first + num_bytes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class KVMemory(Protocol):
-    """The KV cache of one worker, as a connector sees it."""
+    """The KV cache of one worker, as seen by a connector."""
 
     @property
     def manifest(self) -> KVManifest:
@@ -31,7 +31,7 @@ class KVMemory(Protocol):
 
     @property
     def rank(self) -> int:
-        """Return the worker's rank among those that share the model."""
+        """Return the worker's rank among the ranks of its model."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -63,7 +63,7 @@ class KVLayout:
         )
 
     def descriptors(self, ranges: Ranges | None = None) -> npt.NDArray[np.uint64]:
-        """Return (address, bytes, device) of every block, or of these ranges of every block.
+        """Return (address, bytes, device) of every block, or of the given ranges in every block.
 
         Shape: `[num_blocks * len(ranges), 3]`, block by block.
         """

@@ -1,7 +1,7 @@
 """PeerInfo: all that a node must know to reach another node's KV memory. Opaque to routers.
 
-Peer info travels as framed bytes with a checksum, because damaged data breaks some transports for
-good. The checksum only finds accidents; links to the router are authenticated.
+Peer info is framed bytes with a checksum, because damaged data breaks some transports for good. The
+checksum only finds accidents; links to the router are authenticated.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from baton.limits import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8
 _MAX_ADDRESS = 2**63
-NUM_SLOTS = 4  # slots of scratch memory; each serves one probed peer at a time
+NUM_SLOTS = 4  # slots of scratch memory, one per peer that is being probed
 
-# Peers are not trusted: numbers that fit no machine are refused before they are used.
+# Peers are not trusted: numbers that fit no machine are refused before use.
 Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Address = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ADDRESS - 1)]
@@ -55,20 +55,19 @@ class ProcessPlace(NamedTuple):
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One process start of a node, as its KV connector presents it.
+    """One process start of a node, as its KV connector describes it.
 
     Attributes:
         engine_id: unique to the process start.
         connector: the KV connector's name in the registry.
-        host: text that is equal for processes that can reach each other's memory through the
-            kernel.
+        host: text that is equal for processes that the kernel lets access each other's memory.
         pid: the process id; 0: peers cannot watch the process.
-        started_at: when the process began (`peer_process.start_time`); 0: unknown.
+        started_at: when the process started (`peer_process.start_time`); 0: unknown.
         manifest: the layout of the node's blocks.
         num_blocks: blocks in each worker's memory.
         ranks: the workers' memory, by rank.
         scratch_bytes: size of each worker's memory for self-tests.
-        public_key: X25519 key from which the MACs of the node's messages are derived.
+        public_key: X25519 key from which peers derive the MACs of the node's messages.
     """
 
     engine_id: str
@@ -83,7 +82,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     started_at: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
     def processes(self) -> list[ProcessPlace]:
-        """Return each rank's process; once all have ended, the node writes nothing more."""
+        """Return each rank's process; once all have ended, the node can write no more."""
         own = ProcessPlace(self.host, self.pid, self.started_at)
         return [
             ProcessPlace(rank.host, rank.pid, rank.started_at) if rank.pid else own
@@ -97,7 +96,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, blob: bytes, *, engine_id: str = "") -> PeerInfo:
-        """Read the output of `encode`; raise TransferError for anything else.
+        """Read the result of `encode`; raise TransferError for anything else.
 
         Args:
             engine_id: the node whose peer info this must be; empty: any node.
@@ -131,7 +130,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         return info
 
     def check_pair(self, peer: PeerInfo) -> None:
-        """Raise TransferError if blocks cannot be copied between this node and a peer."""
+        """Raise TransferError if this node and a peer cannot copy blocks to each other."""
         if peer.connector != self.connector:
             raise TransferError(f"{peer.engine_id} speaks {peer.connector}, not {self.connector}")
         differs = difference(self.manifest, peer.manifest)
@@ -142,7 +141,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def agent_name(engine_id: str, rank: int, leader: int) -> str:
-    """Return the name of a rank's transport: the leader has its node's name."""
+    """Return the transport name of a rank; the leader has the node's name."""
     return engine_id if rank == leader else f"{engine_id}/{rank}"
 
 
@@ -151,6 +150,6 @@ def host_identity() -> str:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:  # not Linux: no process counts as near
+    except OSError:  # not Linux: no process is near
         return ""
     return f"{boot_id}:{namespace}"

@@ -1,10 +1,10 @@
-"""PeerProcess: proves whether all processes of a peer have ended; works in containers.
+"""PeerProcess: proves that all processes of a peer have ended; works in containers.
 
-A pidfd is opened when the peer is met, while its process lives. The process is the right one if it
-has the start time that the peer tells. The descriptor then shows when all threads of the process
-have ended, even if the process id is reused. Without this proof, nothing is known: a missing
-/proc/PID may be hidden (hidepid, containers), and a process id of another machine, whose kernel has
-a copied boot id, means nothing here.
+A pidfd is opened when the peer is met, while its process lives; the start time that the peer tells
+proves that the process is the right one. The descriptor then shows when all threads of the process
+have ended, even if the process id is reused. A missing /proc/PID proves nothing, as it may be
+hidden (hidepid, containers), and neither does a process id of another machine, whose kernel may
+have a copied boot id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvconnector.peer_info import PeerInfo, ProcessPlace, host_identity
 
 
 class PeerProcess:
-    """One peer's processes, one per rank, met while they lived.
+    """One peer's processes, one per rank, opened while they lived.
 
     Args:
         peer: peer info, which names the processes.
@@ -28,7 +28,7 @@ class PeerProcess:
         self._pidfds = [_open(place) for place in set(peer.processes())]
 
     def has_ended(self) -> bool:
-        """Return whether all processes have certainly ended; a zombie has, as it writes nothing."""
+        """Return whether all processes have certainly ended; zombies have: they write nothing."""
         return bool(self._pidfds) and all(
             pidfd is not None and _has_ended(pidfd) for pidfd in self._pidfds
         )
@@ -51,7 +51,7 @@ def start_time(pid: int) -> int:
 
 
 def _open(place: ProcessPlace) -> int | None:
-    """Return a descriptor of a process; None unless it is proved to be the right process."""
+    """Return a descriptor of a process; None if it may be another process."""
     is_near = place.host != "" and place.host == host_identity()
     if not is_near or place.pid == 0 or place.started_at == 0 or not hasattr(os, "pidfd_open"):
         return None
@@ -59,7 +59,7 @@ def _open(place: ProcessPlace) -> int | None:
         pidfd = os.pidfd_open(place.pid)
     except OSError:
         return None
-    # Read while the process lives, so its id cannot have been reused in between.
+    # Read while the process lives, so its id has not been reused.
     if start_time(place.pid) == place.started_at and not _has_ended(pidfd):
         return pidfd
     os.close(pidfd)

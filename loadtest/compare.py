@@ -1,8 +1,8 @@
-"""Comparison: one workload on the same cores, served by deployments of different shapes.
+"""Comparison: one workload on the same cores, served by differently shaped deployments.
 
-All deployments get the same cores, divided between their nodes, and the same requests. In every
-repeat, each deployment is started anew, in turn, so that a slow phase of the machine slows down all
-of them. When the highest rate of each is searched, each is started once.
+All deployments get the same requests and the same cores, which their nodes divide. Each repeat
+starts every deployment anew, in turn, so that a slow phase of the machine slows all of them. In a
+search for the highest rates, each deployment is started once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from loadtest.targets.base import TargetOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The deployments to compare, and how often; checked when made, raises ConfigError.
+    """The deployments to compare, and the number of repeats; checked when made (ConfigError).
 
     Attributes:
         up: model, arguments and cores of all deployments.
         colocated_args: additional arguments of nodes that prefill and decode.
-        search: compare each deployment at the highest rate that it holds; None: at the plan's rate.
+        search: compare deployments at the highest rate that each holds; None: at the plan's rate.
     """
 
     plan: LoadPlan
@@ -77,10 +77,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of one deployment; without a search, runs of one repeat have the same requests.
+    """One run of one deployment; without a search, all runs of a repeat have the same requests.
 
     Attributes:
-        holds_none: whether no tried rate kept the SLO; the run is then that at the lowest rate.
+        holds_none: whether no rate kept the SLO; the run is then the one at the lowest rate.
     """
 
     deployment: Deployment
@@ -95,7 +95,7 @@ OnTrial = Callable[[Trial], None]
 async def play_comparison(
     comparison: Comparison, options: TargetOptions, stop: asyncio.Event, on_trial: OnTrial
 ) -> list[Trial]:
-    """Play all trials, until one is stopped from outside; raises BatonError."""
+    """Play all trials, or stop when a trial is stopped from outside; raises BatonError."""
     trials: list[Trial] = []
     if comparison.search is not None:
         return await _search(comparison, comparison.search, options, stop, on_trial)
@@ -108,7 +108,7 @@ async def play_comparison(
                 async with _session(comparison, deployment, options, stop) as session:
                     result = await session.play(plan)
             except BatonError:
-                if stop.is_set():  # stopped while it was starting
+                if stop.is_set():  # stopped during its start
                     return trials
                 raise
             trials.append(Trial(deployment=deployment, repeat=repeat, result=result))
@@ -125,14 +125,14 @@ async def _search(
     stop: asyncio.Event,
     on_trial: OnTrial,
 ) -> list[Trial]:
-    """Find, in each repeat, each deployment's run at the highest rate that it held."""
+    """Find, in each repeat, the run of each deployment at the highest rate that it held."""
     trials: list[Trial] = []
     for deployment in comparison.deployments:
         try:
             async with _session(comparison, deployment, options, stop) as session:
                 found = await play_search(session.play, comparison.plan, search, lambda step: None)
         except BatonError:
-            if stop.is_set():  # stopped while it was starting
+            if stop.is_set():  # stopped during its start
                 return trials
             raise
         for repeat, highest in enumerate(found.highest):
@@ -156,7 +156,7 @@ async def _search(
 async def _session(
     comparison: Comparison, deployment: Deployment, options: TargetOptions, stop: asyncio.Event
 ) -> AsyncIterator[Session]:
-    """Open a session with a deployment that runs until the session ends."""
+    """Open a session with a deployment that runs as long as the session."""
     async with started(comparison.up_options(deployment), stop) as (site, address):
         api_key = options.api_key or site.admin_token
         options = dataclasses.replace(options, url=f"grpc://{address}", api_key=api_key)

@@ -1,4 +1,4 @@
-"""Environment: the machine of a run, so that its numbers can be judged later."""
+"""Environment: the machine of a run, recorded so that its figures can be judged later."""
 
 from __future__ import annotations
 

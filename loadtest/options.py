@@ -92,10 +92,10 @@ class LoadOptions:
         check_limits(self)
 
     def plan(self, load: Load, **more: Any) -> LoadPlan:
-        """Return the plan of this load; raises ConfigError.
+        """Return the plan for this load; raises ConfigError.
 
         Args:
-            more: further fields of the plan.
+            more: other fields of the plan.
         """
         names = {one.name for one in dataclasses.fields(LoadPlan)}
         fields: dict[str, Any] = {
@@ -170,7 +170,7 @@ class RunOptions(LoadOptions):
     save_requests: str = option("", help="Write a line of JSON per request to this file.")
 
     def run_plan(self, swept: tuple[str, float] | None) -> LoadPlan:
-        """Return the run's plan; raises ConfigError.
+        """Return the plan of the run; raises ConfigError.
 
         Args:
             swept: a sweep's variable and first value; None: no sweep.
@@ -226,7 +226,7 @@ class CompareOptions(LoadOptions):
 
 
 def chosen_cores(text: str) -> tuple[int, ...]:
-    """Return cores like ``0-3,6``, or all if empty; raises ConfigError for unusable ones."""
+    """Return cores like ``0-3,6``; empty means all. Raises ConfigError for unusable cores."""
     allowed = usable_cores()
     try:
         cores = parse_cpu_list(text) if text else allowed
@@ -238,5 +238,5 @@ def chosen_cores(text: str) -> tuple[int, ...]:
 
 
 def path_of(text: str) -> Path | None:
-    """Return the path that an option names; None if it is empty."""
+    """Return the path in an option, or None if the option is empty."""
     return Path(text) if text else None

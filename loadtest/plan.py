@@ -1,12 +1,12 @@
-"""LoadPlan and Search: the checked description of a run or of a search.
+"""LoadPlan and Search: checked descriptions of a run and of a search.
 
-Knows no target, no clock and no result.
+Know no target, no clock and no result.
 
-There are three ways to time requests:
+Requests can be timed in three ways:
 
-    OpenLoop     at times that do not depend on the answers
-    ClosedLoop   by a number of users, each of whom waits for an answer before asking again
-    TraceReplay  at a trace's times, maybe slowed down
+    OpenLoop     at times that do not depend on answers
+    ClosedLoop   by a number of users who each wait for an answer before asking again
+    TraceReplay  at the times of a trace, perhaps slowed down
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from loadtest.report.confidence import MAX_REPEATS
 from loadtest.slo import NO_SLO, Slo
 
 ARRIVALS = ("constant", "poisson", "gamma")
-# Each user is a task, and each request is a message that is made in advance.
+# Limits: each user is a task, and each request is a message that is made in advance.
 MAX_USERS, MAX_RATE_PER_S = 100_000, 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLoop:
-    """An open loop: requests at a fixed rate, however the server does.
+    """An open loop: requests at a fixed rate, however slowly the server answers.
 
     Attributes:
         arrivals: kind of arrivals, one of ARRIVALS.
-        burstiness: standard deviation of gamma arrivals' gaps over their mean. 1 is Poisson,
-            above are bursts.
+        burstiness: standard deviation of gamma arrivals' gaps over their mean: 1 is Poisson, larger
+            values make bursts.
     """
 
     rate_per_s: float = option(
@@ -62,7 +62,7 @@ class OpenLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """A closed loop: users who wait for their answers; they start evenly over the warm-up.
+    """A closed loop: users who wait for their answers; they start evenly during the warm-up.
 
     Attributes:
         think_s: mean pause between an answer and the next request, exponential.
@@ -101,26 +101,27 @@ class LoadPlan:
     """The load and its limits; checked when made, raises ConfigError naming the option.
 
     Attributes:
-        input_lengths: prompt lengths in tokens, without a shared prefix; a trace has its own.
-        prefix_groups: number of groups into which requests are drawn; 0: none.
-        prefix_tokens: length of the common beginning of all prompts of a group.
+        input_lengths: prompt lengths in tokens, without a shared prefix; traces bring their own.
+        prefix_groups: number of groups among which requests are drawn; 0: no groups.
+        prefix_tokens: length of the beginning that all prompts of a group share.
         cancel_rate: share of requests that the client cancels before their end.
-        seed: seed of all draws. Another seed makes other prompts, also of a trace or data set.
-        round: number of a repetition with the same seed. Each has other prompts, as a server may
-            have cached those of the previous one.
-        turns: turns per conversation, whose prompts repeat all earlier messages. A turn is sent
-            after the previous answer. An open loop starts conversations at its rate.
+        seed: seed of everything drawn. Another seed makes other prompts, even of traces and data
+            sets.
+        round: number of a repetition with this seed. Each repetition has new prompts, because a
+            server may have cached the old prompts.
+        turns: turns per conversation; each prompt repeats all earlier messages. A turn is sent
+            after the previous answer. Open loops start conversations at their rate.
         turn_pause_s: mean pause between an answer and the next turn, exponential.
-        dataset: a file of prompts or conversations to be sent instead of random token ids.
-        tokenizer: a folder with tokenizer.json, to count the tokens of a data set's answers; None:
-            the option for output lengths decides.
-        warmup_s: requests that are scheduled before this time are not measured.
+        dataset: file of prompts or conversations to send in place of random token ids.
+        tokenizer: folder with tokenizer.json, to count the tokens of the data set's answers; None:
+            output lengths come from their option.
+        warmup_s: requests scheduled before this time are not measured.
         duration_s: no request is scheduled after this time; None: no limit.
         num_requests: most requests of a run; None: no limit.
         vocab_size: number of token ids from which prompts are drawn.
-        timeout_s: limit for one request, from its sending.
-        drain_timeout_s: time after the last sending at which open requests are given up.
-        max_lag_s: the generator's own lag (p99) above which a run's figures are not valid.
+        timeout_s: limit for one request, counted from sending.
+        drain_timeout_s: time after the last sending when open requests are given up.
+        max_lag_s: largest lag (p99) of the generator itself with which figures are valid.
     """
 
     load: Load
@@ -205,7 +206,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """The goal of a search; checked when made, raises ConfigError.
+    """The goal of a search; checked when made (ConfigError).
 
     Attributes:
         attainment: share of requests that must keep the SLO.

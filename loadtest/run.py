@@ -1,4 +1,4 @@
-"""Run: plays a plan against a target once; all reports are made from its result."""
+"""Run: plays a plan once against a target; all reports are made from the run's result."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class RunResult:
         target: the server's description of itself.
         elapsed_s: time from the first sending to the last answer.
         cpu_share: share of one core that the generator used.
-        load_average_at_end: the load of the last minute at the run's end.
-        was_stopped: whether the user or a signal ended the run before its time.
+        load_average_at_end: the machine's load in the last minute of the run.
+        was_stopped: whether the user or a signal ended the run early.
     """
 
     plan: LoadPlan
@@ -43,8 +43,8 @@ class RunResult:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause garbage collection: with 2,000 streams it takes 5 to 70 ms, all of which would be lag.
-    Nothing needs collection: neither player nor targets make cycles (a test counts them).
+    """Pause garbage collection: with 2,000 streams it takes 5 to 70 ms, which would all be lag.
+    Nothing needs collecting: player and targets make no cycles (a test counts them).
     """
     was_enabled = gc.isenabled()
     gc.collect()
@@ -57,7 +57,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Run:
-    """One run of a plan against an open target, which the run does not close."""
+    """One run of a plan against an open target; the target stays open."""
 
     def __init__(
         self, plan: LoadPlan, target: Target, *, now: Callable[[], float] = time.perf_counter
@@ -70,7 +70,7 @@ class Run:
         """Play the plan until it ends or ``stop`` is set; raises ConfigError.
 
         Args:
-            beside: a job that begins with the run and is cancelled at its end.
+            beside: a job that starts with the run and is cancelled at its end.
         """
         where = environment()
         self.player.prepare()

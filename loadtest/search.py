@@ -1,8 +1,8 @@
-"""Search for the highest rate that a server holds within an SLO, and its uncertainty.
+"""Searches for the highest rate that a server holds within an SLO, and its uncertainty.
 
 A rate is bracketed, then bisected. The whole search is repeated with other requests, because one
-search gives a bracket but no idea of its error. Each repeat tries other rates: on one grid, all
-repeats would end at the same points and agree for no other reason.
+search gives a bracket but no idea of its error. Each repeat tries other rates: on a common grid,
+repeats would end at the same points and only seem to agree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loadtest.steps import OnStep, Play, Step, with_load
 
 MAX_TRIALS = 40
 _MAX_FACTOR = 2.0
-_GIVE_UP_AT = 1e-3  # fraction of the search's first rate
+_GIVE_UP_AT = 1e-3  # as a fraction of the search's first rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +27,13 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        steps: all trials in their order, with the rate as value.
-        brackets: for each complete repeat, the highest rate that held (0: no rate did) and the
-            lowest rate above it that failed; the rate that is searched for lies between the two.
-        max_rate_per_s: mean of the highest rates that held; its interval covers the brackets;
-            None: no repeat is complete.
-        goodput_per_s: goodput measured at those rates; 0 where no rate held.
-        highest: the steps at those rates, one per complete repeat; None where no rate held.
+        steps: all trials in order, with their rates as values.
+        brackets: for each complete repeat, the highest rate that held (0: none did) and the lowest
+            rate above it that failed; the wanted rate is between them.
+        max_rate_per_s: mean of the highest rates that held, with an interval that covers the
+            brackets; None: no repeat is complete.
+        goodput_per_s: goodput measured at these rates; 0 if no rate held.
+        highest: the steps at these rates, one per complete repeat; None if no rate held.
     """
 
     search: Search
@@ -54,7 +54,7 @@ class _StoppedError(Exception):
 
 
 class _SilentError(Exception):
-    """The rate is so low that no request came in the measured time."""
+    """The rate is so low that no request came while measuring."""
 
 
 async def find_highest(
@@ -64,13 +64,14 @@ async def find_highest(
     precision: float,
     least: float,
 ) -> tuple[float, float]:
-    """Find the highest value that holds with all lower values, and the lowest failing value above.
+    """Find the highest value that holds like all lower values, and the lowest failing value.
 
-    Returns 0 for the first one if no tried value held, and infinity for the second if none failed.
+    Returns 0 in place of the first if no tried value held, and infinity in place of the second if
+    none failed.
 
     Args:
         start: first value to try.
-        factor: factor to the next value, up or down; grows until both sides are known.
+        factor: factor to the next value, up or down; grows until both ends are found.
         least: lowest value to try.
     """
     value, low, high = start, 0.0, math.inf
@@ -90,7 +91,7 @@ async def find_highest(
 
 
 def check_search(plan: LoadPlan) -> OpenLoop:
-    """Return the load that a search begins with; raises ConfigError if there is none."""
+    """Return the load with which a search begins; raises ConfigError without one."""
     if not plan.slo.limits or not isinstance(plan.load, OpenLoop):
         raise ConfigError("find_max_goodput: needs --slo, and --rate to begin with")
     return plan.load
@@ -128,14 +129,14 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
             was_stopped = True
             break
         except _SilentError:
-            least = min(step.value for step in steps)  # lower rates cannot be judged in this time
+            least = min(step.value for step in steps)  # this time is too short to judge lower rates
         held = [step for step in steps if step.repeat == repeat and step.held]
         highest.append(max(held, key=lambda step: step.value, default=None))
-        # The next repeat begins where this one ended: if nothing holds again, it needs one try.
+        # The next repeat begins where this one ended: if again no rate holds, one try shows it.
         found = highest[-1]
         factor = _MAX_FACTOR if found is None else min(1 + 2 * search.precision, _MAX_FACTOR)
         start = min(step.value for step in steps) if found is None else found.value
-        if found is not None:  # other rates than before
+        if found is not None:  # start at random near the found rate
             start *= (1 + search.precision) ** chance.uniform(-0.5, 0.5)
     brackets = [_bracket(steps, repeat) for repeat in range(len(highest))]
     goodputs = [
@@ -153,7 +154,7 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
 
 
 def _bracket(steps: Sequence[Step], repeat: int) -> tuple[float, float]:
-    """Return a repeat's bracket (see SearchResult), from all repeats' tries if it has none."""
+    """Return a repeat's bracket (see SearchResult), or of all repeats if this one has no tries."""
     tried = [step for step in steps if step.repeat == repeat] or steps
     low = max((step.value for step in tried if step.held), default=0.0)
     return low, min((step.value for step in tried if step.value > low), default=low)

@@ -1,4 +1,4 @@
-"""Session: an open target, and plans that are played against it one after another."""
+"""Session: an open target, and the plans played against it one after another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadtest.targets.base import Target
 
 
 class Session:
-    """Run loads against a target, which stays open: its owner closes it.
+    """Runs loads against a target that stays open; its owner closes it.
 
     Args:
         stop: event that ends the current run when it is set from outside.

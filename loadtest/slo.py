@@ -13,10 +13,9 @@ LIMITED = ("ttft", "tpot", "gap", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in seconds by name, see LIMITED.
+    """Limits in seconds by name (see LIMITED).
 
-    Goodput after Zhong et al., DistServe (arXiv 2401.09670): requests per second that keep all
-    of them.
+    Goodput is requests per second that keep all limits (Zhong et al., DistServe, arXiv 2401.09670).
     """
 
     limits: tuple[tuple[str, float], ...] = ()
@@ -41,7 +40,7 @@ class Slo:
         return cls(tuple(limits.items()))
 
     def is_kept(self, seconds: Mapping[str, float | None]) -> bool:
-        """Return whether all latencies are within the limits; a missing one (None) counts as 0."""
+        """Return whether all latencies keep their limits; a missing one (None) counts as 0."""
         return all((seconds[name] or 0.0) <= limit for name, limit in self.limits)
 
     def text(self) -> str:

@@ -1,7 +1,7 @@
-"""Steps: one plan played under several loads, one after another; a sweep names the loads.
+"""Steps: one plan played under several loads in turn; a sweep lists the loads.
 
-Each step is a run of its own, with warm-up and window, and has its own prompts: a server that
-cached those of the previous step would look better with every step. Knows no search and no report.
+Each step is a separate run with warm-up, window and prompts of its own: a server that had cached
+the previous step's prompts would look better with every step. Knows no search and no report.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Play = Callable[[LoadPlan], Awaitable[RunResult]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A run of a series, with the value that the series varies.
+    """One run of a series, with the value that the series varies.
 
     Attributes:
         value: requests per second, or number of users.
-        repeat: number of the search's repeat that the step belongs to.
-        held: whether the step of a search attained the SLO often enough.
+        repeat: number of the search's repeat in which the step was made.
+        held: whether enough requests of a search's step kept the SLO.
     """
 
     value: float
@@ -40,7 +40,7 @@ OnStep = Callable[[Step], None]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Loads in the order of play."""
+    """The loads of a sweep, in order."""
 
     variable: str
     values: tuple[float, ...]
@@ -65,7 +65,7 @@ class Sweep:
 
 
 def with_load(plan: LoadPlan, variable: str, value: float, number: int) -> LoadPlan:
-    """Return the plan of step ``number``, from 0, with another load; all else stays."""
+    """Return the plan of step ``number`` (from 0): the given plan with another load."""
     load = plan.load
     if variable == "rate":
         assert isinstance(load, OpenLoop)
@@ -79,7 +79,7 @@ def with_load(plan: LoadPlan, variable: str, value: float, number: int) -> LoadP
 
 
 async def play_sweep(play: Play, plan: LoadPlan, sweep: Sweep, on_step: OnStep) -> list[Step]:
-    """Play all steps, until one is stopped from outside; raises ConfigError."""
+    """Play all steps, or stop when a step is stopped from outside; raises ConfigError."""
     steps: list[Step] = []
     for number, value in enumerate(sweep.values):
         result = await play(with_load(plan, sweep.variable, value, number))

@@ -1,7 +1,7 @@
 """Networks only: a model folder in Hugging Face layout becomes a module that runs on paged KV.
 
 Refuses to know: requests, schedulers, samplers, tokenizers, computer networks.
-Importing this imports no torch, so that programs without torch can read ``ModelConfig``.
+Imports torch only on use, so that programs without torch can read ``ModelConfig``.
 """
 
 from __future__ import annotations

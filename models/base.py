@@ -21,8 +21,8 @@ from models.config import ModelConfig
 Rotations = tuple[tuple[Tensor, Tensor], ...]
 
 
-# A layer's views of the cache, each [num_blocks, ...]: one view for attention, or a view for each
-# array of its state.
+# A layer's views of the cache, each [num_blocks, ...]: one for attention, or one for each array of
+# the layer's state.
 LayerCache = Tensor | tuple[Tensor, ...]
 AttentionStep = tuple[AttentionMetadata, AttentionBackend]
 GroupStep = AttentionStep | tuple[StateMetadata, None]
@@ -57,11 +57,11 @@ def spans_of_rows(spans: tuple[AdapterSpan, ...], rows: Sequence[int]) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Everything that one forward pass depends on, except token ids; always passed explicitly."""
+    """All inputs of one forward pass except token ids; always passed explicitly."""
 
     positions: Tensor  # [num_tokens] int64, position of each token in its sequence
-    # A step per KV cache group; the first group attends. Backends have planned this step. Groups of
-    # states have no backend.
+    # The step of each KV cache group, planned by the group's backend; the first group attends.
+    # Groups of states have no backend.
     groups: tuple[GroupStep, ...]
     layer_groups: tuple[int, ...]  # each layer's group
     layer_caches: tuple[LayerCache, ...]  # one per layer
@@ -70,16 +70,16 @@ class ForwardContext:
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of the longest request; groups share lengths."""
+        """Return the tokens of the longest request, equal in all groups."""
         metadata = self.groups[0][0]
         assert isinstance(metadata, AttentionMetadata)
         return metadata.max_seq_len
 
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
-        """Return metadata of the step, the backend that planned it, and the layer's KV cache.
+        """Return metadata, the backend that planned the step, and the layer's KV cache.
 
-        The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; with latents,
-        ``[num_blocks, block_size, width]``.
+        The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, or ``[num_blocks,
+        block_size, width]`` for latents.
         """
         attention, backend = self.groups[self.layer_groups[layer_index]]
         cache = self.layer_caches[layer_index]
@@ -89,7 +89,7 @@ class ForwardContext:
         return attention, backend, cache
 
     def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
-        """Return the step of a layer with a state: metadata, and arrays ``[num_slots, ...]``."""
+        """Return metadata of a layer with a state, and the state's arrays ``[num_slots, ...]``."""
         metadata, _ = self.groups[self.layer_groups[layer_index]]
         cache = self.layer_caches[layer_index]
         assert isinstance(metadata, StateMetadata)
@@ -115,7 +115,7 @@ class CausalLM(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the weights that are pages of a file in the user's cache."""
+        """Bytes of the weights that are mapped from a cached file."""
         ...
 
     @property
@@ -125,7 +125,7 @@ class CausalLM(Protocol):
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """Factors ``(key, value)`` of each layer's numbers in a float8 KV cache."""
+        """Factors ``(key, value)`` of the numbers in a float8 KV cache, by layer."""
         ...
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:

@@ -1,7 +1,7 @@
 """ModelConfig: the checked contents of config.json and generation_config.json; no torch.
 
 A family's file (`models/families`) decides what the fields mean for a network.
-Refuses to know: families, tensors, weights, what a forward pass is.
+Refuses to know: families, tensors, weights, forward passes.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ class ModelConfig:
 
     @property
     def has_sinks(self) -> bool:
-        """Say whether some layer's heads have sinks."""
+        """Return whether the heads of some layer have sinks."""
         mixers = (layer.mixer for layer in self.layers)
         return any(isinstance(mixer, AttentionSpec) and mixer.sinks for mixer in mixers)
 
     @property
     def rope(self) -> RopeConfig:
-        """Return the rotary embedding of all layers, or of those without a window."""
+        """Return the rotary embedding of all layers, or of the layers without a window."""
         return self.recipe.ropes[0]
 
     @classmethod
@@ -110,9 +110,9 @@ class ModelConfig:
 
         Args:
             folder: a model folder in Hugging Face layout.
-            max_model_len: the longest sequence to serve, at most ``max_position_embeddings``.
-                None serves ``max_position_embeddings``, but with RoPE type ``longrope`` the
-                original length, up to which results equal Hugging Face's (see ``RopeConfig``).
+            max_model_len: the longest sequence to serve, at most ``max_position_embeddings``, which
+                is the default. For RoPE type ``longrope`` the default is the original length, up to
+                which results equal Hugging Face's (see ``RopeConfig``).
 
         Raises:
             ModelLoadError: one line that names the file and the field.
@@ -142,7 +142,7 @@ def _parse(
     max_model_len: int | None,
     quantization: Fields | None = None,
 ) -> ModelConfig:
-    """Read a model's file; for a model that sees images, only the text network's part."""
+    """Read the fields with the family's file; of a model that sees images, only the text part."""
     name = _architecture(fields)
     family = MODELS.load(name)
     if isinstance(family, TextPart):
@@ -184,7 +184,7 @@ def _eos_token_ids(*sources: Fields) -> frozenset[int]:
 
 
 def _num_mtp_layers(fields: Fields) -> int:
-    name = "num_nextn_predict_layers"  # transformers writes the other name, too
+    name = "num_nextn_predict_layers"  # transformers also writes this name
     return fields.integer(
         name if fields.has(name) else "num_mtp_layers", 0, minimum=0, maximum=MAX_PARTS
     )

@@ -100,18 +100,18 @@ class DecoderLayer(nn.Module):
             self.add_module(name, made)
             return made
 
-        # A tuple, so that the modules are registered under the names above only.
+        # In a tuple, torch does not register the modules again.
         norms = config.recipe.norms
         self._mixer_norms = norm(norms.before_mixer), norm(norms.after_mixer)
         if self.mlp is not None:
             last_norms = (norms.before_feed_forward, norms.after_feed_forward)
             self._feed_forward_norms = norm(last_norms[0]), norm(last_norms[1])
-        # Ranks over which the results of mixer and feed-forward part are summed.
+        # Ranks over which the results of the mixer, and of the feed-forward part, are summed.
         self._mixer_group: Collective = SINGLE_RANK
         self._feed_forward_group: Collective = SINGLE_RANK
 
     def shard(self, group: Collective) -> None:
-        """Keep a rank's share of both parts; every rank computes a part that cannot be shared."""
+        """Keep a rank's share of both parts; every rank computes all of an indivisible part."""
         rank = Rank(group.rank, group.size)
         if _can_share(self.self_attn):
             cast("Shareable", self.self_attn).shard(rank)
@@ -123,11 +123,11 @@ class DecoderLayer(nn.Module):
     def forward(
         self, delta: Tensor, residual: Tensor | None, rotations: Rotations, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Compute one layer; the addition of its result is left to the next norm, which fuses it.
+        """Compute one layer; the next norm adds its result to the stream, as one fused operation.
 
         Args:
-            delta: ``[num_tokens, hidden_size]``, the previous layer's addition to the stream.
-            residual: ``[num_tokens, hidden_size]``, the stream; None in the first layer.
+            delta: ``[num_tokens, hidden_size]``, what the previous layer adds to the stream.
+            residual: ``[num_tokens, hidden_size]``, the stream before; None in the first layer.
             rotations: the step's rotations.
             step: the forward context.
 
@@ -149,16 +149,16 @@ class DecoderLayer(nn.Module):
 
 
 class Shareable(Protocol):
-    """A part of a layer that ranks can share: their results are added.
+    """A part of a layer that ranks can divide: their results are added.
 
     Attributes:
-        can_share: whether ranks can divide this part; if not, each rank computes it.
+        can_share: whether ranks can divide this part; if not, each rank computes all of it.
     """
 
     can_share: bool
 
     def shard(self, rank: Rank) -> None:
-        """Keep a rank's share, before there are weights; raises ConfigError if there is none."""
+        """Keep a rank's share, before there are weights; raises ConfigError if it is empty."""
         ...
 
 
@@ -167,11 +167,11 @@ def _can_share(part: nn.Module) -> bool:
 
 
 class Elsewhere(nn.Module):
-    """Placeholder for a part of the model that another stage computes."""
+    """Placeholder for a part that another pipeline stage computes."""
 
 
 class Decoder(Computing):
-    """Embedding, layers and last norm: everything that checkpoints keep under ``model.``."""
+    """Embedding, layers and last norm: all that checkpoints keep under ``model.``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -191,8 +191,8 @@ class Decoder(Computing):
         self._vocab_start, self._vocab_size = 0, config.vocab_size
         self._hidden_size = config.hidden_size
         self._own_layers = range(config.num_layers)
-        # For drafters that read states between layers: the layers before which states are kept, and
-        # the latest step's states `[num_tokens, len(state_layers) * hidden_size]`.
+        # For drafters that read states between layers: layers whose input states are kept, and the
+        # latest step's states `[num_tokens, len(state_layers) * hidden_size]`.
         self.state_layers: tuple[int, ...] = ()
         self.states: Tensor | None = None
 
@@ -254,7 +254,7 @@ class Decoder(Computing):
         """Run this stage's layers; the last stage also applies the final norm.
 
         Returns hidden states, ``[num_tokens, hidden_size]``. The last stage also returns the input
-        states of each of ``state_layers``, in the same shape.
+        states of each layer in ``state_layers``, in the same shape.
         """
         delta, *angles = inputs
         rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
@@ -278,7 +278,7 @@ class Decoder(Computing):
 
 @functools.cache
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """Round a factor to a tensor's dtype, as Hugging Face rounds the factor of embeddings."""
+    """Round an embedding factor to a tensor's dtype, as Hugging Face does."""
     return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
@@ -295,13 +295,13 @@ class AdaptedForward(Protocol):
 
 
 class DecoderForCausalLM(Computing):
-    """A ``CausalLM``: the decoder and the output head. Weights are uninitialized until loaded.
+    """A ``CausalLM``: decoder and output head. Weights are uninitialized until loaded.
 
     Args:
         config: the model's shape and recipe.
 
     Attributes:
-        mapped_bytes: bytes of the weights that are pages of a file in the user's cache.
+        mapped_bytes: bytes of the weights that are mapped from a file in the user's cache.
         adapted: computes steps with adapters; None: the model has none.
     """
 
@@ -360,9 +360,9 @@ class DecoderForCausalLM(Computing):
         return self.config.recipe.stored_name(name)
 
     def ignores_weight(self, name: str) -> bool:
-        """Return whether a checkpoint may have this weight although nothing here reads it.
+        """Return whether a checkpoint may have this weight although the model does not use it.
 
-        Ignored are a drafter's layers, which the drafter reads itself, and the vision parts of
+        Examples are a drafter's layers, which the drafter reads itself, and the vision parts of
         multimodal models.
         """
         return name.startswith((*self._ignored, "mtp."))
@@ -397,7 +397,7 @@ class DecoderForCausalLM(Computing):
         )
 
     def _gather(self, logits: Tensor) -> Tensor:
-        """Join all ranks' logits; some ranks may have one fewer: `[n, vocab_size]`."""
+        """Join all ranks' logits, of which some ranks may have one fewer: `[n, vocab_size]`."""
         ranks = [Rank(rank, self._group.size) for rank in range(self._group.size)]
         sizes = [end - first for first, end in (r.span(self.config.vocab_size) for r in ranks)]
         most = max(sizes)

@@ -1,7 +1,7 @@
-"""Families: how to read the config.json of each name in ``architectures``.
+"""Families: how to read config.json for each name in ``architectures``.
 
 Defaults equal those of transformers' configuration classes (tests/numerics/test_config_fields.py).
-A field that changes results, and that an architecture does not compute with, is refused by name.
+A field that changes results is refused by name if the architecture does not use it.
 Refuses to know: which families there are, torch.
 """
 
@@ -23,7 +23,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
 }
 GELU = ("gelu_tanh", "gelu")
-# Fields that only some architectures use -> values that change nothing in the others.
+# Optional fields -> values that are harmless for architectures that do not use the field.
 _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "query_pre_attn_scalar": (None,),
     "attn_logit_softcapping": (None,),
@@ -35,13 +35,13 @@ _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "logits_scaling": (None, 1),
     "no_rope_layers": (None,),
     "use_qk_norm": (None, False),
-    "attention_chunk_size": (None,),  # a field of Llama 4, whose layers attend within chunks
+    "attention_chunk_size": (None,),  # Llama 4, whose layers attend within chunks
     "per_layer_config": (None, {}),
     "rope_local_base_freq": (None,),
 }
 # Fields that few architectures use; every file is checked for them.
 _FLAGS, _INTERVAL = ("attention_out_bias", "qkv_bias"), "no_rope_layer_interval"
-# transformers' attention masks read this field for every architecture; null counts as false there.
+# transformers' masks read this field for every architecture; null means false.
 _IS_CAUSAL = "is_causal"
 
 
@@ -52,22 +52,22 @@ def as_written(fields: Fields) -> Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Describe the models that one name in ``architectures`` stands for.
+    """Description of the models that one name in ``architectures`` stands for.
 
     Attributes:
         recipe: makes the recipe; raises ModelLoadError for unsupported features.
         translate: renames a file's fields to the common names.
-        defaults: values of fields that the file lacks; null in the file stays null.
+        defaults: values of fields that the file lacks; a null in the file stays null.
         defaults_for_null: values of fields that the file lacks or sets to null.
         reads: optional fields that the model uses.
         activations: activations of its gated units, besides silu.
         activation_field: name of the field with the activation.
         layer_kinds: names that ``layer_types`` may give a layer.
-        sliding_window_pattern: one layer of this many has full attention, if the file names no
-            layer types; None: the file has this number.
-        ropes_by_layer_type: whether layers with a window may have another RoPE than those without.
-        partial_rotary: whether a file may ask to rotate only the first dims of a head.
-        turning: rotated share of a head, if the file does not give one.
+        sliding_window_pattern: without layer types in the file, the last of this many layers has
+            full attention; None: the file has this number.
+        ropes_by_layer_type: whether layers with a window may have a RoPE of their own.
+        partial_rotary: whether files may limit rotation to the first dims of a head.
+        turning: default of the rotated share of a head.
     """
 
     recipe: Callable[[ModelFields], Recipe]
@@ -87,7 +87,7 @@ class Family:
         """Read the fields that families share.
 
         Raises:
-            ModelLoadError: a field is missing, out of range, or changes results and is not used.
+            ModelLoadError: a field is missing, out of range, or has an unsupported effect.
         """
         fields = self.translate(fields)
         self._refuse_unread(fields)
@@ -102,7 +102,7 @@ class Family:
         )
 
     def _fill(self, values: Mapping[str, object]) -> dict[str, object]:
-        """Return a file's fields, with the architecture's defaults for missing ones."""
+        """Return a file's fields, with the architecture's defaults for missing fields."""
         found = {name: value for name, value in values.items() if value is not None}
         return {**self.defaults, **values, **self.defaults_for_null, **found}
 
@@ -118,7 +118,7 @@ class Family:
         return found
 
     def _refuse_unread(self, fields: Fields) -> None:
-        """Raise ModelLoadError for an optional field that the architecture would ignore."""
+        """Raise ModelLoadError if the architecture would ignore one of the optional fields."""
         for name, neutral in _OPTIONAL.items():
             if name not in self.reads and not _is_one_of(fields.get(name), neutral):
                 raise fields.wrong(name, "is not supported with this architecture")
@@ -130,19 +130,19 @@ class Family:
 
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
-    """Compare as JSON does, where true is not 1."""
+    """Compare as in JSON, where true is not 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Describe the text network of a model that sees images.
+    """Description of the text network of a model that sees images.
 
     Attributes:
         architecture: the text network's architecture; None: ``by_type`` decides.
         by_type: architectures by the ``model_type`` of the text network's configuration.
         defaults: values of text fields that the file lacks.
-        is_tied: whether the head uses the embedding's weight, if the file does not say.
+        is_tied: whether the head uses the embedding's weight by default.
     """
 
     architecture: str | None = None

@@ -14,18 +14,18 @@ from baton.api.errors import ModelLoadError
 
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 1e30
-# Most parts that are processed one by one, such as layers and experts.
+# Most items in a list whose items are processed one by one, such as layers and experts.
 MAX_PARTS = 2**14
 _MAX_PROBLEM_CHARS = 2000
 
 
 class Fields:
-    """Check the fields of a JSON object as they are read; null counts as absent or false.
+    """Fields of a JSON object, checked as they are read; null counts as absent or false.
 
     Args:
         values: the object.
         source: the file, for error messages.
-        prefix: place of the object in the file, for error messages ("rope_scaling.").
+        prefix: path of the object within the file, for error messages ("rope_scaling.").
     """
 
     def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
@@ -39,11 +39,11 @@ class Fields:
         return cls(read_object(path), str(path))
 
     def replaced(self, change: Callable[[Mapping[str, object]], Mapping[str, object]]) -> Fields:
-        """Return the same object of the same file with other fields."""
+        """Return the same object with changed fields."""
         return Fields(change(self._values), self._source, self._prefix)
 
     def wrong(self, name: str, problem: str) -> ModelLoadError:
-        """Make the error to raise about a field."""
+        """Make an error about a field."""
         short = (
             problem if len(problem) <= _MAX_PROBLEM_CHARS else problem[:_MAX_PROBLEM_CHARS] + "..."
         )
@@ -97,7 +97,7 @@ class Fields:
         return self.number(name) if self.has(name) else None
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Return a true or false field; the default if it is absent, False if it is null."""
+        """Return a true or false field; the default if absent, False if null."""
         value = self._values.get(name, default)
         if value is None:
             return False

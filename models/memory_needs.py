@@ -19,8 +19,8 @@ from models.config import ModelConfig
 from models.recipe import Matrix, Part
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Formats: bytes of a weight, and further bytes per group of an output's inputs.
-# The third number is the group's size, as in `PackedWeight`; 0: one group of all inputs.
+# Formats: bytes of a weight, bytes per group of an output's inputs, and the group's size, as in
+# `PackedWeight`; 0: one group of all inputs.
 _FORMATS = {
     "fp32": (4.0, 0.0, 1),
     "bf16": (2.0, 0.0, 1),
@@ -29,12 +29,12 @@ _FORMATS = {
     "int8": (1.0, 2.0, 128),
     "int4": (0.5, 2.5, 32),
     "fp8": (1.0, 4.0, 0),
-    "mxfp4": (0.5, 2.0, 32),  # no value of --weights, but checkpoints may have such experts
+    "mxfp4": (0.5, 2.0, 32),  # only in checkpoints, for experts
 }
-# In other formats, the head has the layers' format.
+# Formats in which the head has another format than the layers.
 _HEADS_FORMATS = {"int4": "int8", "fp8": "int8"}
 _OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# Bytes of a weight of a GGUF file's types as they are kept: codes of 4 or 8 bits, and groups.
+# Bytes per weight of a GGUF file's types in memory: codes of 4 or 8 bits, and group scales.
 _KEPT_BYTES = {
     **{"F16": 2.0, "BF16": 2.0, "Q8_0": 1.0625, "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 1.0625},
     **{"Q5_1": 1.125, "Q2_K": 0.640625, "Q3_K": 0.5703125, "Q4_K": 0.578125},
@@ -46,12 +46,12 @@ _EMBEDDING = "token_embd.weight"
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that a model takes on a CPU. Biases are left out: they are less than a thousandth.
+    """Bytes that a model takes on a CPU, without biases, which are less than a thousandth.
 
     Attributes:
         weights: bytes of the weights, by value of ``--weights``.
         kv_token_bytes: keys and values of one token, all layers.
-        block_size: tokens of a KV block.
+        block_size: tokens per KV block.
     """
 
     weights: dict[str, int]
@@ -60,7 +60,7 @@ class MemoryNeeds:
 
     @property
     def kv_block_bytes(self) -> int:
-        """Bytes of one block of tokens, over all layers that attend."""
+        """Return the bytes of one block of tokens, over all layers with attention."""
         return self.kv_token_bytes * self.block_size
 
 
@@ -73,17 +73,17 @@ def memory_needs(
     folder: Path | None = None,
     native_kernels: bool = True,
 ) -> MemoryNeeds:
-    """Compute what a model takes on a CPU.
+    """Compute the memory that a model takes on a CPU.
 
-    For ``auto`` and a quantized checkpoint, the weights take at least the sum of its files:
-    integers in groups and float8 keep their size, and other formats are dequantized. Each tensor of
-    a GGUF file is counted.
+    With ``auto``, a quantized checkpoint's weights take at least the sum of its files: grouped
+    integers and float8 keep their size, and other formats are dequantized. For a GGUF file, each
+    tensor is counted.
 
     Args:
         config: the model's configuration.
-        dtype: dtype in which the model computes, and of weights that are not packed.
+        dtype: dtype of the computation, and of weights that are not packed.
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
-        block_size: tokens of a KV block.
+        block_size: tokens per KV block.
         folder: the model's folder; None: a quantized checkpoint's size is estimated.
         native_kernels: whether native kernels exist; without them ``auto`` keeps all weights in
             ``dtype``.
@@ -106,20 +106,20 @@ def memory_needs_of_folder(folder: Path) -> MemoryNeeds:
 
 
 def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
-    """Return the bytes of a quantized checkpoint's weights; None: not quantized, or no files."""
+    """Return the bytes of a quantized checkpoint's weights; None: no such checkpoint."""
     if (folder / GGUF_WEIGHTS).exists():
         return _gguf_bytes(config, read_folder(folder), dtype)
     if config.quantization is None:
         return None
-    if config.quantization.method == "mxfp4":  # the other weights have 16 bits
+    if config.quantization.method == "mxfp4":  # other weights have 16 bits
         return _weight_bytes(config, _format(config, "auto", dtype), dtype, experts="mxfp4")
     files = sorted(folder.glob("*.safetensors"))
     return sum(path.stat().st_size + _widened_bytes(path) for path in files) or None
 
 
 def _widened_bytes(path: Path) -> int:
-    """Return the additional bytes of NVFP4's e4m3 scales, which are kept in float32."""
-    from safetensors import safe_open  # here, as routers lack the package
+    """Return the bytes added by NVFP4's e4m3 scales, which are kept in float32."""
+    from safetensors import safe_open  # imported here, as routers lack the package
 
     with safe_open(path, "pt") as file:
         scales = [file.get_slice(name) for name in file.keys() if name.endswith("_scale")]  # noqa: SIM118
@@ -146,13 +146,13 @@ def _weight_bytes(
 
     Args:
         config: the model's configuration.
-        format_: format of linear layers; a dtype if they stay torch's own.
+        format_: format of linear layers; a dtype: they are not packed.
         dtype: dtype of weights that are not packed.
         experts: format of experts; None: the format of other layers.
     """
     head: Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
-    # Routers and the projections of latents keep their type in every format.
+    # Routers and projections of latents keep their dtype in every format.
     exact = dtype if format_ in _DTYPE_BYTES else _format(config, "auto", dtype)
     layers = sum(
         number * _matrix_bytes(one, kept, dtype)
@@ -172,13 +172,13 @@ def _weight_bytes(
 
 
 def _is_narrow(config: ModelConfig) -> bool:
-    """Return whether an embedding is kept in bfloat16, in any type of computation."""
+    """Return whether an embedding is kept in bfloat16, whatever the dtype."""
     is_plain = config.quantization is None or config.quantization.method == "mxfp4"
     return config.dtype == "bfloat16" and is_plain
 
 
 def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool = True) -> str:
-    """Return the format of the layers; a dtype if they stay torch's own."""
+    """Return the format of the layers; a dtype: they are not packed."""
     if weights != "auto":
         return weights
     if not native_kernels:
@@ -187,7 +187,7 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool 
 
 
 def layer_matrices(config: ModelConfig) -> Counter[Matrix]:
-    """Count the layers' matrices, without experts and those that are never rounded."""
+    """Count the layers' matrices, without experts and never-rounded matrices."""
     return _count(config, lambda part: part.matrices(config.hidden_size))
 
 

@@ -1,6 +1,6 @@
 """The fields of a config.json that families share, checked and typed; no torch.
 
-Fields keep what the file says; a family's file decides what they mean for a network.
+Fields have the file's values; a family's file decides what they mean for a network.
 Refuses to know: families, tensors.
 """
 
@@ -31,7 +31,7 @@ class ModelFields:
         activation: activation of gated units: "silu", "gelu_tanh" or "gelu".
         rope: rotary embedding of all layers, or of those without a window.
         sliding_rope: rotary embedding of layers with a window; None: as ``rope``.
-        sliding_window_pattern: one layer of this many has no window, if no types are given.
+        sliding_window_pattern: without layer types, the last of this many layers has no window.
     """
 
     fields: Fields
@@ -101,7 +101,7 @@ class ModelFields:
     # ------------------------------------------------------------------ specs of common parts
 
     def attention(self, **options: Any) -> AttentionSpec:
-        """Return an `AttentionSpec` with these options; number and size of heads are the file's."""
+        """Return an `AttentionSpec` with these options, and with the file's heads."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -110,7 +110,7 @@ class ModelFields:
         )
 
     def mlp(self, **options: Any) -> MlpSpec:
-        """Return the file's MLP with these options of `MlpSpec`."""
+        """Return the file's MLP, with these options of `MlpSpec`."""
         return MlpSpec(inner_size=self.intermediate_size, activation=self.activation, **options)
 
     def recipe(
@@ -121,7 +121,7 @@ class ModelFields:
         Args:
             mixers: attention of each layer.
             feed_forward: feed-forward part of every layer.
-            options: options of `Recipe`; ``ropes`` is the file's one rotation by default.
+            options: options of `Recipe`; by default, ``ropes`` is the file's rotation.
         """
         layers = tuple(LayerSpec(mixer, feed_forward) for mixer in mixers)
         options.setdefault("ropes", (self.rope,))
@@ -133,7 +133,7 @@ class ModelFields:
         """Return the attention of each layer; the layers differ only in their windows.
 
         Args:
-            windows: window of each layer; None: no layer has one.
+            windows: window of each layer; None: no windows.
             options: options of `AttentionSpec`.
         """
         by_window = {
@@ -147,7 +147,7 @@ class ModelFields:
         """Return the window of each layer, given the layers' types.
 
         Raises:
-            ModelLoadError: a layer needs a window, and the file gives none.
+            ModelLoadError: a layer needs a window, but the file gives none.
         """
         if self.sliding_window is None and SLIDING in types:
             raise ModelLoadError("config.json: sliding_window: missing, but some layers have one")
@@ -156,8 +156,8 @@ class ModelFields:
     def windows_by_pattern(self) -> list[int | None]:
         """Return the window of each layer of a model in which most layers have one.
 
-        ``layer_types`` decides if given; otherwise, the last layer of each
-        ``sliding_window_pattern`` layers has none. Raises ModelLoadError like `windows_by_type`.
+        ``layer_types`` decides if given; otherwise, the last of each ``sliding_window_pattern``
+        layers has none. Raises ModelLoadError like `windows_by_type`.
         """
         layers, pattern = range(self.num_layers), self.sliding_window_pattern
         return self.windows_by_type(
@@ -165,13 +165,12 @@ class ModelFields:
         )
 
     def windows_if_switched_on(self) -> list[int | None]:
-        """Return the window of each layer of a model that needs ``use_sliding_window`` for windows.
+        """Return the window of each layer of a model with the switch ``use_sliding_window``.
 
-        ``layer_types`` decides if given; otherwise, the layers from ``max_window_layers`` on have
-        one.
+        ``layer_types`` decides if given; otherwise, layers from ``max_window_layers`` on have one.
 
         Raises:
-            ModelLoadError: ``layer_types`` asks for a window that the file does not give.
+            ModelLoadError: ``layer_types`` needs a window, but the file gives none.
         """
         window = self.sliding_window if self.use_sliding_window else None
         if self.layer_types is None:
@@ -233,7 +232,7 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
 
 
 def _sliding_window(fields: Fields) -> int | None:
-    """Return the window or None; 0 means none if use_sliding_window is false."""
+    """Return the window or None; 0 also means none, if use_sliding_window is false."""
     switched_off = fields.get("use_sliding_window") is False
     window = fields.optional_integer("sliding_window", minimum=0 if switched_off else 1)
     return window or None

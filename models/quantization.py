@@ -1,7 +1,7 @@
-"""QuantizationConfig: how a checkpoint's weights are stored; refuses what we cannot read.
+"""QuantizationConfig: how a checkpoint's weights are stored; refuses unsupported schemes.
 
-Refuses to know: tensors. A layer's storage is recognized when it is read
-(`models/loading/quantized_weights.py`), so a list of unquantized layers is not needed.
+Refuses to know: tensors. Each layer's tensors show how it is stored
+(`models/loading/quantized_weights.py`), so no list of unquantized layers is needed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class QuantizationConfig:
     Attributes:
         method: value of `quant_method`.
         block_shape: rows and columns that share a scale; None: scales are not per block.
-        group_size: neighbours of a row with one scale, if the tensors do not tell each column's
-            group; the last group may be smaller. 0: the tensors tell it, or all groups have equal
+        group_size: adjacent numbers of a row that share a scale, if the tensors do not tell each
+            column's group; the last group may be smaller. 0: the tensors tell, or groups have equal
             sizes.
         zero_point_offset: number to add to stored zero points.
-        rounds_inputs: whether inputs of layers are to be rounded to the weights' type.
+        rounds_inputs: whether layers' inputs are to be rounded to the weights' type.
     """
 
     method: str
@@ -37,7 +37,7 @@ class QuantizationConfig:
 
 
 def parse_quantization(fields: Fields, beside: Fields | None = None) -> QuantizationConfig | None:
-    """Read ``quantization_config``; None: weights are stored plainly.
+    """Read ``quantization_config``; None: weights are not quantized.
 
     Args:
         fields: fields of config.json.
@@ -59,7 +59,7 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
                 "quant_method", f"{method!r} is not supported; supported: {known}"
             )
         for turned in ("rotation_config", "spinquant_config"):
-            # The weights are rotated, which inputs would have to be, too.
+            # The weights are rotated, so inputs would have to be rotated, too.
             if quantization.has(turned):
                 raise quantization.wrong(turned, "not supported")
         return _PARSERS[method](quantization)
@@ -67,10 +67,10 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
 
 
 def _is_of_kv_cache_only(quantization: Fields) -> bool:
-    """Return whether only keys and values are quantized: float8, one scale per layer each.
+    """Return whether only keys and values are quantized: float8 with one scale per layer.
 
-    compressed-tensors writes this. The loader finds the scales among the weights; they are used for
-    a KV cache of float8, and ignored otherwise.
+    compressed-tensors writes such files. The loader finds the scales among the weights; they are
+    used for a float8 KV cache, and ignored otherwise.
     """
     if not quantization.has("kv_cache_scheme") or _groups(quantization):
         return False
@@ -93,7 +93,7 @@ def _check_kv_cache(quantization: Fields) -> None:
 
 
 def _groups(quantization: Fields) -> list[Fields]:
-    """Return the arguments for weights of each group that quantizes anything."""
+    """Return the weights' arguments of each group that quantizes anything."""
     if not quantization.has("config_groups"):
         return []
     groups = quantization.child("config_groups")
@@ -105,7 +105,7 @@ def _groups(quantization: Fields) -> list[Fields]:
 def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
     """Read compressed-tensors: weights of 4 or 8 bits.
 
-    Scales for rounding inputs are not read: kernels compute one per token.
+    Scales for rounding inputs are not read, as kernels compute one per token.
     """
     _check_kv_cache(quantization)
     for name in ("sparsity_config", "transform_config"):
@@ -114,7 +114,7 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
             if child.names() and child.get("format") not in _SPARSE_FORMATS:
                 raise quantization.wrong(name, "not supported")
     blocks, groups = set[tuple[int, int]](), _groups(quantization)
-    # The lists of layers are not read, so inputs are rounded only if all groups say so.
+    # Groups' lists of layers are not read, so inputs are rounded only if all groups say so.
     rounds_inputs = bool(groups) and all(group.has("input_activations") for group in groups)
     for group in groups:
         weights = group.child("weights")
@@ -138,7 +138,7 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
 
 
 def _fp8(quantization: Fields) -> QuantizationConfig:
-    """Read e4m3 weights with a scale per block (DeepSeek-AI, arXiv:2412.19437), or a single one."""
+    """Read e4m3 weights with a scale per block (DeepSeek-AI, arXiv:2412.19437), or one scale."""
     if not quantization.has("weight_block_size"):
         return QuantizationConfig("fp8", rounds_inputs=True)
     rows, columns = quantization.numbers("weight_block_size", 2)
@@ -148,7 +148,7 @@ def _fp8(quantization: Fields) -> QuantizationConfig:
 
 
 def _check_bits(quantization: Fields, supported: tuple[int, ...]) -> None:
-    """Check the usual number of bits; layers with another number show it by their tensors."""
+    """Check the default number of bits; layers with another number show it by their tensors."""
     num_bits = quantization.integer("bits")
     if num_bits not in supported:
         known = ", ".join(map(str, supported))
@@ -170,7 +170,7 @@ def _gptq(quantization: Fields) -> QuantizationConfig:
 
 
 def _group_size(quantization: Fields) -> int:
-    """Return the group size; 0 for whole rows, and if it is not given."""
+    """Return the group size; 0: groups are whole rows, or the size is not given."""
     return max(0, quantization.integer("group_size", 0, minimum=-1))
 
 
@@ -184,12 +184,12 @@ def _awq(quantization: Fields) -> QuantizationConfig:
 
 
 def _mxfp4(quantization: Fields) -> QuantizationConfig:
-    """Read MXFP4 of gpt-oss's experts: groups of 4-bit numbers with a power of two each."""
+    """Read MXFP4 of gpt-oss's experts: 4-bit numbers, with a power of two per group."""
     return QuantizationConfig("mxfp4")
 
 
 def _auto_round(quantization: Fields) -> QuantizationConfig:
-    """Read AutoRound's fields, which name another layout (Cheng et al., arXiv:2309.05516)."""
+    """Read AutoRound's fields, which name another format's layout (arXiv:2309.05516)."""
     data_type = quantization.text("data_type", "int")
     _check_other_layers(quantization, data_type)
     if data_type == "fp":
@@ -213,13 +213,13 @@ def _auto_round(quantization: Fields) -> QuantizationConfig:
 
 
 def _check_other_layers(quantization: Fields, data_type: str) -> None:
-    """Refuse layers with another number type than the rest, as their tensors look alike."""
+    """Refuse layers whose number type differs from the rest's, as the tensors look alike."""
     if not quantization.has("extra_config"):
         return
     others = quantization.child("extra_config")
     for layer in others.names():
         other = others.child(layer)
-        if other.integer("bits", _FLOAT8_BITS) > _FLOAT8_BITS:  # the layer is not quantized
+        if other.integer("bits", _FLOAT8_BITS) > _FLOAT8_BITS:  # a layer that is not quantized
             continue
         found = other.text("data_type", data_type)
         if found != data_type:
@@ -227,7 +227,7 @@ def _check_other_layers(quantization: Fields, data_type: str) -> None:
 
 
 _FLOAT8_BITS = 8
-# Layout -> number to add to stored zero points: 1 as in AutoGPTQ, or 0; today's layouts first.
+# Layout -> number to add to stored zero points: 1 as in AutoGPTQ, else 0; newest layouts first.
 _AUTO_ROUND_GPTQ = {
     **dict.fromkeys(("auto_round:auto_gptq", "auto", "auto_round:gptq", "auto_gptq"), 1),
     **dict.fromkeys(("auto_round:gptq:exllamav2", "gptq:exllamav2", "gptq"), 1),
@@ -254,7 +254,7 @@ def _modelopt(quantization: Fields) -> QuantizationConfig | None:
 
 
 def _check_kv_of_modelopt(quantization: Fields) -> None:
-    """Check the KV cache's format; the scales, one per layer, are found among the weights."""
+    """Check the KV cache's format; its scales, one per layer, are among the weights."""
     name = "kv_cache_quant_algo"
     if quantization.has(name) and quantization.text(name).upper() != "FP8":
         raise quantization.wrong(
@@ -268,7 +268,7 @@ def _check_kv_of_modelopt(quantization: Fields) -> None:
             )
 
 
-# Algorithm -> whether inputs are rounded to the weights' type, in which kernels multiply both.
+# Algorithm -> whether inputs are rounded to the weights' type, in which kernels then multiply.
 _MODELOPT = {
     "FP8": True,
     "FP8_PER_CHANNEL_PER_TOKEN": True,
@@ -287,7 +287,7 @@ _MODELOPT_BLOCK = (128, 128)
 
 
 def _fbgemm(quantization: Fields) -> QuantizationConfig:
-    """Read Meta's FBGEMM checkpoints: weights of e4m3 with a scale per row."""
+    """Read Meta's FBGEMM checkpoints: e4m3 weights with a scale per row."""
     return QuantizationConfig("fbgemm_fp8", rounds_inputs=True)
 
 

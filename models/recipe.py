@@ -1,7 +1,7 @@
 """Recipes: the parts of a model as plain values; each layer has a mixer and a feed-forward part.
 
-A family's file makes a recipe from config.json; `Decoder` builds modules from it. Each spec tells
-what its layer stores for earlier tokens, and its matrices, so KV groups, memory and work follow.
+A family's file makes a recipe from config.json; `Decoder` builds modules from it. Each spec also
+tells what its layer stores per token, and the layer's matrices, for memory and work.
 Refuses to know: families, files, tensors (this imports no torch).
 """
 
@@ -16,7 +16,7 @@ from models.rope_config import RopeConfig
 
 # A matrix: outputs, inputs.
 Matrix = tuple[int, int]
-# The activation of experts, and MLPs, without gates.
+# Activation of experts and MLPs without gates.
 RELU2 = "relu2"
 
 
@@ -34,7 +34,7 @@ class Part:
     __slots__ = ()
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that all tokens go through, and that a weight format may round."""
+        """List the matrices that all tokens use and that a weight format may round."""
         raise NotImplementedError
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
@@ -42,7 +42,7 @@ class Part:
         return []
 
     def expert_matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that only some tokens go through."""
+        """List the matrices that only some tokens use."""
         return []
 
 
@@ -52,13 +52,13 @@ class AttentionSpec(Part):
 
     Attributes:
         num_heads, num_kv_heads, head_dim: shape of queries, and of keys and values.
-        window: tokens, including itself, that a token attends to; None: all.
-        rotation: index of the layer's rotation among the recipe's ``ropes``.
+        window: number of tokens that a token attends to, itself included; None: all.
+        rotation: index of the layer's rotation in the recipe's ``ropes``.
         qkv_bias: whether queries, keys and values have a bias.
         output_bias: whether the output projection has a bias.
         qk_norm: whether queries and keys have an RMSNorm, before the rotation.
-        qk_norm_of_all_heads: whether the norm is over all heads of a token together.
-        norm_weight: kind of that norm's weight.
+        qk_norm_of_all_heads: whether a norm spans all heads of a token.
+        norm_weight: kind of the norms' weights.
         scale: factor of dot products; None: ``head_dim ** -0.5``.
         soft_cap: cap of the scores, see ``AttentionBackend.run``; None: no cap.
         sinks: whether each head has a learned sink.
@@ -66,7 +66,6 @@ class AttentionSpec(Part):
         stored_joined: whether checkpoints have query, key and value joined.
         pair_dims: dims of a head that checkpoints store as adjacent pairs (GPT-J style RoPE); None:
             dims are stored in halves. Not with ``stored_joined``.
-            None: in halves. Not with ``stored_joined``.
     """
 
     num_heads: int
@@ -88,12 +87,12 @@ class AttentionSpec(Part):
 
     @property
     def kv(self) -> PagedKV:
-        """Return what the layer keeps: keys and values of all tokens, or of the window."""
+        """Return what the layer keeps: keys and values of all tokens, or of a window."""
         return PagedKV(self.num_kv_heads, self.head_dim, self.window)
 
     @property
     def attended_flops(self) -> int:
-        """Count the operations for each pair of a token and another one that it attends to."""
+        """Count the operations per pair of a token and another that it attends to."""
         return 4 * self.num_heads * self.head_dim
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
@@ -108,11 +107,11 @@ class LatentSpec(Part):
     """Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     Attributes:
-        num_heads: number of heads; one latent makes the keys and values of all.
+        num_heads: number of heads; one latent makes all heads' keys and values.
         q_lora_rank: rank of the queries' low-rank projection; None: a single projection.
         kv_lora_rank: size of a token's latent.
-        qk_nope_head_dim: size of the part of a query or key head that is not rotated.
-        qk_rope_head_dim: size of the rotated part; all heads share the keys' part.
+        qk_nope_head_dim: size of the part of query and key heads that is not rotated.
+        qk_rope_head_dim: size of the rotated part, which is the same in all key heads.
         v_head_dim: size of a value head.
         rope_interleave: whether RoPE rotates adjacent pairs instead of halves.
         scale: factor of the dot products.
@@ -141,9 +140,7 @@ class LatentSpec(Part):
 
     @property
     def attended_flops(self) -> int:
-        """Implement `AttentionSpec.attended_flops`: queries and outputs are projected, not
-        latents.
-        """
+        """Implement `AttentionSpec.attended_flops`; queries and outputs are projected."""
         return 2 * self.num_heads * (self.width + self.kv_lora_rank)
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
@@ -154,7 +151,7 @@ class LatentSpec(Part):
         return [*queries, (self.width, hidden_size), (hidden_size, output)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.exact_matrices`: the matrix that makes keys and values of latents."""
+        """Implement `Part.exact_matrices`: the matrix that turns latents into keys and values."""
         size = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         return [(size, self.kv_lora_rank)]
 
@@ -166,7 +163,7 @@ class Mamba2Spec(Part):
     Attributes:
         num_heads: number of heads of the state.
         head_dim: size of a head's inputs and results.
-        num_groups: groups of adjacent heads that share inputs to and outputs from their states.
+        num_groups: groups of adjacent heads; a group's states share inputs and outputs.
         state_dim: rows of a head's state; each has ``head_dim`` numbers.
         kernel_size: tokens that the convolution reads.
         conv_bias: whether the convolution has a bias.
@@ -183,7 +180,7 @@ class Mamba2Spec(Part):
 
     @property
     def inner_size(self) -> int:
-        """Return the size of all heads."""
+        """Return the size of all heads together."""
         return self.num_heads * self.head_dim
 
     @property
@@ -294,16 +291,16 @@ class ExpertsSpec(Part):
 
     Attributes:
         num_experts: number of experts.
-        inner_size: size of each expert's gated middle.
+        inner_size: size of each expert's middle, after gating.
         top_k: experts per token.
         scoring: function of a router's logits, see ``baton_kernels.routing.Scoring``.
         normalize: whether the weights of a token's experts are divided by their sum.
         scale: factor of the experts' weights.
-        num_groups: groups of experts; with more than one, groups are chosen first.
-        top_groups: groups that a token's experts are chosen from.
-        group_best: number of best experts whose scores add up to a group's score.
-        has_bias: whether checkpoints have a number per expert to add to scores for the choice.
-        shared_size: size of the gated middle of the shared experts; 0: there are none.
+        num_groups: groups of experts; if more than one, groups are chosen first.
+        top_groups: number of groups from which a token's experts are chosen.
+        group_best: number of best experts whose scores sum to a group's score.
+        has_bias: whether checkpoints have a bias per expert, added to scores only for the choice.
+        shared_size: size of the shared experts' middle, after gating; 0: none.
         shared_bias: whether shared experts without gates have biases.
         has_shared_gate: whether a logit per token scales the shared experts' result.
         activation: the experts' activation, see ``baton_kernels.experts``.
@@ -363,12 +360,12 @@ FeedForwardSpec = MlpSpec | ExpertsSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A decoder layer: a token mixer, and a feed-forward part behind it.
+    """A decoder layer: a token mixer, and a feed-forward part after it.
 
     Attributes:
-        mixer: the part in which tokens attend to each other or read a state.
-        feed_forward: the part that processes each token alone; None: there is none.
-        stored_names: parts of this layer's parameter names -> their replacements in checkpoints.
+        mixer: the part in which tokens read each other, by attention or a state.
+        feed_forward: the part that processes each token alone; None: no such part.
+        stored_names: parts of this layer's parameter names -> replacements in checkpoints.
     """
 
     mixer: MixerSpec
@@ -383,9 +380,9 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """The places of a layer's norms, by their names in checkpoints; None: no norm.
+    """The names that a layer's norms have in checkpoints, by place; None: no norm.
 
-    A norm behind a part is applied to its result before that is added to the stream.
+    A norm after a part is applied to the part's result, before the addition to the stream.
     """
 
     before_mixer: str | None = "input_layernorm"
@@ -407,9 +404,9 @@ class Recipe:
         residual_scale: factor of each part's result before it is added to the stream.
         logits_divisor: divisor of the head's results.
         logits_soft_cap: cap of the head's results, see ``ops.soft_cap``; None: no cap.
-        stored_names: parts of parameter names -> their replacements in checkpoints.
+        stored_names: parts of parameter names -> replacements in checkpoints.
         stored_prefix: prefix in checkpoints in place of ``model.``.
-        ignored: prefixes of names in checkpoints that are not used.
+        ignored: prefixes of unused names in checkpoints.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -425,7 +422,7 @@ class Recipe:
     ignored: tuple[str, ...] = ()
 
     def stored_name(self, name: str) -> str:
-        """Return the checkpoints' name of the parameter that is ``name`` in the built module."""
+        """Return the name in checkpoints of the built module's parameter ``name``."""
         words = name.split(".", 3)
         if len(words) > 3 and words[1] == "layers" and int(words[2]) < len(self.layers):
             for ours, theirs in self.layers[int(words[2])].stored_names.items():

@@ -1,6 +1,6 @@
 """The table of supported architectures: the name in config.json -> the family's description.
 
-Refuses to know: torch, what a family is (entries are imported when a config.json is read).
+Refuses to know: torch, the content of families, which are imported when needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rotary position embedding of config.json, in either of transformers' two dialects.
+"""The rotary position embedding in config.json, in either of transformers' two dialects.
 
 Transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters``.
 Defaults and precedence follow ``transformers.modeling_rope_utils``.
-Refuses to know: tensors; the frequencies themselves are in ``layers/rope_frequencies.py``.
+Refuses to know: tensors, frequencies (``layers/rope_frequencies.py``).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One model's rotary embedding. Fields that the type does not use keep their default.
+    """One model's rotary embedding. Fields that the type does not use have their default.
 
-    Hugging Face lets the frequencies of ``dynamic`` and ``longrope`` depend on the length that a
-    sequence has reached, so keys rotated earlier disagree with keys rotated later. Paged blocks
-    outlive a request and are shared by prefix, so a key must depend only on its token and position.
-    So the frequencies are fixed when the model is loaded: ``dynamic`` serves up to
-    ``max_position_embeddings``, where it equals ``default``; ``longrope`` takes its short factors
-    when ``max_model_len <= original_max_position_embeddings``, else its long factors for all
-    lengths (``use_long_factors``).
+    In Hugging Face, the frequencies of ``dynamic`` and ``longrope`` depend on the sequence's
+    current length, so early keys are rotated differently from later ones. Paged blocks outlive a
+    request and are shared by prefix, so a key must depend only on its token and position.
+    Therefore, frequencies are fixed when the model is loaded: ``dynamic`` serves up to
+    ``max_position_embeddings``, where it equals ``default``; ``longrope`` uses its short factors if
+    ``max_model_len <= original_max_position_embeddings``, else its long factors for all lengths
+    (``use_long_factors``).
     """
 
     rope_type: str = "default"
@@ -37,7 +37,7 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     factor: float = 1.0
     original_max_position_embeddings: int | None = None
-    attention_factor: float = 1.0  # cos and sin are multiplied by it
+    attention_factor: float = 1.0  # factor of cos and sin
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -50,7 +50,7 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Count the dims of a head that have a frequency."""
-        whole = self.rope_type == "proportional"  # its frequencies cover all dims
+        whole = self.rope_type == "proportional"  # these frequencies cover all dims
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
 
 
@@ -74,18 +74,18 @@ def parse_ropes(
         head_dim: size of one attention head.
         max_position_embeddings: value of config.json.
         max_model_len: longest sequence to serve, in tokens; None: see ``ModelConfig.from_folder``.
-        by_layer_type: whether layers with a window have a rotary embedding of their own.
+        by_layer_type: whether layers with a window may have a rotary embedding of their own.
         partial: whether only a part of a head may be rotated.
-        turning: rotated share of a head, if the file does not give one.
+        turning: default of the rotated share of a head.
 
     Returns:
-        The embedding of all layers, or of those with full attention; and that of layers with a
-        window if they have their own.
+        The embedding of all layers, or of layers with full attention; and the embedding of layers
+        with a window, if they have their own.
 
     Raises:
-        ModelLoadError: an unknown type, or a field that is missing or out of range.
+        ModelLoadError: an unknown type, or a field missing or out of range.
     """
-    # As in transformers, the older name wins when a file has both.
+    # If a file has both, the older name is used, as in transformers.
     older, newer = (
         fields.child(name) if fields.get(name) else Fields({}, "")
         for name in ("rope_scaling", "rope_parameters")
@@ -105,12 +105,12 @@ def parse_ropes(
 
     if not by_layer_type:
         return parse(older if older.names() else newer, theta), None
-    # transformers takes this field from within each layer type alone.
+    # transformers reads this field only within a layer type.
     fields = fields.with_values({"original_max_position_embeddings": None})
     if older.has("type") and not older.has("rope_type") and not newer.names():
         raise older.wrong("type", "is not supported with this architecture, but rope_type is")
     local_theta = fields.number("rope_local_base_freq", theta)
-    # The newer section counts only if it names layer types; the older one is for full attention.
+    # The newer section is read only if it names layer types; the older is for full attention.
     full, sliding = (
         newer.child(name) if newer.has(name) else Fields({}, "") for name in _LAYER_TYPES
     )
@@ -118,7 +118,7 @@ def parse_ropes(
         only_newer = [name for name in full.names() if name not in older.names()]
         full = older.with_values({name: full.get(name) for name in only_newer})
     for section in (newer, full, sliding):
-        # transformers does not look for this field in a RoPE of one layer type.
+        # transformers ignores this field in a RoPE of one layer type.
         if not section.boolean("truncate", True):
             raise section.wrong("truncate", "only true is supported with this architecture")
     return parse(full, theta), parse(sliding, local_theta)
@@ -140,7 +140,7 @@ def _parse_one(
         partial = fields.number("partial_rotary_factor", turning)
     may_differ = may_be_partial or rope_type == "proportional"
     if partial > 1.0 or (partial != turning and not may_differ):
-        # In transformers, other networks ignore this field.
+        # In transformers, these networks ignore the field.
         raise fields.wrong("partial_rotary_factor", f"{partial} is not supported with {rope_type}")
     original = fields.optional_integer("original_max_position_embeddings")
     if original is None:
@@ -192,7 +192,7 @@ def _llama3(common: RopeConfig, scaling: Fields) -> RopeConfig:
 
 
 def _yarn(common: RopeConfig, scaling: Fields, ratio: float) -> RopeConfig:
-    """YaRN (Peng et al., arXiv:2309.00071); ``ratio`` is the default factor."""
+    """Read YaRN (Peng et al., arXiv:2309.00071); ``ratio`` is the default factor."""
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")
     if attention_factor is None:
@@ -219,10 +219,10 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 def _longrope(
     common: RopeConfig, scaling: Fields, ratio: float, num_pairs: int, max_model_len: int | None
 ) -> RopeConfig:
-    """LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the default factor."""
+    """Read LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the default factor."""
     original = common.original_max_position_embeddings
     assert original is not None
-    if original < 2:  # its logarithm will be a divisor
+    if original < 2:  # its logarithm is a divisor
         raise scaling.wrong("original_max_position_embeddings", f"must exceed 1, got {original}")
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")

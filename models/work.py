@@ -1,6 +1,6 @@
 """Work of a model's steps, by its configuration: FLOPs, and bytes of weights and KV.
 
-These are the usual estimates: only matrix products are counted.
+Estimates: only matrix products are counted.
 Refuses to know: tensors (this imports no torch), steps, devices.
 """
 
@@ -22,11 +22,11 @@ class ModelWork:
     Attributes:
         token_flops: operations per token that do not depend on earlier tokens.
         head_flops: operations per token whose logits are computed.
-        attended_flops: operations of a layer for each pair of a token and one it attends to.
-        attended_bytes: bytes of KV that a layer reads for each such pair.
+        attended_flops: a layer's operations per pair of a token and one that it attends to.
+        attended_bytes: bytes of KV that a layer reads per such pair.
         weight_bytes: size of the weights that every step reads.
-        expert_bytes: size of all experts of all layers; a step reads only those that it needs.
-        num_experts, top_k: experts of a layer, and how many a token chooses; 0: no experts.
+        expert_bytes: size of all layers' experts, of which a step reads only some.
+        num_experts, top_k: experts of a layer, and number that a token chooses; 0: no experts.
     """
 
     token_flops: float
@@ -39,7 +39,7 @@ class ModelWork:
     top_k: int = 0
 
     def expert_share(self, num_tokens: int) -> float:
-        """Return the share of experts that ``num_tokens`` tokens need if they choose at random."""
+        """Return the expected share of experts that ``num_tokens`` tokens choose at random."""
         if not self.num_experts:
             return 0.0
         return 1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens
@@ -52,7 +52,7 @@ def model_work(
 
     Args:
         dtype: type of the computation.
-        weights: format of its linear layers.
+        weights: format of the linear layers.
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
     """
     latents = Counter(
@@ -66,7 +66,7 @@ def model_work(
     head = config.vocab_size * config.hidden_size
     weight_bytes = float(needs.weights[weights])
     expert_bytes = weight_bytes * experts / max(dense + experts + head, 1)
-    if not config.tie_word_embeddings:  # a step reads only some rows of an embedding
+    if not config.tie_word_embeddings:  # of an untied embedding, a step reads only few rows
         weight_bytes -= weight_bytes * head / max(dense + experts + 2 * head, 1)
     return ModelWork(
         token_flops=2.0 * (dense + share * experts),
@@ -81,5 +81,5 @@ def model_work(
 
 
 def _size(matrices: Mapping[Matrix, int]) -> int:
-    """Count the numbers in matrices, given how often there is each."""
+    """Count the numbers in matrices, given each matrix's count."""
     return sum(number * outputs * inputs for (outputs, inputs), number in matrices.items())

@@ -1,7 +1,7 @@
 """NodeCollector: a node's metrics for Prometheus, read at each scrape.
 
-A step does no work for metrics. Only the ledger is taken on the engine's thread, between two
-steps; a node that is stuck in a step answers without it. Refuses to know: peers, HTTP.
+Metrics cost steps no work. Only the ledger is taken on the engine's thread, between two steps; a
+node that is stuck in a step answers without a ledger. Refuses to know: peers, HTTP.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class NodeCollector(Collector):
         self._ledger_timeout_s = ledger_timeout_s
 
     def describe(self) -> list[Metric]:
-        return []  # registering a collector must not collect
+        return []  # registering a collector must not read the node
 
     def collect(self) -> Iterator[Metric]:
         if self._vllm_names is not None:
@@ -87,7 +87,7 @@ class NodeCollector(Collector):
         try:
             return call.result(self._ledger_timeout_s)
         except TimeoutError:
-            call.cancel()  # not needed any more
+            call.cancel()
             return None
 
     # ------------------------------------------------------------------ families
@@ -96,7 +96,7 @@ class NodeCollector(Collector):
         gauge, counter = self._gauge, self._counter
         yield gauge("blocks", "KV blocks.", engine.blocks)
         yield gauge("blocks_free", "KV blocks that nobody holds.", engine.blocks_free)
-        yield gauge("blocks_cached", "Contents the prefix cache can find.", engine.blocks_cached)
+        yield gauge("blocks_cached", "Blocks in the prefix cache.", engine.blocks_cached)
         states = {
             "running": engine.requests_running,
             "waiting": engine.requests_waiting,
@@ -204,7 +204,7 @@ class NodeCollector(Collector):
     def _of_ledger(self, ledger: Ledger | None) -> Iterator[Metric]:
         yield self._gauge(
             "ledger_available",
-            "Whether the node took its ledger in time; it is stuck in a step if not.",
+            "Whether the node took its ledger in time; if not, it is stuck in a step.",
             ledger is not None,
         )
         if ledger is None:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def load_early_tokenizer(model: str) -> None:
     """Load a model's tokenizer for grammars into this process, whose forks then share it.
 
-    Does nothing if the model is not here or not usable; loading the model will report why.
+    Does nothing if the model is missing or unusable: loading the model will report the reason.
     """
     with _reported():
         _tokenizer_of(model)
@@ -35,8 +35,8 @@ def fork_early_grammars(model: str) -> EarlyGrammars | None:
     Call this before the program starts any thread.
 
     Returns:
-        The grammar parts. None if threads have started, or if the model is not here or not usable;
-        loading the model will report why.
+        The grammar parts. None if threads have started, or if the model is missing or unusable;
+        loading the model will report the reason.
     """
     if not may_fork():
         return None
@@ -60,7 +60,7 @@ def _load(path: Path, eos_token_ids: frozenset[int]) -> LLTokenizer:
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """Log errors that loading the model will report again."""
+    """Log errors at debug level, because loading the model will report them again."""
     try:
         yield
     except (BatonError, OSError) as error:

@@ -23,8 +23,8 @@ class EngineLoop:
         on_death: called once, on the loop's thread, with the exception of ``step``. The engine is
             not stepped again, and the process must end.
         name: name of the thread.
-        when_idle: does a little work that can wait; returns whether more is left. Not called again
-            after an exception.
+        when_idle: does a little work that can wait; returns whether more is left. An exception ends
+            this work for good.
         after_death: called after ``on_death``, with the same exception; may hang.
     """
 
@@ -76,14 +76,14 @@ class EngineLoop:
                     while not self._wake.is_set() and time.monotonic() < tick:
                         if not self._do_idle_work():
                             self._wake.wait(tick - time.monotonic())
-        except BaseException as error:  # the loop's top (a panic in Rust is no `Exception`)
+        except BaseException as error:  # also Rust panics, which are no `Exception`
             death = error if isinstance(error, Exception) else EngineDeadError(repr(error))
-            self._on_death(death)  # first: the rest may fail without memory or a disk
+            self._on_death(death)  # first, because dumping may fail without memory or disk
             logger.critical("the engine cannot continue", exc_info=error)
             self._after_death(death)
 
     def _do_idle_work(self) -> bool:
-        """Do a little idle work; an exception ends idle work only, not the engine."""
+        """Do a little idle work; an exception ends this work, not the engine."""
         try:
             return self._when_idle()
         except Exception:

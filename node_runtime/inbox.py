@@ -43,7 +43,7 @@ class CommandHandler(Protocol[HandledJob]):
     """The part of a node that handles commands, on the node's thread."""
 
     def start_job(self, command: HandledJob, received_at: float) -> None:
-        """Start a prefill or decode command; a job of the same request ends."""
+        """Start a prefill or decode command; ends a running job of the same request."""
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
         """End this attempt of a request, if it is open."""
@@ -59,7 +59,7 @@ class CommandHandler(Protocol[HandledJob]):
 
 
 class Inbox(Generic[Job]):
-    """Commands for one node, and the time of its next look for expired requests.
+    """Commands for one node, and the time of its next check for expired requests.
 
     Args:
         job: the class of commands that this node's role executes.
@@ -130,7 +130,7 @@ class Inbox(Generic[Job]):
             outbox.fail(command.request_id, command.epoch, ADAPTER_MISSING, str(error))
 
     def is_expiry_due(self, now: float) -> bool:
-        """Return whether to look for expired requests now; then not again for a while."""
+        """Return whether to check for expired requests now; a True starts the next interval."""
         if now < self._expire_at:
             return False
         self._expire_at = now + EXPIRY_INTERVAL_S
@@ -174,8 +174,8 @@ class Outbox:
 def is_busy(engine: Engine, scheduled: SchedulerOutput, result: StepResult) -> bool:
     """Return whether to step again at once.
 
-    This is not `has_work`: asking again at once does not help requests that wait for blocks, unless
-    a step has ended.
+    A step helps requests that wait for blocks only after another step has ended, so `has_work` is
+    not asked.
     """
     has_ended = bool(result.scheduled.scheduled)
     busy = scheduled.scheduled or has_ended or engine.step_in_flight

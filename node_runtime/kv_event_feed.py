@@ -2,8 +2,8 @@
 
     take_events() of many steps -> their net effect -> KVCacheEvents with a sequence number
 
-Starts when a router first asks. All routers get the same messages; a snapshot for one router does
-not harm the others. Refuses to know: links, receivers.
+The feed starts when a router first asks. All routers get the same messages; a snapshot that one
+router asked for does not harm the others. Refuses to know: links, receivers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KVEventFeed:
     def after_step(self, *, busy: bool) -> None:
         """Send pending changes; while busy, at most once per `FLUSH_INTERVAL_S`.
 
-        Call only after a step, as cached blocks are full and committed by then.
+        Call only after a step: by then cached blocks are full and committed.
         """
         if self._snapshot_wanted:
             self._snapshot_wanted = False

@@ -58,10 +58,10 @@ def make_threads(
 
     Args:
         options: options of the program.
-        make_node: makes the role's loop, and its end of the KV connector, which it starts.
+        make_node: makes the role's loop and its end of the KV connector, which it also starts.
         emit: takes events for the router; safe to call from any thread.
         on_death: called when the engine or the connector cannot continue.
-        grammars: grammar parts made before any thread started; None: none.
+        grammars: grammar parts made before any thread started; None: made later.
 
     Raises:
         ConfigError: an option does not fit the model or the machine.

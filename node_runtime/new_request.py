@@ -15,7 +15,7 @@ def new_request(
     """Check a command and make its request.
 
     Args:
-        max_tokens: most new tokens, if fewer than the command allows; a prefill node gives 1.
+        max_tokens: upper limit of new tokens besides the command's; prefill nodes give 1.
 
     Raises InvalidRequestError.
     """

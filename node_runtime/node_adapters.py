@@ -1,7 +1,7 @@
 """NodeAdapters: loads and unloads the LoRA adapters of a node, between two steps of its engine.
 
-Files are read and checked on another thread, while the engine goes on; only the packing of the
-numbers takes the engine's time. Adapters are named by digest: names are the router's.
+Another thread reads and checks files while the engine goes on; only packing the numbers takes the
+engine's time. Nodes know adapters by digest; only the router knows their names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NodeAdapters:
     """The adapters of a node.
 
     Args:
-        engine: computes with them.
+        engine: computes requests with the adapters.
         between_steps: runs a function on the engine's thread; its errors would end the node.
         root: folder below which adapters may be loaded; None: none may be.
     """
@@ -55,7 +55,7 @@ class NodeAdapters:
     ) -> admin_pb2.AdaptersDescription:
         """Load an adapter, from its files unless they were read before; return all adapters.
 
-        If every slot is in use, only its numbers are kept: requests for it wait for a slot.
+        If every slot is in use, only the adapter's numbers are kept: its requests wait for a slot.
 
         Args:
             digest: the adapter's digest, which the files must have.
@@ -81,9 +81,9 @@ class NodeAdapters:
         return await self.describe()
 
     async def unload(self, digest: AdapterDigest) -> admin_pb2.AdaptersDescription:
-        """Unload an adapter, with its last request at the latest; return all adapters.
+        """Unload an adapter, at the latest after its last request; return all adapters.
 
-        Harmless if the adapter is not in memory: another one may have taken its slot.
+        Does nothing if the adapter is not in memory: another adapter may have taken its slot.
         """
         check_digest(digest)
         try:
@@ -109,9 +109,9 @@ class NodeAdapters:
         return adapter
 
     async def _ask(self, function: Callable[[], T]) -> T:
-        """Call a function between two steps; raises its BatonError here, not on the engine's side.
+        """Call a function between two steps; raise its BatonError here, not on the engine's thread.
 
-        Raises InvalidRequestError in place of ConfigError, as the node runs on.
+        Raises InvalidRequestError in place of ConfigError, because the node runs on.
         """
 
         def call() -> tuple[T | None, BatonError | None]:

@@ -1,4 +1,4 @@
-"""NodeAdmin: answers operators' questions to a node, which routers pass on over links."""
+"""NodeAdmin: answers operators' questions, which routers pass on to the node over links."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class NodeAdmin:
         self._access = access or Access()
 
     async def answer(self, call: AdminCall) -> Sequence[bytes]:
-        """Return `NodeAdminResponse`s, which merged are the answer; raises BatonError."""
+        """Return `NodeAdminResponse`s that form the answer when merged; raises BatonError."""
         try:
             request = admin_pb2.NodeAdminRequest.FromString(call.request)
         except DecodeError:
@@ -81,7 +81,7 @@ class NodeAdmin:
                 response = admin_pb2.NodeAdminResponse(list_requests=self._list_requests())
             case "list_blocks":
                 ledger = await asyncio.wrap_future(self._node.ledger())
-                # On a thread, because it may be large, and beats and tokens must go on.
+                # In a thread: a ledger may be large, and beats and tokens must not wait for it.
                 return await asyncio.to_thread(_ledger_parts, ledger)
             case "flush_cache":
                 response = admin_pb2.NodeAdminResponse(flush_cache=await self._flush_cache())
@@ -117,7 +117,7 @@ class NodeAdmin:
     async def _change_adapters(
         self, request: admin_pb2.NodeAdminRequest
     ) -> admin_pb2.AdaptersDescription:
-        """Load, unload or list adapters; return those in memory then."""
+        """Load, unload or list adapters; return those in memory afterwards."""
         adapters = self._adapters
         if adapters is None:
             raise InvalidRequestError("adapter", "this node computes no adapters")
@@ -137,7 +137,7 @@ class NodeAdmin:
 
 
 def _ledger_parts(ledger: Ledger) -> Sequence[bytes]:
-    """Return the ledger in small messages: one of megabytes would block all threads."""
+    """Return the ledger in small messages, because one of megabytes would block all threads."""
     return [
         admin_pb2.NodeAdminResponse(list_blocks=blocks).SerializeToString()
         for blocks in wire_ledger.ledger_to_protos(ledger, PART_BYTES)

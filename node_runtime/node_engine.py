@@ -112,7 +112,7 @@ def load_engine(
     """
     folder = find_model_folder(model)
     identity = folder_identity(folder)
-    if "weights" not in identity:  # the index lists files that are not needed
+    if "weights" not in identity:  # the index also lists files that are not needed
         identity["weights"] = weights_digest(folder)
     started = time.perf_counter()
     engine = make_engine(folder, config, identity, grammars=grammars)
@@ -154,7 +154,7 @@ def load_adapters(engine: Engine, root: Path, sources: Sequence[str]) -> None:
 
     Args:
         root: folder below which they lie.
-        sources: their folders, relative to ``root``.
+        sources: folders of the adapters, relative to ``root``.
 
     Raises:
         ConfigError: a file is wrong, or an adapter does not fit the model.
@@ -169,13 +169,13 @@ def load_adapters(engine: Engine, root: Path, sources: Sequence[str]) -> None:
 
 
 def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
-    """Compute the steps that would slow down the first requests; return some of their times.
+    """Compute the steps that would slow down the first requests; return measured times.
 
     Call this on the thread that will compute all steps: kernels' threads and their scratch memory
     belong to the calling thread.
 
     Args:
-        pushes: whether layers of a prompt are sent while later ones are computed.
+        pushes: whether the node sends a prompt's layers while it computes later layers.
     """
     began_at = time.perf_counter()
     compiles = engine.kv_memory.tensor.device.type != "cpu"

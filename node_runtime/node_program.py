@@ -1,7 +1,7 @@
 """NodeProgram: a node's asyncio side: gRPC server, router links, signals, and shutdown.
 
-Nodes of both roles run this. The node itself (engine and connector) runs on its own thread; here
-are only queues to and from it.
+Nodes of both roles run this program. The engine and the connector run on other threads; this file
+only has queues to and from them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NodeProgram(Protocol):
     def compute_first_steps(self) -> Future[None]:
         """Compute steps before requests come, on the thread that will compute all steps.
 
-        Call once, before `registration`, which reports what the steps took.
+        Call once, before `registration`, which reports the measured times.
         """
 
     def registration(self, address: str) -> NodeRegistration:
@@ -81,10 +81,10 @@ class NodeProgram(Protocol):
         """Forget all cached prefixes between two steps; return their number."""
 
     def rounds(self) -> Mapping[str, Rounds]:
-        """Return the rounds of its threads, by name."""
+        """Return the rounds of the node's threads, by thread name."""
 
     def dump(self, error: Exception) -> None:
-        """Write down the engine's state, whatever its thread does."""
+        """Write the engine's state to a file; needs no answer from the engine's thread."""
 
     def collector(self) -> Collector:
         """Return the collector for the node's metrics page."""
@@ -111,18 +111,18 @@ async def run_node_program(
     """Run a node until it is told to stop.
 
     Args:
-        make_node: loads the model and starts the node's threads; called with a function for events
-            and one to call when the engine dies. Runs before anything is registered.
+        make_node: loads the model and starts the node's threads. Its arguments: a function for
+            events, and a function to call when the engine dies. Called before the node registers.
         routers: ``host:port`` of each router to join.
         listen: ``host:port`` of the node's own server; port 0: any free one.
         join_timeout_s: how long to wait for a router that does not answer.
         drain_timeout_s: time for open requests to end when the node is told to stop.
         ready_with_peer: whether health checks succeed only while a peer is connected.
-        engine_timeout_s: the process ends itself once a thread has been in one round for this long;
-            0: never.
+        engine_timeout_s: the process ends itself if a thread stays in one round for this long; 0:
+            never.
         node_token: authorizes this node to join.
-        metrics_listen: ``host:port`` of its Prometheus page; empty: no page.
-        access: decides who may use its metrics page and reflection; has its audit log.
+        metrics_listen: ``host:port`` of the node's Prometheus page; empty: no page.
+        access: decides who may use metrics page and reflection; has the audit log.
         tls: this node's certificates, also for its own server and metrics page.
         insecure: whether to listen beyond loopback without TLS or authentication.
 
@@ -250,7 +250,7 @@ async def _drained(
 
 
 def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
-    """Return how a node's listeners are protected, which decides where they may listen."""
+    """Return how the node's listeners are protected; this limits where they may listen."""
     return Exposure(
         authentication="--tls-ca or --api-keys-file",
         is_authenticated=not access.is_open,
@@ -262,10 +262,10 @@ def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
 async def _make_or_stop(
     make: Callable[[], NodeProgram], stopping: asyncio.Event, death: Sequence[Exception]
 ) -> NodeProgram:
-    """Load the node in a thread, which has ended on return.
+    """Load the node in a thread that ends before this returns.
 
-    A living thread that called a kernel keeps a team of threads, and torch's OpenMP counts its
-    threads too: with more of them than cores, torch's threads sleep in every barrier.
+    A living thread that has called a kernel keeps a team of threads, and torch's OpenMP counts
+    them too: with more threads than cores, torch's threads sleep at every barrier.
 
     A stop signal or a death meanwhile ends the process, because loading cannot be interrupted.
     """
@@ -322,7 +322,7 @@ class _Serving:
 
 
 def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
-    """End a process that a stalled thread keeps from shutting down, after writing dumps."""
+    """End a process whose shutdown a stalled thread would block, after writing dumps."""
     end_within(END_AFTER_DEATH_S)  # the dump may hang too
     error = EngineDeadError(
         f"the {watch.stalled_thread} thread has been in one round for {watch.stalled_s:g} s"

@@ -36,7 +36,7 @@ def open_transport(
     """
     memory, engine_id = loaded.engine.kv_memory, loaded.engine_id
     start = Open(options.kv_connector, engine_id)
-    # The other ranks open their transports meanwhile.
+    # The other ranks open their transports at the same time.
     links = loaded.engine.executor.attach(_RANK_SERVICE, msgspec.msgpack.encode(start))
     transport: KVTransport = KV_CONNECTORS.load(options.kv_connector)(
         engine_id,

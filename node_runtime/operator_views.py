@@ -21,7 +21,7 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     Call this on the engine's thread, between two steps.
 
     Args:
-        held: holdings of other owners than the engine's requests. A GRANT also stands for its
+        held: blocks held by owners other than the engine's requests. A GRANT also stands for its
             request, which has the same blocks.
     """
     others = list(held)

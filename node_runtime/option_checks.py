@@ -1,6 +1,6 @@
 """Checks a node's options early, before torch is imported or a model is loaded.
 
-Checks names and addresses; whether options fit the model or the device shows later.
+Only names and addresses are checked; loading shows whether options fit the model and the device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def folder_of(adapter: str) -> str:
 
 
 def _check_adapters(options: NodeOptions) -> None:
-    """Check the adapters to load at start, all but whether they fit the model."""
+    """Check the adapters to load at start; whether they fit the model is checked later."""
     if options.adapter_root and not Path(options.adapter_root).is_dir():
         raise ConfigError(f"adapter_root: {options.adapter_root}: no such folder")
     if options.adapters and not options.adapter_root:
@@ -66,9 +66,9 @@ def _check_adapters(options: NodeOptions) -> None:
 
 
 def check_model(options: NodeOptions) -> None:
-    """Raise ModelLoadError if there is no such model, ConfigError for an impossible length.
+    """Raise ModelLoadError if the model is missing, ConfigError for an impossible length.
 
-    Fetches the model if it is not here yet.
+    Fetches the model if this machine lacks it.
     """
     folder = find_model_folder(options.model)
     ModelConfig.from_folder(folder, max_model_len=options.engine.max_model_len)

@@ -98,7 +98,7 @@ class NodeOptions:
     adapter_root: str = option(
         "",
         help="Folder below which LoRA adapters may be loaded, with --max-adapters; the router "
-        "says which. Empty: none.",
+        "chooses which. Empty: none.",
     )
     adapters: tuple[str, ...] = option(
         (),

@@ -35,8 +35,8 @@ def run_node(
 
     Args:
         role: the node's role, used to make up a missing name.
-        load: imports the code that makes the node. Called late, as that imports torch, and on a
-            thread, as it may fetch the model.
+        load: imports the code that makes the node. Called late, because that imports torch, and in
+            a thread, because it may fetch the model.
         grammars: grammar parts made before any thread started; None: none.
     """
     # Imported here, so that --help need not wait for it.

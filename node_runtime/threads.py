@@ -85,7 +85,7 @@ class NodeThreads:
             the engine's thread.
         emit: takes events for the router; called on the engine's thread.
         on_death: called when the engine cannot continue.
-        pushes: whether layers of a prompt are sent while later ones are computed.
+        pushes: whether the node sends a prompt's layers while it computes later layers.
         on_close: called when both threads have ended.
         adapter_root: folder below which adapters may be loaded; None: none may be.
         vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
@@ -188,7 +188,7 @@ class NodeThreads:
         return self._end.metrics()
 
     def _step(self) -> bool:
-        self._loaded.engine.executor.check_health()  # a rank may also end between steps
+        self._loaded.engine.executor.check_health()  # a rank may also die between steps
         while self._calls:
             self._calls.popleft()()
         busy = self._node.step()

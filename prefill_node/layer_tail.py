@@ -1,6 +1,6 @@
 """LayerTail: pushes a prompt's last blocks, some layers at a time, while later layers compute.
 
-Made before a step, and called on the thread that computes; the sender posts on another thread.
+A tail is made before its step and called on the computing thread; the sender posts on another.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class LayerTail:
         sender: takes the pushes.
         layer_groups: ranges of a block's layers, in order; each is pushed once its last layer is
             computed.
-        num_layers: number of the model's layers, if blocks cannot be cut: whole blocks are then
-            pushed after the last layer; None: blocks are cut.
-        fence: returns a query whether a GPU has computed all launched work; see `KVMemory.fence`.
+        num_layers: number of the model's layers, after which whole blocks are pushed; None: blocks
+            are cut by layers.
+        fence: returns a function that tells whether a GPU has finished all work launched so far;
+            see `KVMemory.fence`.
 
     Attributes:
         num_groups_pushed: number of layer groups that were pushed.
@@ -48,7 +49,7 @@ class LayerTail:
         self.num_groups_pushed = 0
 
     def add_push(self, push: BlockPush) -> None:
-        """Add blocks that the step completes, to be pushed."""
+        """Add blocks that the step completes to the pushes of this tail."""
         self._pushes.append(push)
 
     @property
@@ -57,7 +58,7 @@ class LayerTail:
         return self.num_groups_pushed == len(self._layer_groups)
 
     def after_layer(self, layer: int) -> None:
-        """Push the layer groups that end with this layer, or in an earlier pipeline stage."""
+        """Push the layer groups whose last layer is computed now."""
         if self.is_complete or layer + 1 < self._ends[self.num_groups_pushed]:
             return
         is_computed = self._fence()
@@ -78,7 +79,7 @@ class LayerTails:
     not computed one after another.
 
     Attributes:
-        has_any: whether a step that ends a prompt has a tail.
+        has_any: whether steps that end a prompt get a tail.
     """
 
     def __init__(self, engine: Engine, sender: Sender) -> None:

@@ -64,7 +64,7 @@ class PrefillNode:
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
         spans: takes spans of traced requests; None: no tracing.
-        adapters: holds commands until their adapters are in memory; None: one that reads no files.
+        adapters: holds commands until their adapters are in memory; None: a queue without files.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class PrefillNode:
         """End all requests and hand-offs that the abort concerns."""
         for request_id in filter(abort.concerns, list(self._jobs)):
             self._end(request_id)
-        # These requests have token 1, but their KV has not arrived; D may have another router.
+        # Also hand-offs of requests that already have token 1: D may belong to another router.
         self.push_tracker.drop_all(abort)
 
     def connect_peer(self, peer: PeerInfo) -> None:
@@ -257,7 +257,7 @@ class PrefillNode:
                 self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
-        """Return whether a token is the output's last, not counting this node's own limit."""
+        """Return whether the token ends the output; this node's own limit of one does not count."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
         return output.finish_reason is FinishReason.STOP or full
@@ -277,7 +277,7 @@ class PrefillNode:
                     self._fail(event.request_id, event.epoch, "UNAVAILABLE", event.reason)
 
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
-        # An error about a request's field is passed on unchanged, as the client wrote the field.
+        # An error about a request's field keeps its text, because the client wrote the field.
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
         job = self._jobs.pop(request_id, None)
         ids = ids_of(job.command) if job is not None else {"request_id": request_id}

@@ -22,8 +22,8 @@ class PushMode(StrEnum):
 class PrefillOptions(NodeOptions):
     """Options of a prefill node; raises ConfigError naming the field."""
 
-    # Preempted prompts are recomputed, as no other node has their blocks. Drafts made here are
-    # computed by the decode node, which decides how many.
+    # Preempted prompts are recomputed, because no other node has their blocks. The decode node
+    # verifies drafts made here, and decides their number.
     engine: EngineConfig = group(
         lambda: EngineConfig(cuda_graph_max_batch=0), without=("preemption", "adaptive_speculation")
     )

@@ -1,8 +1,7 @@
 """PushTracker: which blocks of each request may travel, and which are still in use.
 
-Turns scheduled and computed steps into pushes for the sender. Holds one reference on each block
-of a request, from before the block is filled until the transfer's end event, so that the request
-may finish or be aborted at any time.
+Turns scheduled and computed steps into pushes for the sender. References each block until the end
+event of the block's transfer, so a request may finish or be aborted at any time.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class _Handoff:
     """One request on its way to a decode node.
 
     Attributes:
-        indices: places of the travelling blocks in ``Request.block_ids``.
+        indices: indexes of the travelling blocks in ``Request.block_ids``.
         epoch: number of the attempt.
         engine_id: engine id of the decode node.
-        block_ids: current ids of the travelling blocks, as far as the request has them.
-        held_block_ids: also contains blocks from before a preemption, which may still travel.
+        block_ids: ids of the travelling blocks that are allocated so far.
+        held_block_ids: ids of all referenced blocks, also of those from before a preemption.
         tail: pushes the blocks from ``tail_first`` on, some layers at a time.
     """
 
@@ -136,8 +135,7 @@ class PushTracker:
     def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
         """Start the transfer of requests whose first chunk is scheduled; hold their blocks.
 
-        Returns:
-            A callback for after each layer of the step, or None.
+        Returns a callback to call after each layer of the step, or None.
         """
         tail: LayerTail | None = None
         for item in scheduled.scheduled:
@@ -161,7 +159,7 @@ class PushTracker:
             if request.num_preemptions != handoff.num_preemptions:  # recomputed in other blocks
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
-            # Travelling blocks do not slide out before the prompt's end, so none is the null block.
+            # Travelling blocks stay in the window until the prompt ends, so none is the null block.
             first, end = len(handoff.block_ids), len(request.block_ids)
             new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
             new_block_ids = [request.block_ids[index] for index in new_indices]
@@ -179,7 +177,7 @@ class PushTracker:
         """Push the blocks that became full; with token 1, push the rest.
 
         Args:
-            outputs: the step's outputs by request id, without those that end a request.
+            outputs: outputs of the step by request id; those that end a request are left out.
         """
         for item in scheduled.scheduled:
             handoff = self._handoffs.get(item.request.request_id)
@@ -229,11 +227,7 @@ class PushTracker:
             self.drop(request_id, "its prefill node lost its router")
 
     def settle(self, event: TransferEvent) -> bool:
-        """Release the blocks of a transfer that ended.
-
-        Returns:
-            True if a hand-off that was still wanted has failed.
-        """
+        """Release an ended transfer's blocks; return whether a hand-off still wanted has failed."""
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:
             self._ended[event.outcome] += 1
@@ -248,7 +242,7 @@ class PushTracker:
         return event.kind is TransferEventKind.FAILED
 
     def views(self) -> list[RequestView]:
-        """Return the open hand-offs, also of computed requests; safe from any thread."""
+        """Return the open hand-offs, computed requests included; safe from any thread."""
         now = self._clock()
         return [
             view_request(handoff.request, handoff.state, now - handoff.added_at)
@@ -286,7 +280,7 @@ class PushTracker:
     def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:
         """Let a tail push the blocks that the prompt's last step writes, layer by layer."""
         request = handoff.request
-        # Blocks that the step in flight fills are not pushed yet, and not part of the tail.
+        # Blocks that the step in flight fills are not pushed yet, and do not belong to the tail.
         num_full = (request.num_computed_tokens + request.num_tokens_in_flight) // self._block_size
         first = max(handoff.num_blocks_pushed, bisect.bisect_left(handoff.indices, num_full))
         handoff.tail, handoff.tail_first = tail, first

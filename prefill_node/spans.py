@@ -26,7 +26,7 @@ class PrefillTrace:
 
     Attributes:
         parent: context of the router's attempt.
-        chunks: for each chunk its begin, and its end once it has ended.
+        chunks: per chunk its start time and, once it is computed, its end time.
         error: why the request failed; empty: it did not.
     """
 
@@ -52,7 +52,7 @@ class PrefillTrace:
                 return
 
     def spans(self, now: float, *, has_pushed: bool) -> list[Span]:
-        """Return all spans; open ones end now.
+        """Return all spans; open spans end now.
 
         Args:
             has_pushed: whether the request's KV was sent to a decode node.
@@ -145,7 +145,7 @@ class PrefillTraces:
     def end_trace(
         self, request_id: str, epoch: int, error: str = "", *, has_pushed: bool = False
     ) -> None:
-        """Emit a request's spans, as it ended here; do nothing if it is not traced or has ended."""
+        """Emit the spans of a request that ended here; do nothing if it is untraced or unknown."""
         trace = self._open.pop((request_id, epoch), None) if self._open else None
         if trace is None or self._sink is None:
             return
@@ -154,6 +154,6 @@ class PrefillTraces:
         self._sink(trace.spans(now, has_pushed=has_pushed), zero_of(self._clock))
 
     def end_others(self, is_open: Callable[[str, int], bool]) -> None:
-        """End the traces of requests whose push was dropped."""
+        """End the traces of requests that have no open hand-off any more."""
         for request_id, epoch in [key for key in self._open if not is_open(*key)]:
             self.end_trace(request_id, epoch, has_pushed=True)

@@ -1,4 +1,4 @@
-"""Make the parts of each base model, and the table of their names."""
+"""Make the parts of each base model and the table of names."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """Hold what the base models of one router have in common.
+    """Parts that all base models of one router share.
 
     Attributes:
         gate: decides which nodes may join; node names are unique over all base models.
-        rates: amounts that callers used of their limits per minute, over all base models.
+        rates: how much callers used of their limits per minute, over all base models.
     """
 
     config: RouterConfig
@@ -53,7 +53,7 @@ class Common:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseParts:
-    """Hold the parts of one base model; ``scaling`` tells autoscalers how busy its nodes are."""
+    """The parts of one base model; ``scaling`` tells autoscalers how busy its nodes are."""
 
     base: BaseModel
     scaling: ScalingSignals
@@ -63,7 +63,7 @@ def make_all_bases(common: Common, readers: Sequence[EarlyReaders]) -> list[Base
     """Make the parts of all base models; raises ConfigError.
 
     Args:
-        readers: readers of each base model, made before threads began; empty: make them here.
+        readers: readers of each base model, started before threads began; empty: start them here.
     """
     made: list[BaseParts] = []
     for number, model in enumerate(common.config.models):
@@ -75,7 +75,7 @@ def make_all_bases(common: Common, readers: Sequence[EarlyReaders]) -> list[Base
 
 
 def join_pools(config: RouterConfig, bases: Sequence[BaseModel]) -> NodePools:
-    """Return where nodes join; raises ConfigError if they could not find their base model."""
+    """Return the pools that nodes join; raises ConfigError if nodes could not find theirs."""
     pools = [base.pool for base in bases]
     return pools[0] if len(pools) == 1 else BasePools(pools, config.models)
 

@@ -19,7 +19,7 @@ from router.gate.scaling_options import ScalingOptions
 from router.intake.text_options import TextOptions
 from router.policies import POLICIES
 
-DRAIN_DELAY_S = 5.0  # until load balancers notice that a router is not ready; 0 on one machine
+DRAIN_DELAY_S = 5.0  # for load balancers to notice that the router is not ready
 _CERTS = "--tls-require-client-certs"
 _KEYS = "--api-keys-file"
 
@@ -224,9 +224,7 @@ class RouterConfig:
 
 
 def drain_delay_s(config: RouterConfig) -> float:
-    """Return how many seconds a router that is told to stop still serves while it reports not
-    ready.
-    """
+    """Return for how many seconds a stopping router serves on while it reports not ready."""
     from baton.access.exposure import is_public  # here, so that `--help` is fast
 
     if config.drain_delay_s is not None:
@@ -239,8 +237,8 @@ def requires_client_certs(config: RouterConfig, listen: str) -> bool:
     """Return whether a gRPC listener requires client certificates.
 
     gRPC either requires certificates or ignores them. A separate address for nodes and operators
-    requires them if there is a CA. On a shared address, where clients may use keys instead, they
-    are required only if all callers must have one.
+    requires them if the router has a CA. A shared address requires them only if all callers must
+    have one, because clients may use keys instead.
     """
     is_private = bool(config.node_listen) and listen == config.node_listen
     return config.tls.require_client_certs or (is_private and config.tls.verifies_clients)
@@ -251,7 +249,7 @@ def check_exposure(config: RouterConfig) -> None:
     from baton.access.exposure import Exposure  # here, so that `--help` is fast
 
     tls = config.tls
-    # One key is enough: callers without a key may then do nothing (`baton/access/access.py`).
+    # One key is enough: callers without a key then have no rights (`baton/access/access.py`).
     has_keys = bool(config.api_keys_file or config.node_token or config.admin_token)
 
     def check(option: str, listen: str, authentication: str, is_authenticated: bool) -> None:

@@ -8,16 +8,16 @@ from baton.api.errors import ConfigError
 from baton.options import check_limits, option
 from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 
-# For files, logs, threads' pipes and connections that the router opens itself.
+# For files, logs, pipes of threads, and the router's own outgoing connections.
 _NUM_OWN = 64
-# Share for clients; below the overload level, because idle connections are no overload.
+# Share of clients; below the overload level, because idle connections are no overload.
 _CLIENTS_SHARE = 0.8
 _MIN_DESCRIPTORS = 256
 _NODES_SHARE = 1 / 4  # if nodes have an address of their own
-# Descriptors per gRPC connection: the client's socket and both ends of the private one.
+# Descriptors per gRPC connection: the client's socket and both ends of a private connection.
 _RPC_DESCRIPTORS = 3
 _MAX_NODES = 4096
-# More clients need more memory than a default should take: about 20 KiB each.
+# Upper limit of the default: each client takes about 20 KiB of memory.
 _MAX_DEFAULT = 10_000
 
 
@@ -63,7 +63,7 @@ class ConnectionBudget:
 
     Attributes:
         http, public: limits of the HTTP API and of the public gRPC API.
-        nodes: limits of the gRPC address of nodes and operators, if separate.
+        nodes: limits of the gRPC address for nodes and operators, if it is separate.
     """
 
     http: ConnectionLimits
@@ -77,7 +77,7 @@ def share_descriptors(
     """Return limits whose sum leaves some descriptors to the process itself.
 
     Raises:
-        ConfigError: there are too few descriptors, or the options ask for more than there are.
+        ConfigError: the process has too few descriptors, or the options ask for more.
     """
     if num_descriptors < _MIN_DESCRIPTORS:
         raise ConfigError(

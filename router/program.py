@@ -57,14 +57,14 @@ from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0  # pause after a failed start of the workers
-# Largest priority accepted.
+_RETRY_S = 1.0  # pause after the workers failed to start
+# Largest priority number that is accepted.
 _LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """Hold the parts of a router."""
+    """All parts of a router."""
 
     config: RouterConfig
     names: NameTable
@@ -80,7 +80,7 @@ class _Parts:
 
     @property
     def model_name(self) -> str:
-        """Default name that clients use."""
+        """The default name for clients."""
         return self.names.names[0]
 
     @property
@@ -93,7 +93,7 @@ async def serve(config: RouterConfig, readers: Sequence[EarlyReaders] = ()) -> N
     """Serve until told to stop; raises ConfigError for errors at the start.
 
     Args:
-        readers: parts of each base model made before threads began; empty: make them here.
+        readers: parts of each base model, made before threads began; empty: make them now.
     """
     check_exposure(config)
     files = TlsFiles(config.tls) if config.tls else None
@@ -127,7 +127,7 @@ async def serve(config: RouterConfig, readers: Sequence[EarlyReaders] = ()) -> N
 
 
 def _shed(bases: Iterable[BaseParts], level: Level) -> None:
-    """Refuse less urgent requests of all base models, as the overload level says."""
+    """Refuse less urgent requests of all base models, as the overload level demands."""
     for one in bases:
         one.base.dispatcher.admission.shed(_LEAST_URGENT[level])
 
@@ -160,7 +160,7 @@ async def _run(parts: _Parts) -> None:
                 _become_ready([one.intake for one in parts.names.bases], servers.values(), stopping)
             ),
         ):
-            gc.freeze()  # long-lived objects: collecting them would pause all streams
+            gc.freeze()  # collecting long-lived objects would pause all streams
             await stopping.wait()
             await stop_router(
                 parts.dispatchers,
@@ -180,7 +180,7 @@ async def _run(parts: _Parts) -> None:
 async def _become_ready(
     intakes: Iterable[Intake], servers: Iterable[RpcServer], stopping: asyncio.Event
 ) -> None:
-    """Report the router as serving once its workers can read requests."""
+    """Report the router as serving once its workers are ready to read requests."""
     while True:
         try:
             await asyncio.gather(*(intake.reader.prepare() for intake in intakes))
@@ -224,12 +224,12 @@ def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
 
 @contextlib.asynccontextmanager
 async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
-    """Serve the HTTP API inside this context; yields None if it is disabled."""
+    """Serve the HTTP API inside this context; yield None if it is disabled."""
     config, files = parts.config, parts.files
     if not config.http_listen:
         yield None
         return
-    # Imported here, because a router without HTTP need not load it.
+    # Imported here, because a router without HTTP does not need it.
     from router.api.http_server import HttpServer
     from router.api.ui.page import StatusPage
 
@@ -277,7 +277,7 @@ async def _watching_all(bases: Iterable[BaseParts]) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[None]:
-    """Notice silent nodes and update scaling signals inside this context."""
+    """Notice silent nodes, and update scaling signals, inside this context."""
 
     async def count() -> None:
         while True:
@@ -285,7 +285,7 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
             try:
                 pool.count_missed_beats()
                 scaling.tick()
-            except Exception:  # the loop's top: without this loop no silent node would be noticed
+            except Exception:  # the loop's top; its end would leave silent nodes unnoticed
                 logger.exception("missed beats could not be counted")
 
     async with _in_background(count()):
@@ -304,13 +304,13 @@ async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:
-    """Log the error that ended a background task, unless the task was cancelled."""
+    """Log the error of a background task that was not cancelled."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("%s has failed and is given up", task.get_coro(), exc_info=error)
 
 
 def _make_servers(parts: _Parts) -> dict[str, RpcServer]:
-    """Return servers by address: one for all, or one each for clients and for nodes."""
+    """Return servers by address: one for all callers, or one for clients and one for nodes."""
     config, budget = parts.config, parts.budget
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     link = node_pb2.DESCRIPTOR.services_by_name["NodeLink"]

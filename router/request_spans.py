@@ -1,10 +1,10 @@
-"""RequestSpans: makes the spans of a request at its end, from its record in the request log.
+"""RequestSpans: makes the spans of an ended request from its record in the request log.
 
     chat MODEL                                      the request, from its arrival to its last token
-      router.accept                                 checked and tokenized
-      router.queue                                  wait for admission
-      router.place                                  pick nodes, or wait for them
-      router.attempt                                on these nodes: parent of their spans
+      router.accept                                 checks it and tokenizes it
+      router.queue                                  waits for admission
+      router.place                                  picks nodes, or waits for them
+      router.attempt                                on these nodes; parent of their spans
       router.place, router.attempt ...              after a failure; linked to the failed one
 
 Commands to nodes carry the attempt's span, so that nodes' spans become its children. Spans up to
@@ -25,7 +25,7 @@ class RequestSpans:
     """Make the spans of one router's requests and pass them to a sink.
 
     Args:
-        model: name that clients use for it.
+        model: the model's name for clients.
         sink: receives the spans.
     """
 
@@ -49,7 +49,7 @@ class RequestSpans:
             before = record.attempts[index - 1] if index else None
             spans.append(_attempt_span(record, record.trace, attempt, before))
             placed_from_s = attempt.failed_s
-        # No other place was found, or not in time.
+        # The request ended before another place was found.
         if placed_from_s is not None and record.error_code:
             spans.append(child("router.place", placed_from_s, record.ended_s))
         self._sink(spans, zero_of(lambda: time.perf_counter() - record.started_at))

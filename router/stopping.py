@@ -1,6 +1,6 @@
 """Stopping a router: it reports not ready, serves on, refuses new requests, ends, closes.
 
-        serving -> not ready, serves on (drain_delay_s, until load balancers notice)
+        serving -> not ready, serves on (drain_delay_s, so that load balancers notice)
                 -> refuses new requests (until all have ended, at most drain_timeout_s)
                 -> ends remaining requests with an error, and closes
 
@@ -21,12 +21,12 @@ from router.calls.dispatcher import Dispatcher
 logger = logging.getLogger(__name__)
 
 WHY = "the router is stopping"
-LAST_WORDS_S = 1.0  # time for errors to reach clients of remaining requests
+LAST_WORDS_S = 1.0  # for errors to reach the clients of remaining requests
 _POLL_INTERVAL_S = 0.02
 
 
 class HttpApi(Protocol):
-    """The optional HTTP API, as the rest of the router needs it."""
+    """The methods of the optional HTTP API that the rest of the router needs."""
 
     @property
     def num_at_work(self) -> int:
@@ -55,7 +55,7 @@ async def stop_router(
 
     Args:
         dispatchers: one per base model.
-        delay_s: time to go on serving while not ready, so that load balancers notice.
+        delay_s: time to serve on while not ready, so that load balancers notice.
         timeout_s: time for open requests to end by themselves.
     """
     servers = list(servers)

@@ -1,7 +1,7 @@
 """NodeClock: the time of one simulated node, which can be stopped, continued and ended.
 
 Sits between a node and the event loop: events due while the node is stopped happen when it
-continues, and events due after its end never happen.
+continues; events due after its end never happen.
 """
 
 from __future__ import annotations
@@ -10,29 +10,28 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-# Steps may be dated back by this much, which compensates for a busy event loop.
+# Most seconds by which steps may be dated back, to compensate for a busy event loop.
 MAX_CATCH_UP_S = 0.1
 
 
 class Timers(Protocol):
-    """Methods of an event loop that `NodeClock` calls; tests pass a virtual clock."""
+    """The methods of an event loop that `NodeClock` calls; tests pass a virtual clock."""
 
     def time(self) -> float:
         """Return monotonic seconds."""
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Call ``callback`` at ``when``, a time as `time` returns it."""
+        """Call ``callback`` at ``when``, on the clock of `time`."""
 
 
 class NodeClock:
-    """Keep one node's time.
+    """Keeps one node's time.
 
     Args:
         timers: the event loop.
 
     Attributes:
-        max_lag_s: largest delay of a timer; a large one means that the machine is too busy for this
-            simulation.
+        max_lag_s: longest delay of a timer; if large, the machine is too busy for this simulation.
     """
 
     def __init__(self, timers: Timers) -> None:
@@ -46,10 +45,10 @@ class NodeClock:
         return self._timers.time()
 
     def call_at(self, when: float, callback: Callable[[float], None]) -> None:
-        """Call ``callback`` with the due time, at most `MAX_CATCH_UP_S` before the real one."""
+        """Call ``callback`` with the due time, which is at most `MAX_CATCH_UP_S` ago."""
 
         def fire() -> None:
-            if self._stopped:  # a stopped node catches up when it continues
+            if self._stopped:  # run when the node continues
                 self._backlog.append(lambda: callback(self.now()))
             elif not self._ended:
                 now = self.now()
@@ -70,13 +69,13 @@ class NodeClock:
         self._stopped = True
 
     def go_on(self) -> None:
-        """Continue, and run in order what became due during the stop."""
+        """Continue; run, in order, events that became due during the stop."""
         self._stopped = False
         backlog, self._backlog = self._backlog, []
         for action in backlog:
             self.run(action)
 
     def halt(self) -> None:
-        """Let nothing happen any more."""
+        """Let nothing happen from now on."""
         self._stopped, self._ended = False, True
         self._backlog.clear()

@@ -4,7 +4,7 @@
         await cluster.kill("sim-d3")
         await cluster.restart("sim-d3")
 
-All nodes that are to be paired must be in one cluster: KV transfers use no network.
+Nodes to be paired must be in one cluster, as KV transfers use no network.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Beats are spread over their interval, so that nodes do not all send at once.
 _NUM_BEAT_SLICES = 10
-# A router introduces each new node to all of the other role before it takes the next one.
+# A router introduces a new node to all nodes of the other role before it takes the next node.
 _MAX_JOINING = 16
 _DEFAULT_OPTIONS = SimOptions()
 _NO_FAULTS = FaultSpec()
@@ -45,11 +45,11 @@ class SimStats:
     """Figures of a cluster since its start.
 
     Attributes:
-        num_tokens: output tokens made, even if no client took them.
+        num_tokens: output tokens made, received by clients or not.
         num_running: requests in progress on all nodes.
         cpu_s: CPU seconds of the whole process.
-        max_lag_s: largest delay of a timer; if much longer than a step, the machine is too busy for
-            this many nodes, and the timing is wrong.
+        max_lag_s: longest timer delay; if much longer than a step, the machine is too busy for
+            so many nodes, and times are wrong.
     """
 
     num_tokens: int
@@ -60,7 +60,7 @@ class SimStats:
 
 
 class SimCluster:
-    """Run simulated nodes for one router.
+    """Runs simulated nodes for one router.
 
     Args:
         router: ``host:port``.
@@ -156,7 +156,7 @@ class SimCluster:
         await asyncio.gather(*(self.kill(name) for name in list(self._nodes)))
 
     async def run(self) -> None:
-        """Run until a node fails; raises its error."""
+        """Run until a node fails; raise the node's error."""
         while True:
             for node in self._nodes.values():
                 if node.task.done():
@@ -178,7 +178,7 @@ class SimCluster:
     ) -> None:
         await self.stop()
 
-    # ------------------------------------------------------------------ hands
+    # ------------------------------------------------------------------ disturbances
 
     @property
     def names(self) -> list[str]:
@@ -186,7 +186,7 @@ class SimCluster:
         return list(self._roles)
 
     async def kill(self, name: str) -> None:
-        """End a node abruptly; harmless if it is down."""
+        """End a node abruptly; do nothing if it is down."""
         node = self._nodes.pop(name, None)
         if node is not None:
             self._num_tokens_before += node.simulation.num_tokens_made
@@ -194,7 +194,7 @@ class SimCluster:
             await node.kill()
 
     async def restart(self, name: str) -> None:
-        """Start a node, ending it first if it lives; returns when it has joined."""
+        """Start a node, after ending it if it runs; return when it has joined."""
         await self.kill(name)
         node = SimNode(
             name,
@@ -220,7 +220,7 @@ class SimCluster:
             node.task.result()
 
     async def stall(self, name: str, stall_s: float) -> None:
-        """Stop a node for a time, as by SIGSTOP; returns at once."""
+        """Stop a node for a time, as by SIGSTOP; return at once."""
         node = self._node(name)
         node.stop()
         asyncio.get_running_loop().call_later(stall_s, node.go_on)
@@ -246,7 +246,7 @@ class SimCluster:
             raise NodeUnavailableError(f"simulated node {name} is not running")
         return node
 
-    # ------------------------------------------------------------------ by itself
+    # ------------------------------------------------------------------ random faults
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
@@ -286,7 +286,7 @@ def _read_model(model: str, options: SimOptions, outputs: OutputSource | None) -
     longest = min(
         options.max_model_len or limits.max_position_embeddings,
         limits.max_position_embeddings,
-        options.num_blocks * options.block_size,  # one request alone must fit
+        options.num_blocks * options.block_size,  # one request must fit
     )
     identity = {**folder_identity(folder), "weights": SIMULATED}
     return SimModel(

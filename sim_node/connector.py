@@ -2,9 +2,9 @@
 
     Sender --- SendMachine --- IoLoop --- SimTransport  ===  SimTransport --- IoLoop --- ...
 
-All nodes are in one process, which knows which ones live. So there are no greetings, probes or
-keep-alive messages, and messages are not sealed. Messages arrive at once; writes of a node share
-its link, one after the other. The nodes drive the I/O loops.
+All nodes are in one process, which knows the living ones. So there are no greetings, probes or
+keep-alive messages, and messages are not sealed. Messages arrive at once; a node's writes use its
+link one after another. The nodes drive the I/O loops.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     import torch
 
 TRANSPORT = "simulated"
-# The simulated link takes writes of any size, so splitting them would make no difference.
+# The simulated link takes writes of any size, so splitting writes would make no difference.
 _WHOLE_PUSHES = Portions(write_bytes=2**60, in_flight_bytes=2**60)
 
 
 class KVNetwork:
-    """Find the nodes of one process by engine id."""
+    """Finds the nodes of one process by engine id."""
 
     def __init__(self) -> None:
         self._mark = f"sim:{secrets.token_hex(8)}:".encode()
@@ -59,11 +59,11 @@ class KVNetwork:
         self._ends.pop(engine_id, None)
 
     def peer_info(self, engine_id: str) -> bytes:
-        """Return a node's peer info, which only shows that it is in this process."""
+        """Return a node's peer info, which only shows that the node is in this process."""
         return self._mark + engine_id.encode()
 
     def problem(self, peer_info: bytes) -> str:
-        """Return why a peer cannot be reached; empty if it can."""
+        """Return why a peer cannot be reached; empty if it can be."""
         if peer_info.startswith(self._mark):
             return ""
         return "simulated nodes reach only peers of the same sim-node process"
@@ -80,7 +80,7 @@ class _Write:
 
 
 class _NoScratch:
-    """Stand in for the memory of link tests, which are not made."""
+    """Stands in for the memory of self-tests, which are not made."""
 
     is_on_device = False
     digest = b""
@@ -97,14 +97,14 @@ class _NoScratch:
 
 
 class SimTransport:
-    """Simulate the transfers of blocks that do not exist; a `KVTransport`.
+    """Simulates transfers of blocks that do not exist; a `KVTransport`.
 
     Args:
         engine_id: the node's engine id.
-        network: the network that it belongs to.
+        network: the network of the node.
         manifest: layout of the KV blocks, which do not exist.
         num_blocks: number of these blocks.
-        timing: returns the current timing; called for each write, since nodes may get slow.
+        timing: returns the current timing; called for each write, since nodes may become slow.
         clock: the node's clock.
         on_arrival: called when a message has arrived or a write has ended.
     """
@@ -211,7 +211,7 @@ class _Open:
 
 
 class _OpenChannels(Channels):
-    """Channels without encryption to all peers of this process."""
+    """Unencrypted channels to all peers of this process."""
 
     _open: Any = _Open()
 
@@ -233,8 +233,8 @@ class NearPeers(Peers):
     """Peers in this process: connected while they live, unless the router says otherwise.
 
     Args:
-        network: the network that they belong to.
-        known: positional arguments of `Peers`.
+        network: the network of the peers.
+        known: the positional arguments of `Peers`.
     """
 
     def __init__(self, *known: Any, network: KVNetwork, **calls: Any) -> None:
@@ -253,10 +253,10 @@ class NearPeers(Peers):
         return peer
 
     def meet(self, info: PeerInfo) -> None:
-        """Do nothing: peers are known by the network."""
+        """Do nothing, as the network knows all peers."""
 
     def note_alive(self, engine_id: str, at_s: float) -> None:
-        """Do nothing: the network knows which peers live."""
+        """Do nothing, as the network knows which peers live."""
 
     def leave(self, engine_id: str) -> None:
         if engine_id in self:
@@ -273,11 +273,11 @@ class NearPeers(Peers):
         return engine_id in self._network
 
     def tick(self) -> None:
-        """Do nothing: the network knows which peers live."""
+        """Do nothing, as the network knows which peers live."""
 
 
 class _Life(PeerProcess):
-    """Tell whether a simulated peer has ended."""
+    """Tells whether a simulated peer has ended."""
 
     def __init__(self, engine_id: str, network: KVNetwork) -> None:
         self.engine_id = engine_id
@@ -311,5 +311,5 @@ def make_sender(
 
 
 def _near(network: KVNetwork) -> dict[str, Any]:
-    """Return the parts that replace those for peers in other processes."""
+    """Return replacements for the parts that watch other processes."""
     return {"channels": _OpenChannels(), "make_peers": partial(NearPeers, network=network)}

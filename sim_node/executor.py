@@ -1,10 +1,10 @@
-"""SimExecutor: computes nothing, but takes the time that a real step would.
+"""SimExecutor: computes nothing, but takes the time of a real step.
 
     step      begins when submitted, ends after the time that `TimingModel` gives
-    tokens    come from an `OutputSource`, which depends on prompt and position only
+    tokens    come from an `OutputSource`, and depend only on prompt and position
 
-As on a GPU, a step is submitted before the previous one ends; the node is stepped when the step in
-flight ends. Knows neither requests' outcomes nor peers nor bytes.
+As on a GPU, a step is submitted before the previous one ends; the node's next turn comes when the
+step in flight ends. Refuses to know: requests' outcomes, peers, bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sim_node.options import SimModel, SimOptions
 from sim_node.sim_model import HashedOutputs, TokenAt
 from sim_node.timing import TimingModel
 
-# Only the number of layers matters here, since layer groups are sent one by one.
+# Only the number of layers matters, since layer groups are sent one by one.
 _NUM_LAYERS = NUM_LAYER_GROUPS
 _SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,9 +46,7 @@ _KV_DTYPE = "uint8"  # one byte per element, so that any number of bytes per tok
 
 @dataclass(frozen=True, slots=True)
 class SimKVSpec:
-    """Describe the simulated KV cache: one group of all layers, with full attention; a
-    `KVCacheSpec`.
-    """
+    """The simulated KV cache: one group, full attention; a `KVCacheSpec`."""
 
     groups: tuple[KVCacheGroup, ...]
     block_size: int
@@ -58,7 +56,7 @@ class SimKVSpec:
 
 
 class _Layer:
-    """A layer that is being computed."""
+    """A layer being computed."""
 
     is_computed = False
 
@@ -67,10 +65,10 @@ class _Layer:
 
 
 class SimKVMemory:
-    """Stand for the memory of the KV cache, and hold none; a `KVMemory`.
+    """Stands for the memory of the KV cache, without any memory; a `KVMemory`.
 
     Args:
-        num_blocks: number of blocks that it pretends to hold.
+        num_blocks: number of blocks that the cache pretends to have.
         token_bytes: KV bytes per token over all layers; rounded up to a possible shape.
     """
 
@@ -94,13 +92,13 @@ class SimKVMemory:
         self.layer = _Layer()
 
     def fence(self) -> Callable[[], bool]:
-        """Return a function that tells whether the layer begun last has been computed."""
+        """Return a query whether the layer begun last has been computed."""
         return self.layer.has_ended
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A step in flight; its result is known already."""
+    """A step in flight, with its result, which is known already."""
 
     output: ModelRunnerOutput
 
@@ -109,10 +107,10 @@ class _Done:
 
 
 class SimExecutor:
-    """Simulate the steps of a model, their times and their tokens; an `Executor`.
+    """Simulates a model's steps: their times and their tokens; an `Executor`.
 
     Args:
-        model: the model that the executor claims to compute.
+        model: the model that the executor pretends to compute.
         options: sizes and timing.
         role: the node's role; a decode step has a fixed cost.
         clock: the node's clock.
@@ -121,7 +119,7 @@ class SimExecutor:
     Attributes:
         timing: times of steps; replace it to make the node slow.
         outputs: source of output tokens.
-        now: begin of the next step; set before the node is stepped.
+        now: begin of the next step; set before the node's turn.
         busy_until: end of the latest step.
         requests: the engine's requests, by id.
         num_tokens: tokens sampled since the start.
@@ -150,7 +148,7 @@ class SimExecutor:
         self._memory = SimKVMemory(
             options.num_blocks, options.block_size, options.timing.kv_bytes_per_token
         )
-        self.kv_memory = cast("Any", self._memory)  # no tensor in it is used
+        self.kv_memory = cast("Any", self._memory)  # no tensor in it is read
         self.now = self.busy_until = 0.0
         self.requests: Mapping[str, Request] = {}
         self.num_tokens = 0
@@ -200,7 +198,7 @@ class SimExecutor:
             self._clock.call_at(began + seconds * (number + 1) / _NUM_LAYERS, end)
 
     def step_times(self) -> tuple[tuple[int, float], ...]:
-        """Return (tokens, seconds) of steps, as `measure_step_times` would measure them."""
+        """Return (tokens, seconds) of steps, like `measure_step_times`."""
         most = min(self.config.long_prefill_token_threshold, self.max_model_len - 1)
         return tuple(
             (num_tokens, self._seconds(num_tokens, num_tokens * (num_tokens + 1) // 2))
@@ -208,9 +206,7 @@ class SimExecutor:
         )
 
     def decode_times(self) -> tuple[tuple[int, int, float], ...]:
-        """Return (requests, context tokens, seconds) of decode steps, like
-        `measure_decode_times`.
-        """
+        """Return (requests, context tokens, seconds) of steps, like `measure_decode_times`."""
         if self._role is not NodeRole.DECODE:
             return ()
         long = min(4096, self.max_model_len - 2)
@@ -223,7 +219,7 @@ class SimExecutor:
     ) -> float:
         """Return the duration of a step with this many prompt tokens and decodes."""
         if self._role is NodeRole.PREFILL:
-            num_tokens += num_decoding  # an output of an earlier attempt is continued
+            num_tokens += num_decoding  # requests that continue an earlier attempt's output
             return self.timing.prefill_s(num_tokens, num_pairs + num_kv_tokens)
         seconds = self.timing.decode_s(num_decoding, num_kv_tokens)
         return seconds + self.timing.compute_s(num_tokens, num_pairs)
@@ -250,7 +246,7 @@ class SimExecutor:
 
 
 def engine_config(options: SimOptions, role: NodeRole) -> EngineConfig:
-    """Return the options of a real node's engine with these sizes."""
+    """Return the options of a real node's engine that has these sizes."""
     return EngineConfig(
         block_size=options.block_size,
         num_blocks=options.num_blocks,

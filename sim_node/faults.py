@@ -18,7 +18,7 @@ class FaultSpec:
         stall: stalls per node and minute.
         stall_s: duration of a stall in seconds.
         slow: share of nodes that are slow, from 0 to 1.
-        slow_factor: factor on a slow node's durations.
+        slow_factor: factor of a slow node's durations.
         refuse: probability that a node refuses a command.
         seed: seed of all random choices.
     """

@@ -1,11 +1,11 @@
 """SimNode: a real node over a simulated executor, with its link to the router.
 
-    command -> PrefillNode or DecodeNode -> Engine -> SimExecutor          a step's end is a timer
+    command -> PrefillNode or DecodeNode -> Engine -> SimExecutor       a step's end is a timer
                    |
-               Sender or Receiver -> SimTransport                           and so is a write's
+               Sender or Receiver -> SimTransport                        and a write's end
 
 A node has one engine id from start to end. `stop` and `go_on` act like SIGSTOP and SIGCONT: a
-stopped node does nothing and does not reconnect.
+stopped node does nothing, and does not reconnect.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NodeLinks(Protocol):
 
 
 class SimNode:
-    """Run one node from its start to its end.
+    """Runs one node from its start to its end.
 
     Args:
         name: the node's name; stays the same after a restart.
@@ -113,17 +113,17 @@ class SimNode:
         self.task = asyncio.create_task(self._links.run())
 
     def stop(self) -> None:
-        """Stop: send nothing and react to nothing."""
+        """Stop: send nothing, and react to nothing."""
         self._going.clear()
         self.clock.stop()
 
     def go_on(self) -> None:
-        """Continue, and do what became due during the stop."""
+        """Continue, and handle events that became due."""
         self._going.set()
         self.clock.go_on()
 
     async def kill(self) -> None:
-        """End abruptly, as a killed process does."""
+        """End abruptly, like a killed process."""
         self.clock.halt()
         self.simulation.kill()
         self.task.cancel()
@@ -146,13 +146,13 @@ class SimNode:
 
 
 class Simulation:
-    """Run the node's engine and connector on timers.
+    """Runs the node's engine and connector on timers.
 
     Args:
         engine_id: id of this start of the node.
         role: the node's role.
         network: the process's KV network.
-        model: the model that it claims to serve.
+        model: the model that it pretends to serve.
         options: sizes and timing.
         faults: faults to inject.
         clock: the node's clock.
@@ -203,14 +203,14 @@ class Simulation:
             self.node = DecodeNode(self.engine, receiver, emit, decode, clock=clock.now)
             self._end = receiver
         self._kv_events = KVEventFeed(self.engine.block_pool, emit, clock=clock.now)
-        self._met: set[str] = set()  # peers that the node was told of
+        self._met: set[str] = set()  # peers introduced by the router
         self._step_is_due = self._is_awake = self._look_is_due = False
 
     # ------------------------------------------------------------------ called by SimNode
 
     @property
     def num_tokens_made(self) -> int:
-        """Output tokens made so far, even if no client took them."""
+        """Return the output tokens made so far, received by clients or not."""
         return self._executor.num_tokens
 
     def registration(self, name: str) -> NodeRegistration:
@@ -232,7 +232,7 @@ class Simulation:
         self._executor.timing = self._options.timing.scaled(factor)
 
     def beat(self) -> NodeBeat:
-        """Return the node's load. Also checks deadlines, as an idle engine's thread does."""
+        """Return the node's load; also check deadlines, as an idle engine's thread does."""
         self._look_later()
         self._wake()
         return self.node.beat()
@@ -261,9 +261,9 @@ class Simulation:
     # ------------------------------------------------------------------ commands
 
     def _begin(self, command: PrefillCommand | DecodeCommand) -> None:
-        """Submit a command, unless it is refused; first introduce the peer that it names.
+        """Submit a command, unless refused; first introduce the peer that it names.
 
-        There are many pairs and most never work together, so peers are introduced late.
+        There are many pairs, most of which never work together, so peers are introduced late.
         """
         problem, code = self._problem(command), "INVALID_ARGUMENT"
         if self._refuse and self._random.random() < self._refuse:
@@ -281,7 +281,7 @@ class Simulation:
         if peer in self._network and peer not in self._met:
             self._met.add(peer)
             self.node.submit(PeerUpdate(peer, self._network[peer].peer_info.encode()))
-        # Drop what cannot be simulated: there are no logits.
+        # There are no logits, so parameters about them are dropped.
         params = replace(
             command.sampling_params,
             structured_output=None,
@@ -292,7 +292,7 @@ class Simulation:
         self.node.submit(replace(command, sampling_params=params))
 
     def _problem(self, command: PrefillCommand | DecodeCommand) -> str:
-        """Return why earlier output is wrong for this prompt, which means a retry lost tokens."""
+        """Return why earlier output is wrong for this prompt: if so, a retry lost tokens."""
         if not command.output_token_ids:
             return ""
         output = self._executor.outputs.output_of(command.prompt_token_ids)
@@ -334,7 +334,7 @@ class Simulation:
             self._step_is_due = False
 
     def _look_later(self) -> None:
-        """Run the connector once the current callback has ended."""
+        """Run the connector after the current callback."""
         if not self._look_is_due:
             self._look_is_due = True
             self._clock.call_at(self._clock.now(), self._look)

@@ -1,4 +1,4 @@
-"""SimOptions: sizes of simulated nodes, and the model they claim to serve."""
+"""Sizes of simulated nodes, and the model that they pretend to serve."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ class SimNodeOptions:
         check_limits(self)
 
     def node_sizes(self) -> SimOptions:
-        """Return the sizes with the preset's timing."""
+        """Return the sizes, with the preset's timing."""
         return replace(self.sizes, timing=preset(self.preset).scaled(self.time_scale))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimModel:
-    """The model that a node claims to serve.
+    """The model that a node pretends to serve.
 
     Attributes:
         identity: entries that decide the model's tokens, as nodes report them.

@@ -1,15 +1,16 @@
-"""ScriptedOutputs: a simulated model that says what a file tells it to say.
+"""ScriptedOutputs: a simulated model whose answers are in a file.
 
-    otherwise = "I have nothing to say."        # to a prompt that no rule matches
+    otherwise = "I have nothing to say."        # for prompts that match no rule
 
     [[rule]]
-    after = "Write the file."                   # a text of the prompt
-    with = '"name": "write"'                    # the prompt must have this text, too
+    after = "Write the file."                   # text in the prompt
+    with = '"name": "write"'                    # other text that must be in the prompt
     say = '<tool_call>\\n{"name": "write", "arguments": {"path": "a.txt"}}\\n</tool_call>'
 
-The rule whose `after` comes last in a prompt answers the prompt; the first rule wins a tie. So a
-result of a tool, or a user's next message, leads to the next answer. `say` is raw
-output of the model: its calls have the form of its family, which the router's parsers read.
+Of the rules that match a prompt, the one whose `after` comes last in the prompt gives the answer;
+of several, the first rule. So a tool's result, or a user's next message, leads to the next answer.
+`say` is raw model output: tool calls have the format of the model's family, for the router's
+parsers.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         rule: answers; at least one.
-        otherwise: answer to a prompt that no rule matches.
+        otherwise: answer to prompts that match no rule.
     """
 
     rule: tuple[Rule, ...]
@@ -63,11 +64,11 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ScriptedOutputs:
-    """Outputs of a script, each with an end-of-sequence token behind it.
+    """A script's outputs, each followed by an end-of-sequence token.
 
     Attributes:
         script: rules and answers.
-        tokenizer: makes texts of prompts and tokens of answers.
+        tokenizer: decodes prompts and encodes answers.
         eos_token_ids: end-of-sequence tokens of the model; at least one.
     """
 
@@ -119,7 +120,7 @@ def parse_script(text: str) -> Script:
 
 
 def scripted_outputs(script: Script, folder: Path) -> ScriptedOutputs:
-    """Return a script's outputs in the tokens of a model; raises ConfigError, ModelLoadError."""
+    """Return a script's outputs as tokens of a model; raises ConfigError, ModelLoadError."""
     eos_token_ids = ModelConfig.from_folder(folder).eos_token_ids
     if not eos_token_ids:
         raise ConfigError(f"script: {folder} names no eos_token_id, so no answer could end")

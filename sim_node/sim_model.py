@@ -3,7 +3,7 @@
     token[i] = mix(hash(prompt), i) mod vocab_size
 
 So anyone with the prompt can check an output, whichever nodes made it and however often it was
-retried. It makes no end-of-sequence token: outputs end at `max_tokens`, at a stop token, or at the
+retried. There is no end-of-sequence token: outputs end at `max_tokens`, at a stop token, or at the
 model's maximum length.
 """
 
@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads positions evenly (K
 
 
 class OutputSource(Protocol):
-    """Source of a simulated model's tokens, which depend on prompt and position only.
+    """Source of a simulated model's tokens, which depend only on prompt and position.
 
     Attributes:
         eos_token_ids: tokens that end an output unless the request ignores them.
@@ -39,7 +39,7 @@ class OutputSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HashedOutputs:
-    """Outputs made of hashes of prompt and position; they never end by themselves."""
+    """Outputs of hashed prompts and positions; they never end by themselves."""
 
     vocab_size: int
 
@@ -53,7 +53,7 @@ class HashedOutputs:
 
 
 def prompt_key(prompt_token_ids: Sequence[int]) -> int:
-    """Return a 64-bit hash of a prompt, from which its tokens follow."""
+    """Return a 64-bit hash of a prompt, which decides the output."""
     return xxhash.xxh3_64_intdigest(array("I", prompt_token_ids).tobytes())
 
 
@@ -66,6 +66,6 @@ def token_at(key: int, index: int, vocab_size: int) -> int:
 def output_tokens(
     prompt_token_ids: Sequence[int], num_tokens: int, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the first output tokens of a prompt, for clients to compare with."""
+    """Return the first output tokens of a prompt, to check what clients received."""
     key = prompt_key(prompt_token_ids)
     return tuple(token_at(key, index, vocab_size) for index in range(num_tokens))

@@ -5,7 +5,7 @@
                     + kv tokens * decode_s_per_kv_token
                     + time for prompt tokens in the same step
 
-Computes seconds from numbers; knows no node and no clock.
+Computes seconds from numbers. Refuses to know: nodes, clocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TimingModel:
         decode_s_per_request: additional time per request in the batch.
         decode_s_per_kv_token: additional time per context token in the batch, for reading its KV.
         kv_bytes_per_token: KV size over all layers.
-        link_bytes_per_s: rate at which one prefill node can send.
+        link_bytes_per_s: rate at which a prefill node can send.
         link_latency_s: seconds from the last byte sent until the commit is handled.
     """
 
@@ -56,11 +56,11 @@ class TimingModel:
         return self.prefill_step_s + self.compute_s(num_tokens, num_pairs)
 
     def compute_s(self, num_tokens: int, num_pairs: int) -> float:
-        """Return the time of prompt tokens in a step that reads the weights anyway."""
+        """Return the time that prompt tokens add to a step."""
         return num_tokens / self.prefill_tokens_per_s + num_pairs * self.prefill_s_per_pair
 
     def decode_s(self, num_requests: int, num_kv_tokens: int) -> float:
-        """Return the duration of a decode step of this many requests and context tokens."""
+        """Return the duration of a decode step with this many requests and context tokens."""
         batch_s = num_requests * self.decode_s_per_request
         return self.decode_step_s + batch_s + num_kv_tokens * self.decode_s_per_kv_token
 
@@ -103,8 +103,8 @@ _H100_8B = TimingModel(
     link_latency_s=0.0005,
 )
 # Two H100 per node, a 70B model in fp8 (80 layers, 8 KV heads: 160 KiB of KV per token in fp8).
-# Derived from the above by arithmetic, not measured: 70 / 8 the FLOPs on two GPUs at twice the rate
-# of bf16; 70 GB of weights read at 70 % of 2 * 3.35 TB/s; two ports.
+# Derived from the numbers above by arithmetic, not measured: 70 / 8 the FLOPs on two GPUs at twice
+# the rate of bf16; 70 GB of weights read at 70 % of 2 * 3.35 TB/s; two ports.
 _H100_70B = TimingModel(
     prefill_tokens_per_s=11_000,
     prefill_step_s=0.006,

@@ -1,7 +1,7 @@
 """VirtualTimeLoop: an event loop whose time advances only when nothing is left to do.
 
-Instead of waiting for a timer, the loop moves its clock to it. Real asyncio code runs on it, but no
-sockets, so everything must be in one process. Results do not depend on how busy the machine is.
+Instead of waiting for a timer, the loop moves its clock to the timer's time. It runs real asyncio
+code, but no sockets: everything must be in one process. The machine's load has no effect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import selectors
 
 
 class _Jumps(selectors.SelectSelector):
-    """A selector without files; ``now`` advances by each timeout."""
+    """A selector without files; adds timeouts to ``now``, without waiting."""
 
     now = 0.0
 
@@ -23,7 +23,7 @@ class _Jumps(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop on virtual time; raises RuntimeError if nothing can ever happen again."""
+    """An event loop on virtual time; raises RuntimeError if nothing can happen any more."""
 
     def __init__(self) -> None:
         self._jumps = _Jumps()

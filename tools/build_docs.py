@@ -1,6 +1,6 @@
 """Builds the documentation site of docs/ into build/docs/site; `make docs` runs this.
 
-Pages link to files of the repository, which a site does not have: it gets copies of those files,
+Pages link to files of the repository, which the site lacks. So the site gets copies of those files,
 and pages of the documents beside README.md.
 """
 
@@ -22,23 +22,23 @@ ROOT_PAGES = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 FILES = "repository"
 _LINK = re.compile(r"(\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
-# GitHub begins a list behind a line of text; Python's Markdown wants an empty line before it.
+# GitHub accepts a list right after a line of text; Python's Markdown wants an empty line between.
 _ITEM_BEHIND_TEXT = re.compile(r"^(?![ \t#|]|(?:[*-]|\d+\.) )(.+)\n(?=(?:[*-]|1\.) )", re.MULTILINE)
-# Loads from other servers, which a page must not have.
+# Loads from other servers; a page must not have any.
 _FOREIGN = re.compile(
     r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^\"'> ]*"
 )
 
 
 def main(zensical: str, mermaid: str) -> int:
-    """Stage the pages, build the site, and check it; returns the exit code.
+    """Stage the pages, build the site, and check it; return the exit code.
 
     Args:
         zensical: path of the program.
-        mermaid: path of the library that draws diagrams, which browsers would load from elsewhere.
+        mermaid: path of the library that draws diagrams; browsers would load it from elsewhere.
     """
     stage(Path(mermaid))
-    program = Path(zensical).absolute()  # not resolved: it may be a link into an environment
+    program = Path(zensical).absolute()  # not resolved: perhaps a link into an environment
     done = subprocess.run([program, "build", "--clean", "--strict"], cwd=BUILD, check=False)
     if done.returncode:
         return done.returncode
@@ -66,7 +66,7 @@ def stage(mermaid: Path) -> None:
 
 
 def place_of(source: Path) -> str:
-    """Return where a file of the repository lies in the site."""
+    """Return the path in the site of a file of the repository."""
     relative = source.relative_to(ROOT)
     if relative.parts[0] == "docs":
         return relative.relative_to("docs").as_posix()
@@ -74,7 +74,7 @@ def place_of(source: Path) -> str:
 
 
 def page(source: Path) -> str:
-    """Convert a document to a page: point its links into the site, and make its lists valid."""
+    """Convert a document to a page: redirect its links into the site, and correct its lists."""
 
     def moved(match: re.Match[str]) -> str:
         words, target, anchor = match[1], match[2], match[3] or ""

@@ -3,10 +3,10 @@
     python -m tools.build_wheels TOOLS_BIN FOLDER
 
 TOOLS_BIN holds the programs `hatchling` and `auditwheel`. The libraries are kept in
-build/wheel_libraries, and built again when sources, compiler or flags have changed. Cross compilers
-build for other machine types (apt install gcc-aarch64-linux-gnu). Prints each wheel's size, the C
-library that it needs, and its libraries. The exit code is 1 if a wheel is too large, or if its
-libraries need a newer C library than its tag promises.
+build/wheel_libraries, and rebuilt when sources, compiler or flags change. Cross compilers build for
+other machine types (apt install gcc-aarch64-linux-gnu). For each wheel, the script prints its size,
+the C library that it needs, and its libraries. The exit code is 1 if a wheel is too large, or if
+its libraries need a newer C library than the wheel's tag promises.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def build_wheel(tools: Path, folder: Path, libraries: Path | None = None) -> Path:
-    """Build a wheel, with libraries in it if given; print its size and return its file.
+    """Build a wheel, with the given libraries in it; print its size and return its file.
 
     Raises:
         WheelError: the build or a check failed.
@@ -73,12 +73,12 @@ def build_wheel(tools: Path, folder: Path, libraries: Path | None = None) -> Pat
 def check_wheel(tools: Path, wheel: Path) -> str:
     """Return the C library that a wheel needs, such as "glibc 2.27".
 
-    Raises WheelError if the wheel is too large, or needs a newer C library than its tag says.
+    Raises WheelError if the wheel is too large or needs a newer C library than its tag says.
     """
     if wheel.stat().st_size > MOST_MB * 1e6:
         size = f"{wheel.stat().st_size / 1e6:.1f}"
         raise WheelError(f"{wheel.name}: must have {MOST_MB} MB or less, got {size}")
-    # Each library is for CPUs of its own instruction set, so instruction sets are not checked.
+    # Each library is for CPUs with one instruction set, so instruction sets are not checked.
     shown = run([tools / "auditwheel", "show", "--disable-isa-ext-check", wheel])
     tags = re.search(r'platform tag: "manylinux_2_(\d+)_', " ".join(shown.split()))
     glibc = int(GLIBC.rpartition("_")[2])
@@ -90,7 +90,7 @@ def check_wheel(tools: Path, wheel: Path) -> str:
 def run(command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> str:
     """Run a command in the checkout and return its output.
 
-    Raises WheelError with the end of what it printed.
+    Raises WheelError with the end of the command's output.
     """
     done = subprocess.run(
         command,

@@ -1,8 +1,8 @@
-"""The layout's rules that no linter knows; `make check` runs this. One line per finding.
+"""Rules about the layout that no linter knows; `make check` runs this. One line per finding.
 
-File length has no limit. `make house` reports packages with many files.
-Line limits count code: a function's signature and docstring do not count (the options of a command
-are a table), nor do the functions inside it, which are counted by themselves.
+File length has no limit. `make house` reports packages with many files. Limits of lines count code:
+a function's signature and docstring do not count, because a command's options are a table, and
+functions inside it are counted by themselves.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PACKAGES = {
     "baton_kernels": "kernels/baton_kernels",
 }
 GENERATED = "baton/v1"
-# As packages these would shadow others of that name (Hugging Face `kernels`, `proto-plus`).
+# As packages these would hide others with the same names (Hugging Face `kernels`, `proto-plus`).
 NO_PACKAGE = ("kernels", "proto", "tests", "benchmarks", "deploy", "docs", "examples")
-MANY_FILES = 14  # in a package, beside its sub-packages and its __init__.py: more are reported
+MANY_FILES = 14  # packages with more, not counting sub-packages and __init__.py, are reported
 MAX_DEPTH = 2  # levels of a package below its room
-DATED = ("CHANGELOG.md", "log.md")  # pages that tell what was
+DATED = ("CHANGELOG.md", "log.md")  # pages about the past
 MAX_TEST_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
@@ -64,7 +64,7 @@ def main(root: Path) -> int:
 
 
 def folders_that_are_packages(root: Path) -> Iterator[str]:
-    """Find project folders that are importable."""
+    """Find folders that must not be packages but can be imported."""
     for name in NO_PACKAGE:
         path = root / name / "__init__.py"
         if path.exists():
@@ -82,7 +82,7 @@ def package_findings(root: Path) -> Iterator[str]:
 
 
 def source_findings(root: Path) -> Iterator[str]:
-    """Check functions' and test files' length, and module docstrings; not of generated stubs."""
+    """Check lengths of functions and test files, and module docstrings; skip generated stubs."""
     for folder in (*PACKAGES.values(), "tests"):
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
@@ -118,7 +118,7 @@ def _num_lines(first: ast.stmt, last: ast.stmt) -> int:
 
 
 def names_owned_by_others() -> Iterator[str]:
-    """Find other distributions with one of our import names, imported in our place."""
+    """Find other distributions with one of our import names; Python would import theirs."""
     owners = packages_distributions()
     for name in PACKAGES:
         for owner in sorted(set(owners.get(name, [])) - {DISTRIBUTION}):
@@ -126,22 +126,22 @@ def names_owned_by_others() -> Iterator[str]:
 
 
 def broken_links(root: Path) -> Iterator[str]:
-    """Find relative links in the documents that lead to nothing."""
+    """Find relative links in the documents that lead nowhere."""
     for path in (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))):
         text = _FENCED.sub("", path.read_text(encoding="utf-8"))
         for target in _LINK.findall(text):
             relative = target.partition("#")[0]
-            if not relative or ":" in relative:  # an anchor of the same page, or a URL
+            if not relative or ":" in relative:  # an anchor on the same page, or a URL
                 continue
             if not (path.parent / relative).exists():
                 yield f"{path.relative_to(root)}: the link to {target} leads nowhere"
 
 
 def unknown_places(root: Path) -> Iterator[str]:
-    """Find paths and modules of ours that a page names in backticks and that are not there.
+    """Find paths and modules of ours that a page names in backticks and that do not exist.
 
-    Pages with a date (decisions, log, changes) may name what was. Names with one dot are left out:
-    they may be an object's attribute (`engine.step`).
+    Pages with dates (decisions, log, changes) may name what once existed. Names with one dot are
+    skipped, because they may be an attribute of an object (`engine.step`).
     """
     for path in (*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))):
         if path.name in DATED:
@@ -158,9 +158,9 @@ def unknown_places(root: Path) -> Iterator[str]:
 
 
 def _is_defined(place: Path, parts: Sequence[str]) -> bool:
-    """Return whether a path of names leads to a module, or to a name in a module's text."""
+    """Return whether names lead to a module, or to a name in a module's text."""
     for part in parts:
-        if place.name == "v1":  # protobuf packages end in v1; the names behind it are not files
+        if place.name == "v1":  # a protobuf package, in which names are no files
             return True
         if not place.is_dir():
             text = place.read_text(encoding="utf-8") if place.exists() else ""

@@ -1,15 +1,15 @@
 """Compile every Triton kernel ahead of time, without a GPU, and report registers and memory.
 
     tools/compile_kernels.py            compile, print the table, write the figures
-    tools/compile_kernels.py --check    compile, and fail if a kernel takes more than recorded
-    ... --check --if-changed            the same, if Triton or a kernel has changed since then
+    tools/compile_kernels.py --check    compile, and fail if a kernel uses more than recorded
+    ... --check --if-changed            as above, if Triton or a kernel has changed since then
 
-Cases are the ``AOT_CASES`` of the modules of `baton_kernels.triton`. Types are Triton's, ``i32:16``
-means divisible by 16; pointers are, as torch allocates them. Numbers of registers and spilled bytes
-are those of the ptxas inside Triton's wheel. Pending groups: with how many copies to shared memory
-still under way a loop with products waits for its own; with 0 it waits for all. Releases differ:
-what is written is kept for each, and each is compared with its own. Another one than the installed
-is used from a folder of its own, with ``PYTHONPATH=FOLDER`` (`make kernels`).
+Cases are the ``AOT_CASES`` in modules of `baton_kernels.triton`. Types are Triton's; ``i32:16`` is
+an integer divisible by 16, and so are pointers, as torch allocates them. Registers and spilled
+bytes come from the ptxas in Triton's wheel. Pending groups: how many copies to shared memory may
+still be under way when a loop with products waits for its own; with 0 it waits for all. Figures
+depend on Triton's release, so they are recorded and compared for each release. To use another
+release than the installed one, set ``PYTHONPATH=FOLDER`` to a folder with it (`make kernels`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Found = dict[str, dict[str, Figures]]  # case -> architecture -> figures
 
 
 def main() -> int:
-    """Compile all cases; returns the exit code."""
+    """Compile all cases; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with what is written")
     parser.add_argument("--if-changed", action="store_true", help="only if anything has changed")
@@ -118,13 +118,13 @@ def modules() -> list[str]:
 
 
 def cases_of(module: str) -> tuple[AotCase, ...]:
-    """List a module's cases; none if it has no kernel to launch."""
+    """List a module's cases; none if the module launches no kernel."""
     cases: tuple[AotCase, ...] = getattr(import_module(module), "AOT_CASES", ())
     return cases
 
 
 def _set_up(cache: str) -> None:
-    """Use a fresh cache, since cached kernels are not compiled and show no registers."""
+    """Use an empty cache, because cached kernels are not compiled and show no registers."""
     os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1")
 
 
@@ -181,8 +181,8 @@ def compile_case(case: AotCase, capability: int) -> Any:
 
 
 def sum_order(ttgir: str, ptx: str) -> int:
-    """Number what decides in which order a kernel adds: the instructions that multiply matrices,
-    and the parts of a summed tile that each thread holds. Kernels with one number add alike.
+    """Return a number for the order in which a kernel adds: equal numbers mean equal orders. The
+    order follows from the matrix instructions and from each thread's parts of a summed tile.
     """
     layouts = dict(_LAYOUT.findall(ttgir))
     tiles = set(_SUMMED.findall(ttgir))
@@ -191,7 +191,7 @@ def sum_order(ttgir: str, ptx: str) -> int:
 
 
 def pending_groups(ptx: str) -> int | None:
-    """Find the least that a loop with matrix products waits with; None: none waits for copies."""
+    """Return the least that a loop with products waits with; None if no loop waits for copies."""
     labels: dict[str, int] = {}
     found = []
     lines = ptx.splitlines()
@@ -208,7 +208,7 @@ def pending_groups(ptx: str) -> int | None:
 def differences(
     found: Found, recorded: Mapping[str, Mapping[str, Figures]], complete: bool
 ) -> Iterator[str]:
-    """Report each figure that is worse than the recorded one, or is not recorded."""
+    """Report each figure that is worse than recorded, or not recorded."""
     for name, architecture, figures in _rows(found):
         known = recorded.get(name, {}).get(architecture)
         if known is None:
@@ -253,14 +253,14 @@ def _rows(found: Found) -> Iterator[tuple[str, str, Figures]]:
 
 
 def release() -> str:
-    """Return Triton's release, under which figures are recorded: ``3.6``."""
+    """Return Triton's release, by which figures are recorded: ``3.6``."""
     import triton
 
     return ".".join(triton.__version__.split(".")[:2])
 
 
 def made_of() -> dict[str, str]:
-    """Return the versions that the figures depend on: Triton's, and a digest of kernels' code."""
+    """Return the versions on which the figures depend: Triton's, and a digest of kernels' code."""
     import triton
 
     digest = hashlib.sha256()
@@ -270,7 +270,7 @@ def made_of() -> dict[str, str]:
 
 
 def code_of(source: str) -> str:
-    """Return a module without comments, docstrings and layout; equal for equal code."""
+    """Return a module's code without comments, docstrings and layout."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
@@ -281,13 +281,13 @@ def code_of(source: str) -> str:
 
 
 def read_releases(record: Path) -> dict[str, Any]:
-    """Read what is recorded, by release."""
+    """Read the recorded figures by release."""
     releases: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))["releases"]
     return releases
 
 
 def write(found: Found, complete: bool) -> None:
-    """Record this release's figures; keep those of other releases and cases."""
+    """Record this release's figures; keep those of other releases and other cases."""
     releases = read_releases(RECORD)
     known = {} if complete else releases.get(release(), {}).get("kernels", {})
     kernels = dict(sorted((known | found).items()))

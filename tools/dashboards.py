@@ -1,6 +1,6 @@
-"""Dashboards for Grafana, made of the table of panels here: `python -m tools.dashboards --write`.
+"""Makes Grafana dashboards from the table of panels below: `python -m tools.dashboards --write`.
 
-Knows names of metrics (docs/metrics.md, docs/openai_api.md) and nothing of how they come about.
+Knows metrics only by their names (docs/metrics.md, docs/openai_api.md).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _N = 'role=~"$role", node=~"$node"'
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel: its queries by what their lines are called.
+    """One panel, with its queries by the names of their lines.
 
     Attributes:
         says: description of the panel.
-        unit: Grafana's name of the unit.
-        is_number: the last value as a number; else lines over time.
+        unit: Grafana's name for the unit.
+        is_number: whether to show the last value as a number; if not, lines over time.
     """
 
     title: str
@@ -53,7 +53,7 @@ def _rate(metric: str, labels: str, by: str) -> str:
 
 
 def _ratio(above: str, below: str) -> str:
-    """Divide two rates of each node; a node without the second is left out."""
+    """Divide two rates of each node; leaves out nodes whose second rate is 0."""
     return f"{_rate(above, _N, 'node')} / ({_rate(below, _N, 'node')} > 0)"
 
 
@@ -62,15 +62,15 @@ Rows: TypeAlias = dict[str, tuple[Panel, ...]]  # by their titles
 FLEET: Rows = {
     "Now": (
         Panel("Requests open", {"open": f"sum(baton_router_requests_open{{{_R}}})"},
-              "Waiting and running, of all routers.", is_number=True),
+              "Waiting and running, over all routers.", is_number=True),
         Panel("Requests queued", {"queued": f"sum(baton_router_requests_queued{{{_R}}})"},
               "Waiting at routers for nodes to have room.", is_number=True),
         Panel("Nodes ready",
               {"{{role}}": f'max by (role) (baton_router_nodes{{state="ready", {_R}}})'},
-              "Requests can go there.", is_number=True),
+              "Nodes that requests can go to.", is_number=True),
         Panel("Output tokens per second",
               {"tokens": _rate("baton_router_output_tokens_total", _R, "job")},
-              "Of requests that finished.", is_number=True),
+              "Over finished requests.", is_number=True),
     ),
     "Requests": (
         Panel("Ends", {"{{outcome}}": _rate("baton_router_requests_total", _R, "outcome")},
@@ -82,7 +82,7 @@ FLEET: Rows = {
         Panel("Time to first token", _quantiles("baton_router_time_to_first_token_seconds", _R),
               "From arrival at the router.", "s"),
         Panel("Time between tokens", _quantiles("baton_router_inter_token_latency_seconds", _R),
-              "A request's mean.", "s"),
+              "Mean over a request's tokens.", "s"),
         Panel("Time to last token", _quantiles("baton_router_request_seconds", _R), "", "s"),
         Panel("Attempts per request",
               {"attempts": f"sum(rate(baton_router_attempts_total{{{_R}}}[$__rate_interval])) / "
@@ -95,23 +95,24 @@ FLEET: Rows = {
     "Where the time to the first token goes": (
         Panel("Queue", _quantiles("baton_router_queue_seconds", _R),
               "At the router and on the prefill node. Too few prefill nodes, or a burst.", "s"),
-        Panel("Prefill", _quantiles("baton_router_prefill_seconds", _R), "First chunk to token.",
-              "s"),
+        Panel("Prefill", _quantiles("baton_router_prefill_seconds", _R),
+              "From the first chunk to the first token.", "s"),
         Panel("Expected wait", {"{{instance}}": f"baton_router_expected_wait_seconds{{{_R}}}"},
-              "Of a request that comes now.", "s"),
-        Panel("Decode", _quantiles("baton_router_decode_seconds", _R), "First to last token.", "s"),
+              "For a request that comes now.", "s"),
+        Panel("Decode", _quantiles("baton_router_decode_seconds", _R),
+              "From the first to the last token.", "s"),
     ),
     "Router": (
         Panel("Nodes", {"{{role}} {{state}}": f"max by (role, state) (baton_router_nodes{{{_R}}})"},
               "By state."),
         Panel("Overload level", {"{{instance}}": f"baton_router_overload_level{{{_R}}}"},
-              "1: less urgent requests are refused; 2: all are."),
+              "1: less urgent requests are refused; 2: all requests are."),
         Panel("What the level follows",
               {"{{instance}} {{signal}}": f"baton_router_overload_signal{{{_R}}}"},
-              "Seconds of the event loop's lag, else shares of a limit."),
+              "The event loop's lag in seconds; all others are shares of a limit."),
         Panel("Connections over HTTP",
               {"{{state}}": f"sum by (state) (baton_router_http_connections{{{_R}}})"},
-              "At work on a request, or waiting for one."),
+              "Connections at work on a request, and connections that wait for one."),
     ),
 }  # fmt: skip
 
@@ -120,39 +121,39 @@ HAND_OFF: Rows = {
         Panel("Exposed transfer", _quantiles("baton_router_exposed_transfer_seconds", _R),
               "From token 1 until the decode node has all KV: what a client can notice of it.",
               "s"),
-        Panel("First step", _quantiles("baton_router_first_step_seconds", _R), "Commit to token.",
-              "s"),
+        Panel("First step", _quantiles("baton_router_first_step_seconds", _R),
+              "From the commit to the decode node's first token.", "s"),
         Panel("Transfers ended",
               {"{{role}} {{outcome}}": _rate("baton_transfers_ended_total", _N, "role, outcome")},
-              "Per second. failed: a client was told, or another attempt follows.", "ops"),
+              "Per second. failed: the client got an error, or another attempt follows.", "ops"),
         Panel("Transfers open",
               {"{{role}} {{state}}": f"sum by (role, state) (baton_transfers{{{_N}}})"},
-              "PARKED: waits for its prefill; DRAINING, QUARANTINED: ended, and not yet quiet."),
+              "PARKED: waits for its prefill; DRAINING, QUARANTINED: ended, writes in flight."),
     ),
     "Transport": (
         Panel("Bandwidth of pairs",
               {"{{prefill_node}} {{decode_node}} {{transport}}":
                "max by (prefill_node, decode_node, transport) "
                f"(baton_router_pair_bandwidth_bytes_per_second{{{_R}}})"},
-              "As measured when they met, and by which transport.", "Bps"),
+              "Measured when the nodes connected, by transport.", "Bps"),
         Panel("KV sent", {"{{node}}": _rate("baton_kv_sent_bytes_total", _N, "node")},
-              "What was sent again included.", "Bps"),
+              "Repeated sends included.", "Bps"),
         Panel("KV received", {"{{node}}": _rate("baton_kv_received_bytes_total", _N, "node")},
               "Of committed transfers.", "Bps"),
         Panel("Bytes per descriptor",
               {"{{node}}": _ratio("baton_kv_sent_bytes_total", "baton_kv_descriptors_total")},
-              "Ranges of memory that one write is: the larger, the better.", "bytes"),
+              "Size of one written memory range: larger is better.", "bytes"),
         Panel("Peers", {"{{node}} {{state}}": f"sum by (node, state) (baton_pairs{{{_N}}})"},
-              "Of each node, by state."),
+              "Peers of each node, by state."),
         Panel("Peers found silent", {"{{node}}": _rate("baton_peer_failures_total", _N, "node")},
               "Per second."),
     ),
     "Integrity": (
         Panel("Blocks quarantined", {"{{node}}": f"baton_blocks_quarantined{{{_N}}}"},
-              "Of ended requests, and a peer may still write or read there."),
+              "Blocks of ended requests that a peer may still write or read."),
         Panel("Blocks that arrived wrong",
               {"{{node}}": f"increase(baton_kv_wrong_blocks_total{{{_N}}}[1h])"},
-              "In the last hour. None of them was used."),
+              "In the last hour. No such block was used."),
         Panel("References without owner",
               {"{{node}}":
                f"baton_block_references{{{_N}}} - baton_block_references_owned{{{_N}}}"},
@@ -163,43 +164,44 @@ HAND_OFF: Rows = {
 NODES: Rows = {
     "Engine": (
         Panel("Requests", {"{{node}} {{state}}": f"baton_requests{{{_N}}}"},
-              "parked: their KV is on its way."),
+              "parked: requests whose KV is on its way."),
         Panel("Tokens sampled", {"{{node}}": _rate("baton_output_tokens_total", _N, "node")},
               "/s."),
         Panel("Prompt tokens",
               {"{{node}} computed": _rate("baton_prompt_tokens_computed_total", _N, "node"),
                "{{node}} cached": _rate("baton_cached_prompt_tokens_total", _N, "node"),
                "{{node}} received": _rate("baton_received_prompt_tokens_total", _N, "node")},
-              "Per second, by where their KV comes from."),
+              "Per second, by source of their KV."),
         Panel("Tokens per step", _quantiles("baton_step_tokens", _N),
-              "Of prompts and outputs: how full steps are."),
+              "Tokens of prompts and outputs: how full steps are."),
         Panel("Steps", {"{{node}}": _rate("baton_steps_total", _N, "node")}, "Per second.", "ops"),
         Panel("Seconds per step",
               {"{{node}} model and sampler":
                _ratio("baton_forward_seconds_total", "baton_steps_total"),
                "{{node}} whole": _ratio("baton_step_seconds_total", "baton_steps_total")},
-              "What is between the two is the host's work.", "s"),
+              "The difference of the two is the host's work.", "s"),
         Panel("Model FLOP/s", {"{{node}}": _rate("baton_model_flops_total", _N, "node")},
-              "By the model's configuration; over the devices' peak this is MFU."),
+              "From the model's configuration; divided by the devices' peak, this is MFU."),
         Panel("Memory read",
               {"{{node}} weights": _rate("baton_weight_read_bytes_total", _N, "node"),
                "{{node}} KV": _rate("baton_kv_read_bytes_total", _N, "node")},
-              "Per second, by the model's configuration; compare with the memory's bandwidth.",
+              "Per second, from the model's configuration; compare with the memory's bandwidth.",
               "Bps"),
     ),
     "KV cache": (
         Panel("Blocks in use",
               {"{{node}}": f"1 - baton_blocks_free{{{_N}}} / baton_blocks{{{_N}}}"},
-              "Share of all. Cached prefixes that nobody holds count as free.", "percentunit"),
+              "Share of all blocks. Cached prefixes without an owner are free.", "percentunit"),
         Panel("Blocks by owner", {"{{node}} {{owner}}": f"baton_blocks_held{{{_N}}}"},
-              "References, by who holds them."),
+              "References to blocks, by kind of owner."),
         Panel("Prefix cache hits",
               {"{{node}}":
                _ratio("baton_cached_prompt_tokens_total", "baton_prefix_lookup_tokens_total")},
-              "Share of the prompt tokens that were looked for.", "percentunit"),
-        Panel("Blocks cached", {"{{node}}": f"baton_blocks_cached{{{_N}}}"}, "Contents."),
+              "Share of looked-up prompt tokens that were cached.", "percentunit"),
+        Panel("Blocks cached", {"{{node}}": f"baton_blocks_cached{{{_N}}}"},
+              "Blocks in the prefix cache."),
         Panel("Blocks evicted", {"{{node}}": _rate("baton_blocks_evicted_total", _N, "node")},
-              "Per second: given out while they cached something."),
+              "Per second: cached blocks that were given to other requests."),
         Panel("Preemptions", {"{{node}}": _rate("baton_preemptions_total", _N, "node")},
               "Requests per second that lost their blocks."),
     ),

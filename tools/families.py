@@ -1,9 +1,9 @@
 """List the source files that name a model family: ``python -m tools.families NAME...``.
 
-A family is known in its own file and has a line in the registry. Any other file that names it in
-code is listed and makes the exit code 1. Comments and docstrings may name a family as an example.
-Two tables have names of their own that may equal a family's: formats of tool calls, and splitters
-of text before it is tokenized.
+A family is known in its own file and has a line in the registry. Any other file whose code names it
+is listed and makes the exit code 1. Comments and docstrings may name families as examples. Two
+tables have names of their own that may equal a family's: formats of tool calls, and splitters of
+text before tokenization.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TESTS = "tests"
 
 
 def main(names: list[str]) -> int:
-    """Print the files of each family; return 1 if a family is named where it should not be."""
+    """Print the files that name each family; return 1 if other files than expected do."""
     if not names or not set(names) <= set(FAMILIES):
         print(f"known families: {', '.join(FAMILIES)}")
         return 2

@@ -1,7 +1,7 @@
-"""Fuzz one target guided by coverage (atheris): ``python -m tools.fuzz TARGET SECONDS``.
+"""Fuzz one target, guided by coverage (atheris): ``python -m tools.fuzz TARGET SECONDS``.
 
-Inputs that reached new code, and findings, are merged into the target's corpus. The exit code tells
-whether there is a finding.
+Inputs that reach new code, and findings, are merged into the target's corpus. The exit code says
+whether there are findings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOUND = Path("build/fuzz")
 
 
 def main(name: str, seconds: int) -> int:
-    """Fuzz in a new process, because libFuzzer ends its process; return the exit code."""
+    """Fuzz in a new process, because libFuzzer ends the process; return the exit code."""
     found, kept = FOUND / name, CORPUS / name
     for folder in (found, kept):
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def main(name: str, seconds: int) -> int:
     command = [sys.executable, "-m", "tools.fuzz", "--libfuzzer", name, *limits]
     fuzzing = [f"-max_total_time={seconds}", "-print_final_stats=1", f"-artifact_prefix={kept}/"]
     rc = subprocess.run([*command, *fuzzing, str(found), str(kept)], check=False).returncode
-    # A finding that fails again while it is merged does not count twice.
+    # A finding that fails again during the merge does not count twice.
     merging = ["-merge=1", f"-artifact_prefix={found}/"]
     subprocess.run([*command, *merging, str(kept), str(found)], check=False)
     print(f"{name}: exit code {rc}, {len(list(kept.iterdir()))} files in its corpus", flush=True)
@@ -44,7 +44,7 @@ def _fuzz_here(name: str, arguments: list[str]) -> None:
     def target(data: bytes) -> None:
         run(name, data)
 
-    # To merge, libFuzzer starts itself again, in a shell.
+    # For a merge, libFuzzer starts itself again in a shell.
     itself = f"{sys.executable} -m tools.fuzz --libfuzzer {name}"
     atheris.Setup([itself, *arguments], target)
     atheris.Fuzz()

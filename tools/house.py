@@ -2,9 +2,9 @@
 
     python -m tools.house            print per package: files, lines, lengths of functions
     python -m tools.house --write    write the generated parts of PAGES: packages, day path, ...
-    python -m tools.house --check    find stale parts of those pages; `make check` runs this
+    python -m tools.house --check    find stale parts of these pages; `make check` runs this
 
-Generated stubs do not count. Lines of a function are those of its own code, as check_layout counts.
+Generated stubs do not count. Functions' lines are counted as in check_layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAP = "docs/architecture.md"
 DAY_PATH = "docs/day_path.md"
 DECISIONS = "docs/adr/README.md"
 DAY_PATH_LINES = 6_000  # what one person reads in a day
-# Relative error in a page's number of lines at which the page counts as stale.
+# Relative error of a page's number of lines from which on the page is stale.
 TOLERANCE = 0.1
 # Marks around a generated part of a page.
 BEGIN, END = "<!-- written by tools/house.py -->", "<!-- end -->"
@@ -38,8 +38,8 @@ class Chapter:
 
     Attributes:
         title: the chapter's title.
-        sentence: knowledge that its reader gains.
-        names: classes and functions, in the order in which to read them; files are found by them.
+        sentence: what a reader of the chapter learns.
+        names: classes and functions, in reading order; their files are found by these names.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Chapter:
     names: tuple[str, ...]
 
 
-# The day: every file that decides something about a request in which nothing fails.
+# The day: every file that decides something about a request that meets no failure.
 DAY = (
     Chapter(
         "At the router",
@@ -78,7 +78,7 @@ DAY = (
         ("StepPlan:engine", "ModelRunner"),
     ),
 )
-# Another day: the forward pass, and types that carry values between files of the first day.
+# Another day: the forward pass, and types for values that go between files of the first day.
 BESIDE = (
     Chapter(
         "The model",
@@ -117,7 +117,7 @@ _ROW = re.compile(r"^\| `([^`]+)` \| (.*?) \| (\d+) \| ([\d,]+) \|$", re.MULTILI
 
 @dataclass(frozen=True)
 class Package:
-    """A folder of modules, without the folders in it."""
+    """A folder of modules, not counting the folders in it."""
 
     name: str
     sentence: str
@@ -184,7 +184,7 @@ def _first_sentence(file: Path) -> str:
 
 
 def day_path(root: Path, chapter: Chapter) -> Iterator[tuple[str, str, int]]:
-    """Return the files to read: path, sentence, lines; raises ValueError for an unknown name."""
+    """Yield the files to read: path, sentence, lines; raises ValueError for an unknown name."""
     seen = set()
     for name in chapter.names:
         file = _file_of(root, *name.split(":"))
@@ -287,7 +287,7 @@ def _parts(root: Path, page: str) -> tuple[str, str, str]:
 
 
 def findings(root: Path) -> Iterator[str]:
-    """List stale statements of the pages; numbers of lines may differ by a tenth."""
+    """List stale statements on the pages; numbers of lines may differ by a tenth."""
     for page, make in PAGES.items():
         _, written, _ = _parts(root, page)
         old, new = _rows(written), _rows(make(root))
@@ -321,7 +321,7 @@ def crowded(root: Path) -> Iterator[str]:
 
 
 def imported_by_day(root: Path) -> set[Path]:
-    """Return the project's files that the day path imports and that are not on it."""
+    """Return the project's files that the day path imports but does not contain."""
     files = {root / path for chapter in DAY for path, *_ in day_path(root, chapter)}
     found: set[Path] = set()
     for node in (node for file in files for node in ast.walk(_tree(file))):
@@ -338,12 +338,12 @@ def _place_of(root: Path, module: str) -> Path:
 
 
 def _file_at(place: Path) -> Path | None:
-    """Return a module's file; None if it is not one of ours, or a package without code."""
+    """Return a module's file; None if it is not ours, or a package without code."""
     return next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None)
 
 
 def show(root: Path) -> None:
-    """Print the packages, and how long the day path is."""
+    """Print the packages and the length of the day path."""
     table = Table("package", "files", "lines", "function p90", "parameters p90", box=None)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -360,7 +360,7 @@ def show(root: Path) -> None:
 
 
 def main(root: Path, words: list[str]) -> int:
-    """Do what the command line says; returns the exit code."""
+    """Run the command line; return the exit code."""
     if words == ["--write"]:
         write(root)
     elif words == ["--check"]:

@@ -20,7 +20,7 @@ resources:
 
 
 def main() -> None:
-    """Write the chart's output, and a kustomization with it."""
+    """Write the chart's output, and a kustomization that uses it."""
     chart = str(ROOT / "deploy/helm/baton")
     command = [str(HELM), "template", "baton", chart, "--namespace", "baton"]
     text = subprocess.check_output(command, text=True)

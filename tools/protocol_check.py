@@ -1,7 +1,7 @@
-"""Check the model of the hand-off (docs/protocol/handoff.pml) with spin, state by state.
+"""Checks the model of the hand-off (docs/protocol/handoff.pml) with spin, state by state.
 
-Each configuration is searched to its end; each seeded mistake must be found. Prints a table and
-returns 1 if anything is not as it should be. Refuses to install anything: see install_spin.sh.
+Each configuration is searched to its end, and each seeded mistake must be found. Prints a table and
+returns 1 if a result is wrong. Installs nothing: see install_spin.sh.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Configuration:
     """One search.
 
     Attributes:
-        settings: macros of the model that differ from "no fault at all".
-        mistake: a macro that breaks the protocol; then the search must find an error.
-        cycles: search for endless runs instead of wrong states.
-        quick: part of the short check.
+        settings: macros of the model whose values differ from those for "no fault at all".
+        mistake: a macro that breaks the protocol, so that the search must find an error.
+        cycles: whether to search for endless runs in place of wrong states.
+        quick: whether the short check includes this search.
     """
 
     name: str
@@ -69,7 +69,7 @@ CONFIGURATIONS = [
     Configuration("2 requests: crash of their D", {**SHARED_D, "PART_KILLED": 2, "CRASHES": 1}),
     Configuration("2 requests: crash of one P", {**SHARED_D, "PART_KILLED": 0, "CRASHES": 1}),
     Configuration("2 requests: crash of their P", {**SHARED_P, "PART_KILLED": 0, "CRASHES": 1}),
-    # Everything at once takes 5 GiB and, alone on a core, some minutes.
+    # With all faults at once, a search takes 5 GiB and some minutes of one core.
     Configuration("2 requests: crash of any node", {**TWO, "CRASHES": 1}),
     Configuration("2 requests: router's crash, loss", {**TWO, "ROUTER_CRASHES": 1, "LOSSES": 1}),
     Configuration("no quarantine", {"SUSPECTS": 1}, "NO_QUARANTINE", quick=True),
@@ -85,7 +85,7 @@ CONFIGURATIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a search; ``num_states`` counts states until its end or the first error."""
+    """The result of a search; ``num_states``: states until its end or its first error."""
 
     num_states: int
     seconds: float
@@ -94,7 +94,7 @@ class Outcome:
 
 
 def search(configuration: Configuration, folder: Path) -> Outcome:
-    """Build the verifier of a configuration and run it."""
+    """Build a configuration's verifier and run it."""
     macros = [
         f"-D{name}={value}"
         for name, value in {**dict.fromkeys(FAULTS, 0), **configuration.settings}.items()
@@ -129,7 +129,7 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def main() -> int:
-    """Search all (or the quick) configurations; returns the exit code."""
+    """Run all searches, or the quick ones; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds; skip without spin")
     arguments = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Make tests/numerics/samples: layers of checkpoints by AutoRound and by NVIDIA's ModelOpt.
+"""Makes tests/numerics/samples: layers of checkpoints by AutoRound and NVIDIA's ModelOpt.
 
-Neither is a dependency, as both bring much that nothing else needs; their files are kept. With
-both beside the project's own packages (``pip install --target FOLDER auto-round nvidia-modelopt``
-and what they miss)::
+Neither tool is a dependency, because each brings many packages; only their files are kept. To make
+the files, install both beside the project's own packages (``pip install --target FOLDER auto-round
+nvidia-modelopt`` and whatever they lack)::
 
     PYTHONPATH=FOLDER .venv/bin/python -m tools.quantized_samples
 
-Each file has the tensors of two layers of a tiny model, and as metadata its configuration, who
-wrote it, and the SHA-256 of each weight as float32 by the tool's own code.
+Each file has the tensors of two layers of a tiny model. Its metadata: the configuration, the tool
+that wrote it, and the SHA-256 of each weight as float32 by the tool's own code.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 FOLDER = Path(__file__).parents[1] / "tests" / "numerics" / "samples"
 LAYERS = ("model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj")
-VOCABULARY = 4096  # vocabulary of the demo model, as AutoRound needs its tokenizer
+VOCABULARY = 4096  # the demo model's, whose tokenizer AutoRound needs
 
-# Name of a layer, and its tensors.
+# Returns a layer's weight, given the layer's name and its tensors.
 WeightOf = Callable[[str, Mapping[str, Tensor]], Tensor]
 
 AUTO_ROUND: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,13 +61,13 @@ MODELOPT = {
 
 
 def digest(weight: Tensor) -> str:
-    """Return the SHA-256 of a weight as float32; zeros have no sign."""
+    """Return the SHA-256 of a weight as float32, with all zeros positive."""
     numbers = (weight.float() + 0.0).contiguous()
     return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
 
 
 def tiny_model(folder: Path) -> None:
-    """Write a model of one layer, random, and the demo model's tokenizer."""
+    """Write a random model of one layer, and the demo model's tokenizer."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def tiny_model(folder: Path) -> None:
 
 
 def by_auto_round(name: str, source: Path, made: Path) -> WeightOf:
-    """Quantize by rounding only; read the weights from its own layers' product with an identity."""
+    """Quantize by rounding alone; get weights as the products of its layers with an identity."""
     from auto_round import AutoRound
     from auto_round.export.export_to_awq.utils import dequantize_gemm
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -113,7 +113,7 @@ def by_auto_round(name: str, source: Path, made: Path) -> WeightOf:
 
 
 def by_modelopt(name: str, source: Path, made: Path) -> WeightOf:
-    """Quantize with a configuration of ModelOpt; its own dequantization gives the weights."""
+    """Quantize with one of ModelOpt's configurations; its own dequantization gives the weights."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
@@ -155,7 +155,7 @@ def _dequantized(layer: str, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _by_definition(weight: Tensor, scale: Tensor) -> Tensor:
-    if weight.dtype == torch.uint8:  # two outputs per byte, the first in the low half
+    if weight.dtype == torch.uint8:  # two outputs per byte, the first in the lower half
         halves = [(weight & 15).int(), (weight >> 4).int()]
         halves = [half - 16 * (half > 7) for half in halves]
         weight = torch.stack(halves, dim=1).reshape(-1, weight.shape[1])
@@ -169,7 +169,7 @@ def _by_definition(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def main() -> int:
-    """Make all samples, or some; returns the exit code."""
+    """Make all samples, or the named ones; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", default=[*AUTO_ROUND, *MODELOPT])
     FOLDER.mkdir(exist_ok=True)

@@ -1,9 +1,9 @@
-"""Record this version's messages, for the compatibility test of the next version.
+"""Records this version's messages, for the compatibility test of later versions.
 
     python -m tools.record_wire tests/contract/wire/0.1.0
 
-Writes the descriptors of ``proto/`` and a message of every kind, with every field filled, as bytes
-and as JSON. To be run once per release, on the release's commit; the files are never written anew.
+Writes the descriptors of ``proto/``, and a message of every kind with every field filled, as bytes
+and as JSON. Run this once per release, on the release's commit; the files are never rewritten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_DEPTH = 6
 def sample(descriptor: Descriptor, *, seed: int = 1, member: str = "", depth: int = 0) -> Message:
     """Make a message with every field filled; of a oneof, the first member or ``member``.
 
-    Values differ from field to field and from default ones. Deeper nesting than in our messages is
+    All values differ from one another and from defaults. Nesting deeper than our messages have is
     left out.
     """
     message: Any = GetMessageClass(descriptor)()
@@ -90,7 +90,7 @@ def top_messages() -> list[tuple[str, Message]]:
                     for member in _members(descriptor):
                         name = f"{descriptor.full_name}{'.' if member else ''}{member}"
                         found[name] = sample(descriptor, member=member)
-    for name in ("NodeAdminRequest", "NodeAdminResponse"):  # travel as bytes in others
+    for name in ("NodeAdminRequest", "NodeAdminResponse"):  # they travel as bytes in others
         descriptor = admin_pb2.DESCRIPTOR.message_types_by_name[name]
         for member in _members(descriptor):
             found[f"{descriptor.full_name}.{member}"] = sample(descriptor, member=member)
@@ -98,7 +98,7 @@ def top_messages() -> list[tuple[str, Message]]:
 
 
 def _commands() -> dict[str, Message]:
-    """Make samples of commands to nodes from plausible values, as nodes check them."""
+    """Make samples of commands to nodes with plausible values, because nodes check them."""
     from baton.api.sampling_params import SamplingParams
     from baton.link import wire
     from baton.link.words import DecodeCommand, PrefillCommand
@@ -130,7 +130,7 @@ def _members(descriptor: Descriptor) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    """Write descriptors and examples of this version's messages."""
+    """Write the descriptors and sample messages of this version."""
     from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
 
     folder.mkdir(parents=True)

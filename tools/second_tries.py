@@ -1,10 +1,10 @@
-"""Records tests that failed once and were tried again, and shows which do so most often.
+"""Records tests that failed and were tried again, and shows the most frequent ones.
 
-    python -m tools.second_tries note    append what pytest's last run failed to the record
+    python -m tools.second_tries note    append the failures of pytest's last run to the record
     python -m tools.second_tries show    print how often each recorded test failed, by day
 
-The record is `build/second_tries.jsonl`, or the file that BATON_SECOND_TRIES names. Each failed run
-is one line of JSON. `make test` and its kin note failures before they try them once more.
+The record is `build/second_tries.jsonl`, or the file in BATON_SECOND_TRIES. Each failed run is one
+line of JSON. `make test` and similar targets note failures before they try them again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def record_of(root: Path) -> Path:
 
 
 def note(root: Path, record: Path, *, now: datetime, revision: str) -> int:
-    """Append the tests that pytest's last run failed; return their number."""
+    """Append the failed tests of pytest's last run; return their number."""
     file = root / LAST_FAILED
     failed = sorted(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else []
     if failed:
@@ -49,7 +49,7 @@ def days_of(record: Path) -> dict[str, Counter[str]]:
 
 
 def main(root: Path, words: list[str]) -> int:
-    """Do what the command line says; return the exit code."""
+    """Run the command line; return the exit code."""
     record = record_of(root)
     if words == ["note"]:
         git = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]

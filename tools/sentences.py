@@ -1,8 +1,8 @@
-"""Sentences that a stranger probably has to read twice; `make check` runs this.
+"""Finds sentences that a stranger probably has to read twice; `make check` runs this.
 
-A public function's docstring begins with a verb in the imperative; the docstring of a class or a
-property, and an attribute's line, with a verb or a noun. `OPENERS` and `TURNS` are refused. `OLD`
-says how many old sentences each folder may keep; more are refused.
+A public function's docstring begins with a verb in the imperative; that of a class or property, and
+an attribute's line, with a verb or a noun. `OPENERS` and `TURNS` are refused. `OLD` says how many
+old sentences each folder may keep; further ones are refused.
 
     python -m tools.sentences [ROOM ...]     lists the sentences of rooms, old ones included
 """
@@ -21,7 +21,7 @@ OPENERS = re.compile(
     r"|by what|such|neither|nor|else|otherwise|where (there|it)|in the order)\b",
     re.IGNORECASE,
 )
-# Turns that English does not take, and the word to use instead.
+# Turns that are no good English, each with advice.
 TURNS = (
     (re.compile(r"\bguess(es|ed)?\b", re.I), "say draft"),
     (re.compile(r"\bof (which|whom|whose)\b.*\bof (which|whom|whose)\b", re.I), "two 'of which'"),
@@ -62,7 +62,7 @@ _Documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def main(root: Path, rooms: Sequence[str] = ()) -> int:
-    """Print the sentences of rooms with more of them than `OLD` allows; return the exit code."""
+    """Print the sentences of rooms that have more than `OLD` allows; return the exit code."""
     failed = False
     for room in rooms or sorted(OLD):
         found = list(room_findings(root, room))

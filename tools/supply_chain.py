@@ -1,9 +1,10 @@
-"""Checks that all dependencies are locked, under known licences, without known holes.
+"""Checks that dependencies are locked, have known licences, and no known security holes.
 
-Usage: python tools/supply_chain.py AUDIT_BIN SBOM: folder of the audit tools, file for the SBOM.
+Usage: python tools/supply_chain.py AUDIT_BIN SBOM: the folder of the audit tools, and the file to
+write the SBOM to.
 
-`make check` runs this in the development environment. One line per finding. Packages
-without advisories to look up (a registry need not serve them) are listed, not findings.
+`make check` runs this in the development environment. One line per finding. Packages without
+advisories (a registry need not serve any) are listed, but are no findings.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = "requirements.lock"
-EXTRA = "dev"  # the lock is made for this extra, which includes those that users install
-# Not locked, as each machine has its own build with its own hash: see tools/lock.in.
+EXTRA = "dev"  # the lock is made for this extra, which includes the users' extras
+# Not locked, because each kind of machine has a build with its own hash; see tools/lock.in.
 UNLOCKED = frozenset({"torch"})
-# To add a package under another licence, first decide whether the project may depend on it.
+# Before adding a package with another licence, decide whether the project may depend on it.
 LICENCES = (
     "0BSD;Apache;BSD;BSL-1.0;CC0-1.0;CNRI-Python;ISC;LLVM-exception;MIT;MPL;"
     "Mozilla Public License;PSF;Python Software Foundation;Zlib"
@@ -40,7 +41,7 @@ Pins = Mapping[str, list[Version]]
 
 
 def read_lock(text: str) -> dict[str, list[Version]]:
-    """Map each locked package to its versions (one, or one per Python version).
+    """Map each locked package to its versions: one, or one per Python version.
 
     Raises ValueError for a pin that has no hash.
     """
@@ -93,10 +94,10 @@ def licence_findings(audit_bin: Path) -> Iterator[str]:
 
 
 def known_holes(audit_bin: Path) -> tuple[list[str], int, int]:
-    """Look up advisories of all locked packages.
+    """Look up the advisories on all locked packages.
 
     Returns:
-        The findings, the number of packages that were looked up, and of those that could not be.
+        The findings, the number of packages looked up, and the number without an answer.
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         command = [str(audit_bin / "pip-audit"), "--requirement", LOCK, "--disable-pip"]
@@ -109,7 +110,7 @@ def known_holes(audit_bin: Path) -> tuple[list[str], int, int]:
             check=False,
         )
         text = Path(report.name).read_text(encoding="utf-8")
-    if not text:  # no registry, or none that answers
+    if not text:  # without a registry that answers
         print(f"advisories: {(result.stderr.strip().splitlines() or ['no answer'])[-1]}")
         return [], 0, -1
     packages = json.loads(text)["dependencies"]

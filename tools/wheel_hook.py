@@ -1,7 +1,7 @@
-"""Puts libraries that were built ahead into a wheel, and tags the wheel with their machine type.
+"""Puts libraries built ahead into a wheel, and tags the wheel with their machine type.
 
-hatchling runs this for every wheel. `tools/build_wheels.py` names the libraries' folder in
-``BATON_WHEEL_LIBRARIES``; without it, the wheel carries C sources alone and is for every platform.
+hatchling runs this for every wheel. `tools/build_wheels.py` puts the libraries' folder into
+``BATON_WHEEL_LIBRARIES``; without it, a wheel has only C sources and is for every platform.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER_VARIABLE = "BATON_WHEEL_LIBRARIES"
-GLIBC = "manylinux_2_28"  # of PyTorch's and NIXL's wheels, too
+GLIBC = "manylinux_2_28"  # also the tag of PyTorch's and NIXL's wheels
 
 
 class WheelHook(BuildHookInterface[Any]):

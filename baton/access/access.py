@@ -1,11 +1,10 @@
-"""Access: decides who a call's principal is, and whether that principal may make the call.
+"""Access: decides who a caller is, and whether this principal may make the call.
 
-All gRPC calls, HTTP paths and metrics pages ask here before anything else. The module itself knows
-neither gRPC nor HTTP.
+All gRPC calls, HTTP paths and metrics pages ask here first. This file knows neither gRPC nor HTTP.
 
-Wrong keys are rate-limited per client address. When an address has sent too many wrong keys, other
-keys from there are refused without a comparison. Keys that have worked before go on working, so
-nobody can lock out other callers behind the same proxy.
+Wrong keys are rate-limited per client address. After too many wrong keys from an address, new keys
+from there are refused without a comparison. Keys that have worked before still work, so nobody can
+lock out other callers behind the same proxy.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from baton.api.errors import (
 
 logger = logging.getLogger(__name__)
 
-# Names of keys begin with a letter or digit, so no key in a file can have one of these names.
+# Names in key files begin with a letter or digit, so no key in a file can have one of these names.
 ADMIN_TOKEN = Principal(
     name="--admin-token",
     tenant="--admin-token",
@@ -48,10 +47,10 @@ _UNKNOWN_KEY = (
     "authorization: the API key is not known here; the operator of the router makes keys "
     "(baton keys new)"
 )
-_BURST, _PER_SECOND = 10, 1.0  # wrong keys of one address: at once, and per second
+_BURST, _PER_SECOND = 10, 1.0  # wrong keys per address: at once, then per second
 _AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # audit lines about refusals, per address
-_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # audit lines about refusals and read access together
-_SAME_LOOK_S = 60.0  # repeated reads of the same thing (`baton admin top`) are logged once a minute
+_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # lines about refusals and reads, over all addresses
+_SAME_LOOK_S = 60.0  # repeated equal reads (`baton admin top`) make one line in this time
 
 
 class Access:
@@ -61,9 +60,8 @@ class Access:
         keys_file: file with API keys; None: no such file.
         admin_token: API key with the roles of `ADMIN_TOKEN`; empty: none.
         node_token: API key with the roles of `NODE_TOKEN`; empty: none.
-        model: name of the served model, for keys that are limited to some models, until
-            `note_names`.
-        audit: log of joins, reads, changes and failures.
+        model: name of the served model until `note_names`, for keys limited to some models.
+        audit: log of joins, reads, changes and refusals.
         by_certificate: whether callers must show a client certificate.
 
     Raises:
@@ -100,13 +98,13 @@ class Access:
         self._own_changes = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
 
     def note_names(self, names: Callable[[], Sequence[str]]) -> None:
-        """Note how to find the names that are served now, the default one first."""
+        """Note a function that returns the served models' names, the default model's name first."""
         self._names = names
 
     def warn_of_gaps(self, roles: Iterable[Role]) -> None:
-        """Log a warning for each role that no key has, at the program's start.
+        """Log a warning at the program's start for each role that no key has.
 
-        Logs nothing when client certificates are required, as their roles are not known in advance.
+        Logs nothing if client certificates are required, because their roles are unknown then.
         """
         if self.is_open or self._by_certificate:
             return
@@ -137,11 +135,11 @@ class Access:
     def principal_of(self, credentials: Credentials, anybody: Principal = ANYBODY) -> Principal:
         """Return the caller's principal.
 
-        An API key counts before a client certificate. If the program has no keys, the certificate
-        counts, whatever key is sent. Comparing takes the same time for all keys.
+        An API key has precedence over a client certificate. If the program has no keys, the
+        certificate counts and any key is ignored. Comparing takes equal time for all keys.
 
         Args:
-            anybody: principal of callers where no credentials are required.
+            anybody: principal of callers who need no credentials.
 
         Raises:
             UnauthenticatedError: the credentials are missing, unknown or expired.
@@ -153,7 +151,7 @@ class Access:
             return anybody
         has_keys = bool(self._tokens or self._keys_file)
         if credentials.certificate is not None and not (credentials.authorization and has_keys):
-            # Some clients must send a key, and send a dummy such as "none".
+            # Some clients must send a key, and then send a dummy such as "none".
             return credentials.certificate
         scheme, _, given = credentials.authorization.partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
@@ -187,7 +185,7 @@ class Access:
     def admit(
         self, credentials: Credentials, roles: Roles, call: str, anybody: Principal = ANYBODY
     ) -> Principal:
-        """Return the caller's principal if it may make a call; log refusals in the audit log.
+        """Return the caller's principal if it may make a call; write refusals to the audit log.
 
         Args:
             roles: roles that allow the call; one of them is enough.
@@ -220,8 +218,8 @@ class Access:
             raise PermissionDeniedError(
                 f"authorization: {principal.name} must have the role {wanted} for this"
             )
-        # Only inference calls are checked, because operators' calls use no model. Whether the
-        # caller may use the name in its request is known when the request has been read.
+        # Only inference calls are checked: operators' calls use no model. The name in the request
+        # can only be checked after the request has been read.
         uses_model = roles == INFER
         if uses_model and principal.models and principal.models.isdisjoint(self._names()):
             raise PermissionDeniedError(
@@ -239,15 +237,15 @@ class Access:
         arguments: Mapping[str, Any] | None = None,
         problem: str = "",
     ) -> None:
-        """Log an action or an attempt; the same read access is logged once a minute."""
+        """Log an action or an attempt; equal reads are logged once a minute."""
         is_client = principal.may(Role.INFER)  # routers lack this role
         told = {name: clip(value) for name, value in (arguments or {}).items()}
         if kind is AuditKind.LOOKED:
             same = f"{principal.name} {address} {call} {told} {problem}"
             if not self._looks.take(same):
                 return
-            # Clients can only read their own requests. Asking for ever new ids must not push out
-            # others' lines.
+            # Clients can only read their own requests. A client that asks for ever new ids must not
+            # push out others' lines.
             if is_client and not principal.is_operator and not self._new_looks.take(principal.name):
                 self.audit.note_suppressed()
                 return
@@ -255,7 +253,7 @@ class Access:
                 self.audit.note_suppressed()
                 return
         elif kind is AuditKind.CHANGED and is_client and not principal.may(Role.OPERATE):
-            # A client may abort any number of its own requests, so these lines are limited, too.
+            # A client may abort any number of its own requests, so these lines are limited too.
             if not (self._own_changes.take(principal.name) and self._all_lines.take("")):
                 self.audit.note_suppressed()
                 return
@@ -285,9 +283,9 @@ class Access:
 
 
 def _network(address: str) -> str:
-    """Return the address by which a caller's wrong keys are counted: of IPv6 its /64 network.
+    """Return the address under which wrong keys are counted: an IPv6 address's /64 network.
 
-    IPv4 addresses in IPv6 form (``::ffff:10.0.0.7``) all lie in one /64 network, so each counts as
+    All IPv4 addresses in IPv6 form (``::ffff:10.0.0.7``) lie in one /64 network, so each counts as
     its IPv4 address.
     """
     try:

@@ -1,4 +1,4 @@
-"""Option texts that the programs share for access. Imports nothing, so `--help` stays fast."""
+"""Help texts of access options that several programs share. Imports nothing: `--help` is fast."""
 
 from __future__ import annotations
 

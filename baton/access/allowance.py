@@ -13,8 +13,8 @@ MAX_NAMES = 4096
 class Allowance:
     """Limit the rate of uses per name; thread-safe.
 
-    At most ``max_names`` names are remembered. The least recently used is forgotten first, and
-    starts with a full bucket when it comes back.
+    At most ``max_names`` names are remembered. The least recently used one is forgotten first, and
+    gets a full bucket when it returns.
 
     Args:
         burst: uses allowed at once.
@@ -34,7 +34,7 @@ class Allowance:
         self._per_second = per_second
         self._max_names = max_names
         self._clock = clock
-        # By name: the uses that were left, and when they were counted.
+        # Uses left by name, each with the time of that count.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -42,12 +42,12 @@ class Allowance:
         return len(self._left)
 
     def wait_s(self, name: str) -> float:
-        """Return the seconds until the next use is allowed; 0: now."""
+        """Return the seconds until the next use is allowed; 0 if it is allowed now."""
         with self._lock:
             return max(0.0, (1 - self._now_left(name)) / self._per_second)
 
     def take(self, name: str) -> bool:
-        """Use the allowance once if possible; return whether it was."""
+        """Use the allowance once; return False if it is used up."""
         with self._lock:
             left = self._now_left(name)
             if left < 1:

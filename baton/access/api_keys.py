@@ -3,15 +3,15 @@
     [[key]]
     name = "alice"
     sha256 = "5e884898da28..."
-    tenant = "search"                      # the name, if not given
+    tenant = "search"                      # default: the name
     cache_group = "ours"                   # tenants that share cached prompts; default: none
     roles = ["infer"]                      # infer, look, operate, join; default: infer
     expires = 2027-01-01                   # a day (its beginning, UTC) or a time with an offset
     models = ["llama-3.1-8b"]              # served names; default: all
     limits = { requests_per_minute = 60 }  # fields of `Limits`
 
-A key is 256 random bits, so a plain SHA-256 is enough. A salt and a slow hash protect keys that
-people made up, and the slow hash would be computed for each request.
+A key has 256 random bits, so a plain SHA-256 is enough. Salts and slow hashes protect passwords
+that people choose, and a slow hash would delay each request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEY_PREFIX = "baton_"  # lets scanners for leaked secrets recognize a key
 _KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _OLD_LINE = re.compile(r"[^\s=:\[\]#]+\s*:\s*\S+")
-SHORT_KEY_CHARS = 20  # people made up shorter keys, which a search could find by their hash
+SHORT_KEY_CHARS = 20  # people choose shorter keys, which a search could find by their hashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def digest_of(key: str) -> bytes:
-    """Return the digest that is stored for a key; any text has one."""
+    """Return the digest that is stored for a key; any text is a possible key."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
@@ -84,7 +84,7 @@ def draw_key() -> str:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Read all keys of a file; raises ConfigError, whose text shows no key."""
+    """Read all keys of a file; raises ConfigError with a text that shows no key."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -123,7 +123,7 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
 
 
 def _refuse_old_lines(text: str) -> None:
-    """Raise ConfigError for a file of ``name:key`` lines, and tell how to convert it."""
+    """Raise ConfigError for a file of ``name:key`` lines, and say how to convert it."""
     lines = (line.strip() for line in text.splitlines())
     first = next((line for line in lines if line and not line.startswith("#")), "")
     if _OLD_LINE.fullmatch(first):
@@ -144,7 +144,7 @@ def _check(where: str, entry: _Entry) -> ApiKey:
                 f"begin with a letter or digit, got {value[:80]!a}"
             )
     if not re.fullmatch(r"[0-9a-fA-F]{64}", entry.sha256):
-        # The text is not shown, because it may be the key itself.
+        # The value is not shown, because it may be the key itself.
         raise ConfigError(f"{where}: sha256: must be 64 hex digits")
     principal = Principal(
         name=entry.name,
@@ -190,7 +190,7 @@ def _limits(where: str, given: dict[str, Any]) -> Limits:
 
 
 def _expiry(where: str, when: Any) -> float:
-    """Return seconds since the epoch; for a day, its beginning in UTC."""
+    """Return the time of expiry in seconds since the epoch; a day ends at its beginning in UTC."""
     if when is None:
         return math.inf
     if isinstance(when, datetime.date) and not isinstance(when, datetime.datetime):
@@ -215,7 +215,7 @@ def entry_text(
     expires: str = "",
     models: Iterable[str] = (),
 ) -> str:
-    """Return a key's table for the file; raises ConfigError for invalid values."""
+    """Return a key's table for a key file; raises ConfigError for invalid values."""
     lines = [
         "[[key]]",
         f"name = {_quoted(name)}",
@@ -234,14 +234,14 @@ def entry_text(
 
 
 def _quoted(value: str | list[str]) -> str:
-    """Quote a string for TOML; JSON's quoting is the same for names and digests."""
+    """Quote a string for TOML; JSON's quotes are valid TOML for names and digests."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def convert_lines(text: str) -> tuple[str, list[str]]:
-    """Convert ``name:key`` lines to tables; also return the names whose keys are too short.
+    """Convert ``name:key`` lines to tables; also return the names with too short keys.
 
-    Raises ConfigError, whose text shows no key.
+    Raises ConfigError with a text that shows no key.
     """
     tables, short = [], []
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,8 +1,8 @@
-"""AuditLog: who joined, read, changed, or was refused, as JSON lines in a separate file.
+"""AuditLog: writes who joined, read, changed or was refused, as JSON lines, to a file of its own.
 
-Independent of the log and its level. A thread writes the file, so a full or slow disk delays
-nobody. Events that are lost this way are counted; the log and the next line of the file tell how
-many.
+The audit log does not depend on the program's log or its level. A thread writes the file, so a full
+or slow disk delays nobody. Events lost because of the disk are counted: the program's log and the
+file's next line tell their number.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AuditEvent:
     """One line of the audit log. Contains no keys, tokens or prompts.
 
     Attributes:
-        who: the caller's name; empty: anybody, or unknown.
+        who: name of the caller; empty: anybody, or unknown.
         tenant: the caller's tenant.
         address: IP address of the caller.
         call: name of the call or action.
@@ -68,7 +68,7 @@ class AuditEvent:
 
     @classmethod
     def of(cls, kind: AuditKind, principal: Principal | None, **fields: str) -> AuditEvent:
-        """Make an event of a caller; None: an unknown caller."""
+        """Make an event; ``principal`` None means an unknown caller."""
         name, tenant = (principal.name, principal.tenant) if principal else ("", "")
         return cls(kind=kind, who=name, tenant=tenant, **fields)  # type: ignore[arg-type]
 
@@ -77,7 +77,7 @@ class AuditLog:
     """The audit log of one program; any thread may write.
 
     Args:
-        path: file to append to; ``-``: standard output; empty: nothing is logged.
+        path: file to append to; ``-``: standard output; empty: log nothing.
         program: name for the lines, such as "router" or a node's name.
 
     Attributes:
@@ -109,7 +109,7 @@ class AuditLog:
             self._thread.start()
 
     def write(self, event: AuditEvent) -> None:
-        """Queue an event to be written; returns at once, however slow the disk is."""
+        """Queue an event; returns at once, however slow the disk is."""
         if self._thread is None:
             return
         try:
@@ -122,7 +122,7 @@ class AuditLog:
         self.num_lost += number
 
     def reopen(self) -> None:
-        """Reopen the file under its name, after the old file was moved away."""
+        """Open the file's path anew, after the old file was moved away."""
         self._reopens.set()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class AuditLog:
             except OSError as error:
                 self._lose(error.strerror or str(error))
                 with contextlib.suppress(OSError):
-                    self._open_again()  # for the next event
+                    self._open_again()
             except ValueError as error:  # text that cannot be encoded as UTF-8
                 self._lose(str(error))
 
@@ -185,7 +185,7 @@ class AuditLog:
 
 
 def clip(value: object) -> str:
-    """Cut a value to the length that the audit log shows."""
+    """Cut a value to the length that audit lines show."""
     text = str(value)
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 
@@ -193,7 +193,7 @@ def clip(value: object) -> str:
 def _open(path: str) -> int:
     if path == STANDARD_OUTPUT:
         return sys.__stdout__.fileno() if sys.__stdout__ else -1
-    # O_NONBLOCK: opening a pipe that has no reader raises an error instead of waiting.
+    # With O_NONBLOCK, opening a pipe without a reader raises an error instead of waiting.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, _FILE_MODE)
     os.set_blocking(descriptor, True)  # only opening must not block

@@ -1,4 +1,4 @@
-"""The roles that allow each gRPC call. A call that is not listed here is always refused.
+"""The roles that allow each gRPC call. A call missing in this table is always refused.
 
 A test compares this table with all services in `proto/` and all calls of our servers.
 """
@@ -18,7 +18,7 @@ INFER: Roles = frozenset({Role.INFER})
 LOOK: Roles = frozenset({Role.LOOK, Role.OPERATE})  # operators who may change things may also read
 OPERATE: Roles = frozenset({Role.OPERATE})
 JOIN: Roles = frozenset({Role.JOIN})
-# Clients may ask for their own tenant's requests, operators for all.
+# Clients may ask about their own tenant's requests, operators about all.
 OWN_OR_LOOK: Roles = INFER | LOOK
 OWN_OR_OPERATE: Roles = INFER | OPERATE
 ANY: Roles = frozenset(Role)
@@ -65,10 +65,10 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
         "Profile": OPERATE,
     },
     # Load balancers and Kubernetes' gRPC probes send no credentials. The answer only tells that a
-    # server listens here, which anybody who can connect knows anyway.
-    # `Watch` needs credentials: it keeps a stream open, and unknown callers could open a million.
+    # server listens, which anybody who can connect knows. `Watch` needs credentials: it keeps a
+    # stream open, and unknown callers could open a million streams.
     "grpc.health.v1.Health": {"Check": OPEN, "List": OPEN, "Watch": ANY},
-    # The service descriptions are public, but unknown callers need not see them.
+    # The service descriptions are public, but unknown callers do not need them.
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": ANY},
     "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": ANY},
 }

@@ -1,12 +1,12 @@
-"""The identity in a verified certificate: a `Principal`, and nodes that may join with it.
+"""The identity in a verified certificate: a caller, and the nodes that may join with it.
 
     spiffe://TRUST-DOMAIN/ROLES/NAME                   a caller that is its own tenant
-    spiffe://TRUST-DOMAIN/tenant/TENANT/ROLES/NAME     one of several callers of a tenant
-    spiffe://TRUST-DOMAIN/node/prefill/NAME            a prefill node (decode: a decode node)
-    spiffe://TRUST-DOMAIN/nodes/prefill/NAME           prefill nodes NAME-..., of one workload
-    spiffe://TRUST-DOMAIN/node/sim/NAME                simulated nodes, NAME-p0, NAME-d0 and so on
+    spiffe://TRUST-DOMAIN/tenant/TENANT/ROLES/NAME     a caller of a tenant that may have several
+    spiffe://TRUST-DOMAIN/node/prefill/NAME            a prefill node (or decode: a decode node)
+    spiffe://TRUST-DOMAIN/nodes/prefill/NAME           all prefill nodes NAME-... of a workload
+    spiffe://TRUST-DOMAIN/node/sim/NAME                simulated nodes NAME-p0, NAME-d0 and so on
 
-ROLES is ``infer``, ``look`` or ``operate``, or several of them joined by ``-``. The trust domain is
+ROLES is ``infer``, ``look``, ``operate``, or several of them joined by ``-``. The trust domain is
 not checked, because the CA decides whom to trust. Other URIs are ignored.
 """
 
@@ -38,7 +38,7 @@ _NODE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class NodeName:
-    """Node names that a certificate is for: one node, simulated nodes, or a workload's nodes.
+    """Names of the nodes that a certificate covers: one node, simulated nodes, or a workload's.
 
     Attributes:
         is_many: whether the certificate covers all names that begin with this name and a hyphen.
@@ -49,7 +49,7 @@ class NodeName:
     is_many: bool = False
 
     def covers(self, role: str, name: str) -> bool:
-        """Return whether a node with this role and name is covered."""
+        """Return whether the certificate covers a node with this role and name."""
         if self.kind == "sim":
             return re.fullmatch(rf"{re.escape(self.name)}-{role[0]}\d+", name, re.ASCII) is not None
         if self.is_many:
@@ -59,12 +59,12 @@ class NodeName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateIdentity:
-    """The identity that a certificate gives its holder.
+    """The identity that a certificate gives to its holder.
 
     Attributes:
-        principal: the caller; it has no roles if no URI of the certificate names any.
-        nodes: nodes that may join with it.
-        subject: name for messages.
+        principal: the caller; it has no roles if no URI of the certificate gives any.
+        nodes: nodes that may join with the certificate.
+        subject: name to show in messages.
         not_after: when the certificate expires.
     """
 
@@ -74,7 +74,7 @@ class CertificateIdentity:
     not_after: datetime
 
     def node_refusal(self, role: str, name: str) -> str:
-        """Return why a node with this role and name may not join; empty: it may."""
+        """Return why a node with this role and name may not join; empty if it may."""
         if any(node.covers(role, name) for node in self.nodes):
             return ""
         if not self.nodes:
@@ -106,10 +106,10 @@ def identity_of(subject: str, uris: Sequence[str], not_after: datetime) -> Certi
 
 
 def certificate_identity(source: Any) -> CertificateIdentity | None:
-    """Return the identity in a connection's client certificate; None: there is no certificate.
+    """Return the identity in a connection's client certificate, or None without a certificate.
 
-    The TLS library verified the certificate when the connection began. Expiry is checked here for
-    each call, as a connection can outlive its certificate.
+    The TLS library verified the certificate when the connection began. Expiry is checked here at
+    each call, because a connection can outlive its certificate.
 
     Args:
         source: a gRPC servicer context, or the transport of an aiohttp request.
@@ -129,13 +129,13 @@ def certificate_identity(source: Any) -> CertificateIdentity | None:
 
 
 def certificate_principal(source: Any) -> Principal | None:
-    """Return the principal in a connection's client certificate; None: there is no certificate."""
+    """Return the principal in a connection's client certificate, or None without a certificate."""
     identity = certificate_identity(source)
     return None if identity is None else identity.principal
 
 
 def _certificate_of(source: Any) -> bytes:
-    """Return the client's certificate as PEM or DER; empty: there is none."""
+    """Return the client's certificate as PEM or DER; empty if the client showed none."""
     if hasattr(source, "auth_context"):
         context: Mapping[str, Sequence[bytes]] = source.auth_context()
         return next(iter(context.get("x509_pem_cert") or ()), b"")
@@ -143,7 +143,7 @@ def _certificate_of(source: Any) -> bytes:
     return b"" if connection is None else connection.getpeercert(binary_form=True) or b""
 
 
-@functools.lru_cache(maxsize=4096)  # all calls show the same few; reading one takes 50 us
+@functools.lru_cache(maxsize=4096)  # few certificates make all calls, and reading one takes 50 us
 def _read(data: bytes) -> CertificateIdentity:
     load = x509.load_pem_x509_certificate if data[:1] == b"-" else x509.load_der_x509_certificate
     try:

@@ -34,14 +34,14 @@ def trace_headers(context: Any) -> tuple[str, str]:
 
 
 def http_credentials(request: web.BaseRequest) -> Credentials:
-    """Read the API key of an HTTP request: the authorization header, or Anthropic's x-api-key."""
+    """Read the credentials of an HTTP request: authorization header, or Anthropic's x-api-key."""
     shown = request.headers.getall(_AUTHORIZATION, [])
     shown += [f"Bearer {key}" for key in request.headers.getall(_API_KEY, [])]
     return _credentials(shown, request.transport, request.remote or "")
 
 
 def page_credentials(request: web.BaseRequest) -> Credentials:
-    """Read the credentials of a request for a page, which browsers send as name and password.
+    """Read the credentials of a request for a page; browsers send them as name and password.
 
     The password is the API key; the name is ignored.
     """
@@ -51,16 +51,16 @@ def page_credentials(request: web.BaseRequest) -> Credentials:
         return shown
     try:
         _, _, key = base64.b64decode(given, validate=True).decode().partition(":")
-    except ValueError:  # it is refused later, as a wrong key
+    except ValueError:  # refused later as a wrong key
         return shown
     return dataclasses.replace(shown, authorization=f"Bearer {key}")
 
 
 def address_of(peer: str) -> str:
-    """Return the IP address in gRPC's name of a peer.
+    """Return the IP address in gRPC's name for a peer.
 
-    A name is ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``. A connection that `RpcFront`
-    passes on is named ``unix:/tmp/baton-1/[::1]:7``.
+    Such names are ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``. Connections passed on by
+    `RpcFront` are named ``unix:/tmp/baton-1/[::1]:7``.
     """
     kind, _, rest = unquote(peer).partition(":")
     if kind == "unix":
@@ -69,12 +69,12 @@ def address_of(peer: str) -> str:
 
 
 def _credentials(shown: Sequence[str], source: Any, address: str) -> Credentials:
-    """Collect a call's credentials from the values of its authorization.
+    """Make a call's credentials from the values of its authorization.
 
     Args:
-        shown: the call's authorization values. If there are several, none counts, because a proxy
+        shown: the call's authorization values. Several values count as none, because a proxy
             may have checked another one than this program would.
-        source: object to read a client certificate from; None: the connection is gone.
+        source: object with the client certificate; None: the connection is gone.
     """
     certificate, problem = None, ""
     try:

@@ -1,4 +1,4 @@
-"""A throw-away CA and its certificates, to try TLS on one machine. Not for production."""
+"""Make a throw-away CA and certificates, to try TLS on one machine. Not for production."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from baton.api.errors import ConfigError
 
 TRUST_DOMAIN = "baton"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-# begin of validity before now, for machines whose clocks are behind
+# Certificates are valid from this long before now, for machines whose clocks are behind.
 _BACKDATED = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A holder of a development certificate.
+    """Someone who gets a development certificate.
 
     Attributes:
         name: name of the holder and of its files.
-        uri_paths: paths of its URIs after the trust domain; see `baton.access.certificates`.
-        hosts: host names and addresses of its server.
+        uri_paths: paths of the holder's URIs after the trust domain (`baton.access.certificates`).
+        hosts: host names and addresses of the holder's server.
     """
 
     name: str
@@ -47,7 +47,7 @@ class DevCA:
     """A CA whose certificates are valid for a few days.
 
     Args:
-        days: how long they are valid.
+        days: how long certificates are valid.
     """
 
     def __init__(self, days: float = 30.0, *, now: datetime | None = None) -> None:
@@ -100,10 +100,9 @@ class DevCA:
 
 
 def write_dev_certificates(folder: Path, holders: Sequence[Holder], *, days: float) -> None:
-    """Write ``NAME.crt`` and ``NAME.key`` per holder, signed by the folder's CA or a new one.
+    """Write ``NAME.crt`` and ``NAME.key`` for each holder, signed by the folder's CA or a new one.
 
-    The CA's key is kept in the folder, so more certificates can be made later. Nothing is
-    overwritten.
+    The CA's key stays in the folder, to make more certificates later. No file is overwritten.
 
     Raises:
         ConfigError: a file exists already, or cannot be written.
@@ -142,7 +141,7 @@ def _load_or_make_ca(folder: Path, days: float) -> DevCA:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Write a new file, which has this mode before anything is in it."""
+    """Write a new file that has this mode before it has any content."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)

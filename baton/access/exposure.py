@@ -1,7 +1,7 @@
-"""Which addresses other machines can reach, and what a listener there must have.
+"""Which addresses other machines can reach, and how a listener there must be protected.
 
-A loopback listener needs nothing. Any other needs TLS and authenticated callers, unless the user
-waives them with an option.
+A loopback listener needs no protection. Any other listener needs TLS and authenticated callers,
+unless an option of the user waives both.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from baton.api.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?", re.ASCII)
-# gRPC would read ``unix:50051`` and the like as a URI, and listen somewhere else.
+# gRPC would read such a host, as in ``unix:50051``, as a URI and listen somewhere else.
 _SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6")
 _MAX_PORT = 65535
 
 
 def split_address(option: str, address: str) -> tuple[str, int]:
-    """Split ``host:port``; raises ConfigError that names the option.
+    """Split ``host:port``; raises ConfigError naming the option.
 
-    The host must be a name, an IPv4 address, or an IPv6 address in brackets. URI schemes of gRPC
-    (``unix:``, ``ipv4:``) are not accepted as hosts.
+    The host must be a name, an IPv4 address, or an IPv6 address in brackets. gRPC's URI schemes
+    (``unix:``, ``ipv4:``) are no hosts.
     """
     host, separator, port = address.rpartition(":")
     ok = separator and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT
@@ -38,10 +38,10 @@ def split_address(option: str, address: str) -> tuple[str, int]:
 
 
 def check_is_free(option: str, address: str) -> None:
-    """Raise ConfigError that names the option if this machine cannot listen on ``host:port``.
+    """Raise ConfigError naming the option if this machine cannot listen on ``host:port``.
 
-    This is so if another program listens there, or the address belongs to no interface. If a name
-    has several addresses, one must be usable, and none may be in use.
+    Another program may listen there, or no interface may have the address. If a name has several
+    addresses, at least one must be usable and none in use.
     """
     host, port = split_address(option, address)
     problems: list[OSError] = []
@@ -50,7 +50,7 @@ def check_is_free(option: str, address: str) -> None:
         for family, kind, protocol, _, where in found:
             try:
                 with socket.socket(family, kind, protocol) as probe:
-                    # Closed connections that linger on the port (TIME_WAIT) do not matter.
+                    # Closed connections may linger on the port (TIME_WAIT); they do no harm.
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(where)
             except OSError as error:
@@ -74,8 +74,8 @@ def _ipv6(host: str) -> ipaddress.IPv6Address | None:
 def is_public(option: str, address: str) -> bool:
     """Return whether other machines can reach a listener on an address.
 
-    A name is public if any of its addresses is, or if it has none. Raises ConfigError that names
-    the option.
+    A name is public if one of its addresses is, or if it has none. Raises ConfigError naming the
+    option.
     """
     host, port = split_address(option, address)
     ipv6 = _ipv6(host)
@@ -95,12 +95,12 @@ def _is_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """The protection of a listener.
+    """How a listener is protected.
 
     Attributes:
-        authentication: options that turn on authentication, for messages.
+        authentication: names of options that turn on authentication, for messages.
         is_authenticated: whether callers must authenticate.
-        is_encrypted: whether it accepts only TLS.
+        is_encrypted: whether the listener accepts only TLS.
         insecure: whether the user waived TLS and authentication for public addresses.
     """
 
@@ -110,9 +110,9 @@ class Exposure:
     insecure: bool
 
     def check(self, option: str, address: str) -> None:
-        """Raise ConfigError if a public listener lacks protection; an empty address is accepted.
+        """Raise ConfigError if a public listener lacks protection; accepts an empty address.
 
-        If ``insecure`` waives what is missing, logs a warning instead.
+        Logs a warning instead if ``insecure`` waives the missing protection.
 
         Raises:
             ConfigError: protection is missing, or the address is malformed.

@@ -1,6 +1,6 @@
-"""Principal: who calls, and what that allows. Plain values; knows no keys, certificates or calls.
+"""Principal: who calls, and what the caller may do. Plain values without keys or certificates.
 
-Authentication (API key, client certificate or loopback) makes a `Principal`. The code that serves a
+Authentication, by API key, client certificate or loopback, makes a `Principal`. Code that serves a
 call looks only at the principal.
 """
 
@@ -32,12 +32,12 @@ class Limits:
     """Limits of one principal's use of a router; 0: no limit.
 
     Attributes:
-        max_open_requests: limit of requests that wait or are in progress.
+        max_open_requests: most requests that wait or are in progress.
         requests_per_minute: limit of new requests per minute.
-        tokens_per_minute: limit of prompt tokens computed plus output tokens sampled.
-        weight: share of its tenant when tenants compete; a request's cost is divided by it.
-        most_urgent_priority: smaller priorities are refused; None: any is accepted. At 0, a client
-            cannot overtake other tenants by asking for a more urgent priority. Ignored where
+        tokens_per_minute: limit of computed prompt tokens plus sampled output tokens.
+        weight: share when tenants compete: a request's cost is divided by the weight.
+        most_urgent_priority: smaller priorities are refused; None: any is accepted. With 0, a
+            client cannot overtake other tenants by asking for more urgency. Has no effect where
             callers have no tenant.
     """
 
@@ -53,13 +53,13 @@ class Principal:
     """The identity of a caller.
 
     Attributes:
-        name: name of the key or certificate; empty where anybody may call.
-        tenant: owner of requests and cached prompts, which all its principals share. Empty where
-            anybody may call.
-        roles: roles, which say what calls the caller may make.
+        name: name of the key or certificate; empty if anybody may call.
+        tenant: owner of requests and cached prompts, shared by all its principals; empty if anybody
+            may call.
+        roles: decide which calls the caller may make.
         models: served names that the principal may use; empty: all.
-        limits: limits of its use.
-        cache_group: tenants of one group share cached prompts; empty: the tenant shares with none.
+        limits: limits of the principal's use.
+        cache_group: tenants of one group share cached prompts; empty: the tenant shares none.
     """
 
     name: str = ""
@@ -75,16 +75,16 @@ class Principal:
 
     @property
     def is_operator(self) -> bool:
-        """Return whether it may read other callers' requests (roles LOOK and OPERATE)."""
+        """Return whether it may read other callers' requests, by role LOOK or OPERATE."""
         return not self.roles.isdisjoint((Role.LOOK, Role.OPERATE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """The credentials that came with a call.
+    """The credentials that a call brought.
 
     Attributes:
-        authorization: the header or metadata of this name; empty: none.
+        authorization: value of the header or metadata of this name; empty: none.
         certificate: principal in the client certificate; None: no certificate.
         certificate_problem: why the certificate is not accepted; empty: it is valid.
         address: IP address of the caller.

@@ -1,7 +1,7 @@
 """TlsFiles: reads and checks the files that `TlsOptions` names, for gRPC and HTTPS.
 
-Changed files are read again, so certificates can be rotated without a restart: servers check for
-changes at each handshake, clients when they connect. Knows nothing of what a certificate allows.
+Changed files are read again, so certificates can be rotated without a restart: servers look for
+changes at each handshake, clients at each connection. Does not know what a certificate allows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MAX_FILE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsMaterial:
-    """The checked content of the TLS files; a part is empty if its file is not given."""
+    """Checked contents of the TLS files; a part is empty if its file is not given."""
 
     chain: bytes = b""
     key: bytes = b""
@@ -63,8 +63,8 @@ class TlsMaterial:
 class TlsFiles:
     """The TLS files of one program, read again when they change. Thread-safe.
 
-    If new files are invalid, logs an error once and keeps the old content. So no handshake uses a
-    new certificate with an old key while the two files are being replaced.
+    If new files are invalid, logs an error once and keeps the old contents. So no handshake uses a
+    new certificate with an old key while someone replaces the two files.
 
     Raises:
         ConfigError: a file cannot be read or is invalid; the text names the file.
@@ -79,7 +79,7 @@ class TlsFiles:
         self._look_at = clock() + _LOOK_INTERVAL_S
 
     def current(self) -> TlsMaterial:
-        """Return the content to use now; the same object until the files change."""
+        """Return the contents to use now; the object stays the same until the files change."""
         with self._lock:
             if self._clock() < self._look_at:
                 return self._material
@@ -100,12 +100,12 @@ class TlsFiles:
 
 
 def read_tls(options: TlsOptions) -> TlsMaterial | None:
-    """Read the files for a channel; None: no TLS. Raises ConfigError."""
+    """Read the files for a channel; None without TLS. Raises ConfigError."""
     return read_material(options) if options else None
 
 
 def read_material(options: TlsOptions) -> TlsMaterial:
-    """Read the files and check that they can be used now; raises ConfigError."""
+    """Read the files and check that they can be used today; raises ConfigError."""
     chain = key = ca = b""
     if options.cert:
         chain, key = _read("tls_cert", options.cert), _read("tls_key", options.key)
@@ -117,7 +117,7 @@ def read_material(options: TlsOptions) -> TlsMaterial:
 
 
 def describe(options: TlsOptions, material: TlsMaterial) -> str:
-    """Return the names and the expiry time of the own certificate, for logs."""
+    """Return the names and expiry time of the program's certificate, for logs."""
     if not material.chain:
         return f"the CAs of {options.ca}"
     certificate = x509.load_pem_x509_certificates(material.chain)[0]
@@ -135,9 +135,9 @@ def names_of(certificate: x509.Certificate) -> str:
 
 
 def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.ServerCredentials:
-    """Make a gRPC server's credentials, which check for new files at each handshake.
+    """Make a gRPC server's credentials, which look for new files at each handshake.
 
-    Python's gRPC has only two modes: clients must show a certificate, or are not asked for one.
+    Python's gRPC has two modes only: clients must show a certificate, or are not asked for any.
     """
     last = files.current()
 
@@ -161,17 +161,17 @@ def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.S
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
-    """Make the credentials of a gRPC channel, which are fixed for its life."""
+    """Make the credentials of a gRPC channel; they stay fixed for the channel's life."""
     return grpc.ssl_channel_credentials(
         material.ca or None, material.key or None, material.chain or None
     )
 
 
 class ServerContext(ssl.SSLContext):
-    """The TLS context of an HTTPS server, which uses new files for new connections.
+    """The TLS context of an HTTPS server; new connections use the newest files.
 
-    Makes a new inner context when the files have changed: a context in use can be given another
-    certificate, but a CA cannot be removed from it.
+    Changed files need a new inner context: a context in use could get another certificate, but
+    would keep the old CA.
     """
 
     _files: TlsFiles
@@ -192,7 +192,7 @@ class ServerContext(ssl.SSLContext):
 
     @classmethod
     def for_grpc(cls, files: TlsFiles) -> ServerContext:
-        """Make a context for HTTP/2 that asks clients for no certificate."""
+        """Make a context for HTTP/2 that does not ask clients for certificates."""
         return cls._make(files, ssl.CERT_NONE, ("h2",))
 
     @classmethod
@@ -206,7 +206,7 @@ class ServerContext(ssl.SSLContext):
         return context
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """Begin TLS on a connection; both event loops call this per connection."""
+        """Begin TLS on a connection; both event loops call this for each connection."""
         material = self._files.current()
         if material is not self._made[0]:
             self._made = (material, _server_context(material, self._verify, self._protocols))
@@ -228,7 +228,7 @@ def _server_context(
 
 
 def client_context(material: TlsMaterial) -> ssl.SSLContext:
-    """Make a client's context, which checks the server's chain and name."""
+    """Make a client's context; it checks the server's certificate chain and name."""
     cadata = material.ca.decode("ascii") if material.ca else None
     context = ssl.create_default_context(cadata=cadata)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -240,8 +240,8 @@ def load_pair(context: ssl.SSLContext, material: TlsMaterial) -> None:
     """Load the certificate and key into a context, if there are any."""
     if not material.chain:
         return
-    # The ssl module accepts only paths. The user's files may have changed since they were checked,
-    # so the checked bytes are loaded from a private copy.
+    # The ssl module accepts only paths. The user's files may have changed since their check,
+    # so a private copy of the checked bytes is loaded.
     with tempfile.NamedTemporaryFile(prefix="baton-tls-") as file:  # mode 0600
         file.write(material.chain + b"\n" + material.key)
         file.flush()
@@ -252,7 +252,7 @@ def load_pair(context: ssl.SSLContext, material: TlsMaterial) -> None:
 
 
 def _signature(options: TlsOptions) -> tuple[tuple[int, int, int] | None, ...]:
-    """Return the files' times, inodes and sizes, which differ when a file was replaced."""
+    """Return the files' times, inodes and sizes: replacing a file changes these."""
     found: list[tuple[int, int, int] | None] = []
     for path in (options.cert, options.key, options.ca):
         try:

@@ -1,4 +1,4 @@
-"""TlsOptions: which certificate, key and CAs a program uses. Does not read the files."""
+"""TlsOptions: the certificate, key and CAs of a program. Does not read the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYSTEM_CAS = "system"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """A program's own certificate and the CAs it trusts; no TLS if nothing is given.
+    """A program's certificate and the CAs that it trusts; without any option no TLS.
 
     Raises:
         ConfigError: the options contradict each other. The files are checked later.

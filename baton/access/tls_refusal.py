@@ -1,7 +1,7 @@
-"""Finds out why a TLS connection cannot be opened.
+"""Finds out why a TLS connection fails.
 
-gRPC reports a refused handshake only as a closed socket. So after a failure, the same handshake is
-tried with the standard library, which reports the reason.
+gRPC reports a refused handshake only as a closed socket. After a failure, this file therefore tries
+the handshake again with the standard library, which reports the reason.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from baton.access.tls import SYSTEM_CAS, TlsMaterial, TlsOptions, client_context
 from baton.api.errors import ConfigError
 
 _CONNECT_TIMEOUT_S = 2.0
-_ANSWER_TIMEOUT_S = 0.5  # wait for a late refusal; a gRPC server that accepts sends data at once
+_ANSWER_TIMEOUT_S = 0.5  # for a late refusal; a gRPC server that accepts sends data at once
 _WANTS_CERTIFICATE = "it wants a client certificate (--tls-cert, --tls-key)"
-# gRPC's and asyncio's servers send no alerts and only close the connection; others send them.
+# gRPC's and asyncio's servers just close the connection; other servers send these alerts.
 _ALERTS = {
     "CERTIFICATE_REQUIRED": _WANTS_CERTIFICATE,
     "UNKNOWN_CA": "it does not know the CA of our certificate {cert}",
@@ -30,12 +30,12 @@ _ALERTS = {
 
 
 def why_refused(address: str, options: TlsOptions, server_name: str = "") -> str:
-    """Return why TLS with a server fails; empty: it works, or no server answers. Blocks.
+    """Return why TLS with a server fails; empty if it works or no server answers. Blocks.
 
     Args:
         address: address of the server, ``host:port``.
         options: the client's TLS options.
-        server_name: name required in the certificate; empty: the address's host.
+        server_name: name that the certificate must have; empty: the address's host.
     """
     host, port = split_address("router", address)
     host = host.strip("[]")
@@ -67,7 +67,7 @@ def _why_tls_fails(
     except ssl.SSLCertVerificationError as error:
         return _of_verification(error, name, options)
     except (ssl.SSLEOFError, ConnectionError):
-        return _of_hanging_up(options) if talk.heard else ""  # a stopping server, or no server
+        return _of_hanging_up(options) if talk.heard else ""  # a stopping server, or none
     except ssl.SSLError as error:
         reason = error.reason or str(error)
         texts = (text for alert, text in _ALERTS.items() if alert in reason)
@@ -75,9 +75,9 @@ def _why_tls_fails(
 
 
 class _Talk:
-    """TLS over a socket that the caller keeps.
+    """TLS over a socket that the caller owns.
 
-    ``wrap_socket`` would take over the socket, and leaves it open if the peer has reset it.
+    ``wrap_socket`` would take over the socket, and would leave it open if the peer has reset it.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class _Talk:
         self._drive(self._tls.do_handshake)
 
     def goes_on(self) -> bool:
-        """Return whether the server sends data after the handshake, and did not hang up."""
+        """Return whether the server sends data after the handshake instead of hanging up."""
         return bool(self._drive(lambda: self._tls.read(1)))
 
     def _drive(self, step: Callable[[], object]) -> object:
@@ -109,7 +109,7 @@ class _Talk:
 
 
 def _of_hanging_up(options: TlsOptions) -> str:
-    """Explain a hang-up during the handshake; our certificate's validity was checked before."""
+    """Explain a hang-up during the handshake; the certificate's own validity was checked before."""
     if not options.cert:
         return _WANTS_CERTIFICATE
     return f"it hangs up on our certificate {options.cert}; does it trust the CA of that?"
@@ -128,7 +128,7 @@ def _of_verification(error: ssl.SSLCertVerificationError, name: str, options: Tl
 
 
 def _why_plain_fails(connection: socket.socket) -> str:
-    """Return why plain text failed, if the server speaks TLS; else empty."""
+    """Return why plain text failed if the server speaks TLS; else empty."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no secrets are sent
     context.set_alpn_protocols(["h2"])

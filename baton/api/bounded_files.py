@@ -1,6 +1,6 @@
 """Reads untrusted files within limits of size and depth; refuses pipes and devices.
 
-Knows nothing of the fields in the files.
+Does not know the fields in the files.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_file(
     path: Path, max_bytes: int = MAX_JSON_BYTES, error_type: type[ConfigError] = ModelLoadError
 ) -> bytes:
-    """Read a regular file; pipes, devices and too large files are refused unread.
+    """Read a regular file; refuse pipes, devices and too large files without reading.
 
     Raises:
-        ConfigError: the file cannot be read, or has more than ``max_bytes``; the error has the
-            type ``error_type``.
+        ConfigError: the file cannot be read or has more than ``max_bytes``; an ``error_type``.
     """
     size = size_of(path, error_type)
     if size > max_bytes:
@@ -67,7 +66,7 @@ def size_of(path: Path, error_type: type[ConfigError] = ModelLoadError) -> int:
 
 
 def refuse_devices(path: Path) -> None:
-    """Raise ConfigError for a device, such as /dev/zero, which never ends."""
+    """Raise ConfigError for a device: a file such as /dev/zero never ends."""
     if path.is_char_device() or path.is_block_device():
         raise ConfigError(f"{path}: cannot be read: a device")
 
@@ -123,14 +122,14 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def _read_constant(name: str) -> float:
-    """Return the infinity that transformers writes for limits; raises ValueError for NaN."""
+    """Return the infinity that transformers writes as a limit; raises ValueError for NaN."""
     if name == "NaN":
         raise ValueError(f"{name} is no JSON")
     return float(name)
 
 
 def _check_depth(value: dict[str, Any]) -> None:
-    """Raise ValueError if a value is so deep that recursive code could fail on it."""
+    """Raise ValueError if a value is nested so deeply that recursive code could fail on it."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -34,7 +34,7 @@ MAX_QUOTED_CHARS = 2_000
 
 
 def reason_of(error: Exception) -> str:
-    """Return why something failed, for a message that already names the file."""
+    """Return why an action failed, for a message that already names the file."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
@@ -43,8 +43,8 @@ class BatonError(Exception):
 
     Attributes:
         retryable: whether the same request may succeed later.
-        retry_delay_s: how long to wait before a retry; None: not retryable.
-        receipt: the request's cost until it failed, as far as known.
+        retry_delay_s: how long to wait before a retry; None: do not retry.
+        receipt: cost of the request until the failure, as far as known.
     """
 
     retryable: ClassVar[bool] = False
@@ -53,7 +53,7 @@ class BatonError(Exception):
 
 
 class InvalidRequestError(BatonError, ValueError):
-    """A request's field is outside its limit; the message names both.
+    """A request's field is outside its limit; the message names field and limit.
 
     Args:
         field: the field as the user wrote it, for example ``max_tokens``.
@@ -67,7 +67,7 @@ class InvalidRequestError(BatonError, ValueError):
         self.problem = problem
 
     def of_field(self, field: str) -> InvalidRequestError:
-        """Return the same error for another field name, which the client used."""
+        """Return this error for another name of the field, the one that the client used."""
         return InvalidRequestError(field, self.problem)
 
 
@@ -97,18 +97,18 @@ class PromptTooLongError(InvalidRequestError):
 
 
 def _shortened(text: str) -> str:
-    """Shorten a message that may quote megabytes of client text to its beginning and end."""
+    """Return the beginning and end of a message that may quote megabytes of a client's text."""
     if len(text) <= MAX_QUOTED_CHARS:
         return text
     return f"{text[: MAX_QUOTED_CHARS // 2]} ... {text[-MAX_QUOTED_CHARS // 2 :]}"
 
 
 class PoisonRequestError(BatonError):
-    """The nodes that computed such a request have died, so it is not retried."""
+    """Nodes died while computing a request like this, so it is not retried."""
 
 
 class UnauthenticatedError(BatonError):
-    """A call has no API key, or one that the router does not know."""
+    """A call has no API key, or an unknown one."""
 
 
 class PermissionDeniedError(BatonError):
@@ -124,18 +124,18 @@ class ModelLoadError(ConfigError):
 
 
 class NotFoundError(BatonError):
-    """No node or request has this name or id, or it was forgotten."""
+    """No node or request has this name or id, or its record is gone."""
 
 
 class OverloadedError(BatonError):
-    """No capacity for the request now; the request may succeed later."""
+    """The system has no capacity for the request now; a retry may succeed."""
 
     retryable = True
     retry_delay_s = 1.0
 
 
 class NodeUnavailableError(BatonError):
-    """A node that the request needs, or the router, cannot be reached."""
+    """A node that the request needs cannot be reached, or the router cannot."""
 
     retryable = True
     retry_delay_s = 0.5
@@ -180,7 +180,7 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
     EngineDeadError: "INTERNAL",
 }
 
-# Keyed by gRPC's status, so both APIs report an error alike.
+# Keyed by gRPC's status, so that both APIs report the same error.
 HTTP_STATUS_OF: dict[str, int] = {
     "INVALID_ARGUMENT": 400,
     "FAILED_PRECONDITION": 422,
@@ -190,13 +190,13 @@ HTTP_STATUS_OF: dict[str, int] = {
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
-    "CANCELLED": 499,  # no standard code; proxies use it for requests whose client disconnected
+    "CANCELLED": 499,  # no standard code; proxies use it when the client disconnects
     "INTERNAL": 500,
 }
 
 
 def status_name(error: BatonError) -> str:
-    """Return the gRPC status of an error; unlisted classes use their nearest listed base class."""
+    """Return an error's gRPC status, or that of its nearest base class in the table."""
     for kind in type(error).__mro__:
         if kind in STATUS_OF_ERROR:
             return STATUS_OF_ERROR[kind]
@@ -213,7 +213,7 @@ _REPORTED: dict[str, type[BatonError]] = {
 
 
 def error_of(reported: RequestError) -> BatonError:
-    """Return the exception for a request's error; an unknown code means a fault of the engine."""
+    """Return the exception for a request's error; an unknown code counts as the engine's fault."""
     message = printable(reported.message)
     if reported.code == "INVALID_ARGUMENT":
         field_name, _, problem = message.partition(": ")

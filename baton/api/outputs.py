@@ -22,15 +22,15 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The logprob of one output or prompt token, and of the most probable tokens at its position.
+    """The logprobs of one output or prompt token and of the most probable tokens in its place.
 
-    Natural logarithms of the model's own distribution, before penalties, biases, bans, temperature
-    and filters.
+    Logprobs are natural logarithms of the model's own distribution, before penalties, biases, bans,
+    temperature and filters.
 
     Attributes:
         logprob: logprob of the token itself.
-        top: the most probable tokens, best first, as (token id, logprob); as many as were asked
-            for. May lack the token itself.
+        top: the most probable tokens, best first, as (token id, logprob); as many as requested. May
+            lack the token itself.
     """
 
     logprob: float
@@ -39,13 +39,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReceipt:
-    """The prefill node's cost of a request; seconds on that node's clock.
+    """The cost of a request on the prefill node; seconds by this node's clock.
 
     Attributes:
         queue_s: command received -> first chunk scheduled.
         prefill_s: first chunk scheduled -> token 1 sampled.
         send_s: token 1 sampled -> handed to the link to the router; 0 if not sent yet, or from an
-            older node.
+            older version of Baton.
     """
 
     queue_s: float
@@ -62,7 +62,7 @@ class PushReceipt:
 
     Attributes:
         num_descriptors: memory ranges that were written, after merging adjacent ones.
-        posting_s: time in calls that post writes; on one host these calls copy the bytes.
+        posting_s: time in calls that post writes; within one host, these calls copy the bytes.
     """
 
     num_bytes: int
@@ -75,14 +75,14 @@ class PushReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReceipt:
-    """The decode node's cost of a request; seconds on that node's clock.
+    """The cost of a request on the decode node; seconds by this node's clock.
 
     Attributes:
-        num_cached_tokens: prompt tokens from the node's own prefix cache, whose KV was not pushed.
+        num_cached_tokens: prompt tokens whose KV was in the node's own prefix cache, not pushed.
         num_drafts: draft tokens that the node computed.
         num_accepted_drafts: draft tokens that became part of the output.
-        why_drafts: reason for the last step's number of draft tokens, for people; empty: none was
-            chosen.
+        why_drafts: reason for the last step's number of draft tokens, in words; empty if no number
+            was chosen.
     """
 
     parked_s: float
@@ -104,8 +104,8 @@ class RequestError:
 
     Attributes:
         code: name of a gRPC status code; or ``PREEMPTED``: the decode node ran out of memory and
-            returns the request. The router starts another attempt, which continues after the tokens
-            so far.
+            gave the request back. The router then starts another attempt, which continues after
+            the tokens so far.
     """
 
     code: str
@@ -113,19 +113,18 @@ class RequestError:
 
 
 class RequestDelta(msgspec.Struct, frozen=True, gc=False):
-    """New tokens that one step gave a request; sent from the scheduler to the router.
+    """New tokens that one step gave to a request; sent from the scheduler to the router.
 
-    A msgspec struct, because one is made per output token: a frozen dataclass takes ten times as
-    long.
+    This is a msgspec struct because one is made per output token: a frozen dataclass takes ten
+    times as long.
 
     Attributes:
-        output_index: position of ``token_ids[0]`` in the output, by which duplicates are
-            recognized.
-        logprobs: one per token; empty if the request did not ask for them.
-        prompt_logprobs: one per prompt token, sent with the first output token if the request asked
-            for them. The first is None.
+        output_index: position of ``token_ids[0]`` in the output; identifies duplicates.
+        logprobs: one per token; empty if not requested.
+        prompt_logprobs: one per prompt token, sent with the first output token if requested. The
+            first is None.
         epoch: number of the router's attempt.
-        prefill, decode: the node's receipt, sent with its first or last token.
+        prefill, decode: receipt of the node, sent with its first or last token.
         error: why the request failed on this node.
         sampled_at: when token 1 was sampled on the prefill node, by `time.monotonic`.
     """
@@ -151,16 +150,15 @@ class Receipt:
         ttft_s: request received -> token 1 handed to the client's stream.
         total_s: request received -> last token.
         num_output_tokens: tokens that the client received; a node may have computed more.
-        prefill_node: prefill node of the last attempt. All fields below are of the last attempt,
-            too.
+        prefill_node: prefill node of the last attempt, which the following fields describe too.
         decode_node: decode node; empty if the request ended with the prefill node's token.
-        prefill: the prefill node's receipt; None if the decode node had almost all of the prompt in
-            its cache and computed the rest itself.
-        decode: the decode node's receipt; None if the request ended with the prefill node's token,
+        prefill: the prefill node's receipt; None if the decode node had nearly all of the prompt
+            in its cache and computed the rest itself.
+        decode: the decode node's receipt; None if the request ended with the prefill node's token
             or at a stop string. The router finds stop strings and aborts the decode node, which
             then sends no receipt.
-        num_attempts: number of attempts; more than 1 if nodes were lost, could not reach each
-            other, or ran out of memory.
+        num_attempts: number of attempts; above 1 if nodes were lost, could not reach each other, or
+            ran out of memory.
         router_queue_s: request received -> sent to the nodes of the attempt that gave token 1.
         accept_s: request received -> checked and tokenized; the first part of ``router_queue_s``.
         delivery_s: token 1 read from a node's link -> handed to the client's stream.
@@ -183,8 +181,8 @@ class Receipt:
     def network_s(self) -> float:
         """Seconds on the links to the prefill node and back, including waits for event loops.
 
-        Both directions together, because clocks of two machines are not compared. If the decode
-        node computed the prompt alone, its computing time is included.
+        This is the sum of both directions, because clocks of two machines are not compared. If the
+        decode node computed the prompt alone, its computing time is included.
         """
         prefill = self.prefill
         on_node_s = prefill.queue_s + prefill.prefill_s + prefill.send_s if prefill else 0.0
@@ -192,9 +190,9 @@ class Receipt:
 
     @property
     def ttft_parts(self) -> dict[str, float]:
-        """The parts of the time to token 1 in seconds, by name, in their order.
+        """The parts of the time to token 1 in seconds, by name, in order.
 
-        They add up to ``ttft_s``, unless another attempt followed the one that gave token 1.
+        They sum to ``ttft_s``, unless another attempt followed the one that gave token 1.
         """
         prefill = self.prefill
         on_nodes = {"decode_prompt_s": self.network_s}
@@ -216,7 +214,7 @@ class Receipt:
     def handoff_s(self) -> float | None:
         """Seconds from sampling token 1 until the decode node has its KV; None: no hand-off.
 
-        Compares two nodes' clocks, assuming that both nodes received their commands at the same
+        Compares the clocks of two nodes, assuming that both received their commands at the same
         time.
         """
         if self.prefill is None or self.decode is None:
@@ -235,20 +233,20 @@ class Receipt:
         computed_by = self.prefill or self.decode
         if computed_by is None:
             return 0
-        # A later attempt continues after output tokens, and may find these in the cache, too.
+        # A later attempt continues after output tokens and may find those in the cache too.
         return min(computed_by.num_cached_tokens, self.num_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """The cost of a request in an engine without a router; durations in seconds.
+    """The cost of a request in an engine without a router; times in seconds.
 
     Attributes:
-        queue_s: seconds from its arrival until it was first scheduled.
+        queue_s: time from arrival until it was first scheduled.
         ttft_s: time until its first token.
         total_s: time until its last token.
         num_cached_tokens: prompt tokens found in the prefix cache.
-        num_preemptions: how often the request lost its blocks and was computed again.
+        num_preemptions: how often the request lost its blocks and was recomputed.
         num_drafts: draft tokens that were computed.
         num_accepted_drafts: draft tokens that became part of the output.
     """
@@ -270,14 +268,14 @@ class RequestMetrics:
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """One streamed piece of a completion, as clients receive it; see RequestDelta.
+    """One streamed piece of a completion, as clients receive it; see `RequestDelta`.
 
-    A msgspec struct, because one is made per piece. (`msgspec.structs` has ``replace`` and
+    This is a msgspec struct because one is made per piece. (`msgspec.structs` has ``replace`` and
     ``asdict``.)
 
     Attributes:
-        text: text of ``token_ids``; empty without a tokenizer, and in the router until they are
-            detokenized.
+        text: text of ``token_ids``; empty without a tokenizer, and in the router until the tokens
+            are detokenized.
         receipt: the request's receipt; set only in the last piece.
         choice_index: number of the output among a prompt's ``n`` outputs.
         prompt_index: number of the prompt in a batch.
@@ -300,7 +298,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
     """Join consecutive pieces of one output into one piece.
 
-    Has logprobs of all tokens or of none, because a node may have left some out.
+    The result has logprobs of all tokens or of none, because a node may have left some out.
 
     Args:
         deltas: the pieces in order, at least one.
@@ -321,7 +319,7 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
 
 
 def count_logprobs(delta: TextDelta) -> int:
-    """Count the logprobs of a delta: of its tokens and of their alternatives."""
+    """Count the logprobs in a delta, those of alternative tokens included."""
     return sum(1 + len(one.top) for one in (*delta.logprobs, *delta.prompt_logprobs) if one)
 
 
@@ -332,9 +330,9 @@ class Completion:
     Attributes:
         choice_index: number of the output among a prompt's ``n`` outputs.
         receipt: the receipt, for served requests.
-        logprobs: one per token; empty if the request asked for none.
+        logprobs: one per token; empty if not requested.
         prompt_logprobs: one per prompt token; the first is None.
-        metrics: timings, for requests that `engine.LLM` completed.
+        metrics: timings of requests that `engine.LLM` completed.
     """
 
     request_id: str

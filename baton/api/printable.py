@@ -1,10 +1,10 @@
-"""Escapes untrusted text so it stays within one line, or cannot control a terminal."""
+"""Escapes untrusted text so that it stays on one line, or cannot control a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# Harmless characters that Python counts as not printable: line ends, tabs, soft hyphens, and
+# Harmless characters that Python counts as unprintable: line ends, tabs, soft hyphens, and
 # characters that join parts of an emoji or a word.
 _KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}\N{SOFT HYPHEN}"
 
@@ -22,8 +22,8 @@ def printable(text: str) -> str:
 def on_terminal(text: str) -> str:
     """Return text that a terminal can show, with control characters as escapes.
 
-    Escaped are control characters (C1, DEL, and C0 except line ends and tabs), marks that change
-    the text's direction, and unassigned code points.
+    Escapes control characters (C1, DEL, and C0 except line ends and tabs), marks that change the
+    text's direction, and unassigned code points.
     """
     if text.isprintable():
         return text

@@ -1,4 +1,4 @@
-"""Checks of requests, seeds and ids of outputs; shared by router, nodes and offline use."""
+"""Checks of requests, and seeds and ids of outputs; for router, nodes and offline use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.api.sampling_params import MAX_SEED, SamplingParams
 from baton.api.thinking import Thinking
 
 MAX_PRIORITY = 2**31 - 1
-# Logprobs of a prompt in one answer: about 2 MiB, of the 8 MiB that a message may have.
+# Most logprobs of a prompt in one answer: about 2 MiB of the 8 MiB that a message may have.
 MAX_PROMPT_LOGPROBS = 250_000
 
 
@@ -21,7 +21,7 @@ def check_prompt(
 
     Args:
         vocab_size: number of token ids.
-        max_model_len: most tokens of prompt and output together; the output needs at least one.
+        max_model_len: most tokens of prompt and output together; the output has at least one.
     """
     if not token_ids:
         raise InvalidRequestError(field, "must have at least 1 token, got 0")
@@ -47,7 +47,7 @@ def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> Non
 
 
 def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
-    """Raise InvalidRequestError if a parameter has a token id that the model does not have."""
+    """Raise InvalidRequestError if a parameter names a token id that the model lacks."""
     check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     check_token_ids("banned_token_ids", params.banned_token_ids, vocab_size)
@@ -90,7 +90,7 @@ def check_priority(priority: int, most_urgent: int | None = None) -> None:
     """Raise InvalidRequestError if a priority is out of range, or too urgent for its client.
 
     Args:
-        most_urgent: smallest number that the client may ask for; None: any.
+        most_urgent: smallest number that the client may ask for; None: any number.
     """
     if most_urgent is not None and priority < most_urgent:
         raise InvalidRequestError(
@@ -108,9 +108,9 @@ def draw_seed() -> int:
 
 
 def choice_seed(seed: int, choice_index: int) -> int:
-    """Return the seed of one of a prompt's ``n`` outputs: output i gets seed + i.
+    """Return the seed of output i among a prompt's ``n`` outputs: seed + i.
 
-    After the greatest seed comes the smallest; samplers count modulo 2**64, too.
+    The smallest seed follows the greatest: samplers, too, count modulo 2**64.
     """
     return (seed + choice_index + MAX_SEED + 1) % 2**64 - MAX_SEED - 1
 

@@ -1,4 +1,4 @@
-"""SamplingParams: how a request's next token is chosen, and when its output ends."""
+"""SamplingParams: how each next token of a request is chosen, and when its output ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_LOGPROBS = 20
 MAX_N = 128
-_LEAST_TOP_P = 5e-324  # keeps one token, which is what 0 means; samplers do not accept 0
+_LEAST_TOP_P = 5e-324  # stands for 0, which samplers do not accept: keeps one token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +34,14 @@ class SamplingParams:
 
     Attributes:
         n: outputs per prompt, 1 to 128. They share the prompt's KV; output i (from 0) equals the
-            output of a request with seed + i. Through a router: `Client.generate_batch`.
+            output of a request with seed + i. Routers take n in `Client.generate_batch` only.
         max_tokens: most output tokens, at least 1.
         temperature: randomness; 0 takes the most probable token.
         top_k: keep the k most probable tokens; 0 is off.
         top_p: keep the smallest set of tokens whose probabilities add up to this, in [0, 1]; 0
             keeps only the most probable token.
-        min_p: keep tokens at least this times as probable as the best one, in [0, 1]; 0 is off.
+        min_p: keep tokens whose probability is at least this times the best one's, in [0, 1]; 0 is
+            off.
         seed: equal seeds give equal tokens in any batch and on any node; None draws a seed.
         repetition_penalty: above 0; positive logits of tokens in prompt or output are divided by
             it, negative ones multiplied (Keskar et al., arXiv 1909.05858). 1 is off.
@@ -51,24 +52,22 @@ class SamplingParams:
             pairs; stored as pairs sorted by token id.
         allowed_token_ids: the only tokens that may be drawn; None allows all.
         banned_token_ids: tokens that are never drawn.
-        min_tokens: least output tokens, at most ``max_tokens``. Before, tokens that end the output
-            are drawn only if no others are allowed, and stop strings are ignored.
-        stop_token_ids: tokens that end the output; the token itself is part of it.
+        min_tokens: least output tokens, at most ``max_tokens``. Until then, tokens that end the
+            output are drawn only if no others are allowed, and stop strings are ignored.
+        stop_token_ids: tokens that end the output; this token is part of the output.
         stop: strings that end the output; the text ends before the first one found.
         ignore_eos: whether to continue after the model's end-of-sequence token.
-        logprobs: number of most probable tokens whose logprobs to return beside that of each output
-            token, 0 to 20; None returns none. Computed from the model's own distribution, before
-            all of the above.
-        structured_output: what the output must look like. An end-of-sequence token is drawn only
-            where the output may end, and ends it despite ``ignore_eos``. Where nothing else can
-            follow, the output ends by itself, even before ``min_tokens``. If the bans leave no
-            token that fits, the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may
-            still cut the output short.
-        thinking: the thought before the answer, and how many tokens it may have. A
-            ``structured_output`` then begins after the thought.
-        prompt_logprobs: like ``logprobs``, for each prompt token given those before it; the first
-            is None. Returned with the first output token; such prompts are computed without the
-            prefix cache.
+        logprobs: number of most probable tokens whose logprobs are returned with each output
+            token's own, 0 to 20; None returns none. They come from the model's own distribution,
+            before all changes above.
+        structured_output: form of the output. An end-of-sequence token is drawn only where the
+            output may end, and ends it despite ``ignore_eos``. Where nothing may follow, the output
+            ends by itself, even before ``min_tokens``. If bans leave no token that fits, the
+            request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut the output.
+        thinking: the thought before the answer and its token limits. A ``structured_output`` then
+            begins after the thought.
+        prompt_logprobs: like ``logprobs``, for each prompt token given the tokens before; the first
+            is None. Returned with the first output token. Such prompts do not use the prefix cache.
     """
 
     n: int = 1
@@ -134,7 +133,7 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Return whether each token's choice depends on more than the model's logits.
 
-        A grammar or the end of a thought can change logits in some steps, too: see
+        A grammar or the end of a thought may also change logits in some steps; see
         `StepPlan.constrained`.
         """
         return bool(
@@ -148,7 +147,7 @@ class SamplingParams:
         )
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """Return a copy that has this seed. The other values are not checked again."""
+        """Return a copy with this seed; the other values are not checked again."""
         copied = object.__new__(SamplingParams)
         for name in self.__slots__:
             object.__setattr__(copied, name, getattr(self, name))
@@ -159,7 +158,7 @@ class SamplingParams:
         object.__setattr__(self, field, value)
 
     def _keep_ids(self, field: str, max_ids: int) -> tuple[int, ...]:
-        """Store a list of token ids as a tuple, which nobody can change."""
+        """Store a list of token ids as a tuple, which cannot be changed."""
         token_ids = _as_tuple(field, getattr(self, field), "token ids", max_ids)
         for token_id in token_ids:
             _check_int(field, token_id, 0, MAX_TOKEN_ID)

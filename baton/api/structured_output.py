@@ -26,7 +26,7 @@ class StructuredOutput:
         regex: pattern for the whole output (syntax of Rust's `regex` crate, no look-around).
         grammar: a context-free grammar, in llguidance's Lark dialect (its first rule is ``start``)
             or in GBNF (``root ::= ...``).
-        choice: the allowed outputs; at most 1000.
+        choice: the allowed outputs, at most 1000.
         json_object: allow any JSON object.
     """
 
@@ -40,7 +40,7 @@ class StructuredOutput:
         if not isinstance(self.json_object, bool):
             raise _invalid("json_object", f"must be true or false, got {self.json_object!r}")
         object.__setattr__(self, "choice", _choices(self.choice))
-        # An empty value counts as given, and is refused as invalid for its kind.
+        # An empty value counts as given, and is then refused as invalid.
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, (), False)]
         if len(given) != 1:
             raise InvalidRequestError(
@@ -74,7 +74,7 @@ def _invalid(kind: str, problem: str) -> InvalidRequestError:
 
 
 def _schema_text(value: object) -> str:
-    """Return compact JSON with keys in the given order, because outputs follow this order."""
+    """Return compact JSON with keys in the given order, which outputs will follow."""
     if isinstance(value, str):
         _check_text("json_schema", value)  # checks the size before parsing
     try:

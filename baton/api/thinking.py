@@ -1,6 +1,6 @@
-"""Thinking: the thought before an answer, and how many tokens it may have.
+"""Thinking: the thought before an answer, and its limits in tokens.
 
-The marks of a thought are token ids, so code that has the tokenizer fills them in.
+The marks of a thought are token ids, so code with a tokenizer fills them in.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Thinking:
     A ``structured_output`` begins after the closing mark; the thought itself is unconstrained.
 
     Attributes:
-        budget_tokens: most tokens between the opening and the closing mark; after them the closing
-            mark is forced. 0 closes a thought at once. None: no limit.
+        budget_tokens: most tokens between opening and closing mark; then the closing mark is
+            forced. 0 closes a thought at once. None: no limit.
         close_token_ids: the closing mark. If empty, `engine.LLM` and the router fill in all fields
-            except ``budget_tokens`` and ``must_open``, from the checkpoint's chat template and the
+            but ``budget_tokens`` and ``must_open``, from the checkpoint's chat template and the
             prompt.
         open_marks: token sequences; any of them opens the thought.
-        is_open: whether the prompt has opened the thought.
-        must_open: whether the output must begin with a thought of at least one token, unless the
+        is_open: whether the prompt has already opened the thought.
+        must_open: whether the output must begin with a thought, of at least one token unless the
             budget is 0; False: the model chooses.
-        may_reopen: whether a later opening mark continues the thought, within the rest of the
+        may_reopen: whether a later opening mark continues the thought, within the remaining
             budget.
         behind_token_ids: tokens forced after the closing mark if a ``structured_output`` follows.
-        gap_token_ids: one of these may come between the closing mark and a ``structured_output``.
+        gap_token_ids: tokens of which one may come between closing mark and ``structured_output``.
     """
 
     budget_tokens: int | None = None

@@ -1,6 +1,6 @@
-"""Cache folder: the user's cached files, in folders that nobody else can write.
+"""Cache folder: the user's cached files, in folders that no other user can write.
 
-Someone who could write there could run code in Baton's processes or change model files.
+Other users who could write there could run code in Baton's processes or change model files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class CacheFolderError(Exception):
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder of a kind of cached files, in ``BATON_CACHE`` or `~/.cache/baton`."""
+    """Return the folder for one kind of cached files, in ``BATON_CACHE`` or `~/.cache/baton`."""
     cache = os.environ.get("BATON_CACHE")
     try:
         return (Path(cache) if cache else Path.home() / ".cache" / "baton") / name
@@ -27,14 +27,14 @@ def cache_folder(name: str) -> Path:
 
 
 def own_cache_folder(name: str) -> Path:
-    """Return :func:`cache_folder`, created if missing, writable by nobody else."""
+    """Return :func:`cache_folder`; create it if missing, and let only this user write."""
     folder = cache_folder(name)
     os.close(open_own_folder(folder))
     return folder
 
 
 def open_own_folder(folder: Path) -> int:
-    """Open the folder and return its descriptor; create it if missing, writable by nobody else.
+    """Open a folder and return its descriptor; create it if missing, and let only this user write.
 
     Raises CacheFolderError, or OSError if it cannot be created.
     """
@@ -44,7 +44,7 @@ def open_own_folder(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE:
-        os.fchmod(descriptor, 0o700)  # files that others may have put there are checked by owner
+        os.fchmod(descriptor, 0o700)  # others' files may be in it: owners are checked
         found = os.fstat(descriptor)
     if not is_own(found):
         os.close(descriptor)
@@ -54,5 +54,5 @@ def open_own_folder(folder: Path) -> int:
 
 
 def is_own(found: os.stat_result) -> bool:
-    """Return whether a file or folder is this user's or root's, and not writable by others."""
+    """Return whether a file or folder belongs to this user or root, and others cannot write it."""
     return found.st_uid in (os.geteuid(), 0) and not found.st_mode & _OTHERS_WRITE

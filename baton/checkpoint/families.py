@@ -1,7 +1,7 @@
-"""The registry of model families: a line for each, with the names of its models in files.
+"""The registry of model families: one entry per family, with its models' names in files.
 
-All else about a family is in `models/families/NAME.py`, as plain values without torch. That file is
-imported when one of the family's names is needed.
+All other facts about a family are in `models/families/NAME.py`, as plain values without torch,
+imported when a name of the family is needed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class FamilyNames:
     """The names of a family's models in files.
 
     Attributes:
-        models: names in ``architectures`` of config.json, each a value in the family's file.
-        gguf: names in ``general.architecture`` of GGUF files, each a key of the file's ``GGUF``.
+        models: names in ``architectures`` of config.json; each is also a name in the family's file.
+        gguf: names in ``general.architecture`` of GGUF files; each is a key of the file's ``GGUF``.
     """
 
     models: Sequence[str]
@@ -65,13 +65,13 @@ FAMILIES: Mapping[str, FamilyNames] = {
     "smollm3": FamilyNames(["SmolLM3ForCausalLM"], ["smollm3"]),
 }
 # fmt: on
-# Name of a model in config.json -> the value in its family's file.
+# Name of a model in config.json -> where its value is in the family's file.
 ARCHITECTURES: Mapping[str, str] = {
     name: f"models.families.{file}:{name}"
     for file, names in FAMILIES.items()
     for name in names.models
 }
-# Name of a model in a GGUF file -> the table with its row, in its family's file.
+# Name of a model in a GGUF file -> where the family's table with its row is.
 GGUF_ARCHITECTURES: Mapping[str, str] = {
     name: f"models.families.{file}:GGUF" for file, names in FAMILIES.items() for name in names.gguf
 }

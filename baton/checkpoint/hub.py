@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub: a folder of files, or the GGUF file of one quantization.
 
-Folders go to the hub library's cache, GGUF files to Baton's cache, where interrupted downloads are
-resumed. Cached files are used if the hub cannot be reached. Does not read the files.
+Folders go to the hub library's cache; GGUF files go to Baton's cache, where interrupted downloads
+are resumed. If the hub cannot be reached, cached files are used. Does not read the files.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _SCHEME, _GGUF, _SAFETENSORS = "hf://", ".gguf", ".safetensors"
 _OWNER_AND_NAME = r"[\w.-]+/[\w.-]+"
 _NAME = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})(?::(?P<quantization>[\w.-]+))?")
 _FILE = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})/(?P<file>[\w./ +-]+\.gguf)", re.IGNORECASE)
-# Quantizations as file names spell them.
+# Names of quantizations in file names.
 _QUANTIZATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 _NO_MODELS = ("mmproj", "imatrix")  # image projectors, and statistics for quantizing
 _PART_OF_FILE = ".part"
 _SHOWN_FILES = 8
-# An operating system's error, as the text of a library's error quotes it.
+# The part of a library's error that quotes an error of the operating system.
 _SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([\w ]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """Name a model of the hub as a user typed it.
+    """A model of the hub, as a user named it.
 
     Attributes:
         repository: the repository on the hub, as OWNER/NAME.
@@ -50,9 +50,9 @@ class HubName:
 
     @classmethod
     def parse(cls, model: str) -> HubName | None:
-        """Parse a name of the hub; return None for other text.
+        """Parse a name of the hub; return None if the text is none.
 
-        A name is OWNER/NAME or OWNER/NAME:QUANTIZATION, with or without ``hf://`` before it, or
+        A name is OWNER/NAME or OWNER/NAME:QUANTIZATION, both with or without ``hf://`` in front, or
         hf://OWNER/NAME/FILE.gguf.
         """
         name = model.removeprefix(_SCHEME)
@@ -66,7 +66,7 @@ def fetch(model: str, name: HubName, patterns: Sequence[str]) -> Path:
     """Fetch a model and return its folder or its GGUF file (the first part of several).
 
     Args:
-        model: the user's text, for error messages.
+        model: the user's text, to quote in errors.
         name: the parsed text.
         patterns: patterns of the files that a folder needs.
 
@@ -90,16 +90,16 @@ def _has_gguf_alone(files: Sequence[str]) -> bool:
 
 
 def _files_of(model: str, name: HubName) -> Sequence[str] | None:
-    """List a repository's files; without the hub, the cached ones.
+    """List a repository's files, or its cached files if the hub cannot be reached.
 
-    Returns None if neither is known, so that `_snapshot` reports the reason.
+    Returns None if both are unknown; `_snapshot` then reports the reason.
     """
-    import huggingface_hub  # here: takes half a second, which local folders do not need
+    import huggingface_hub  # takes half a second, which local folders need not wait for
 
     try:
         return huggingface_hub.HfApi().list_repo_files(name.repository)
-    # Errors come from requests or httpx, depending on the hub library's version, and have no common
-    # base.
+    # Errors come from requests or httpx, depending on the hub library's version; they have no
+    # common base class.
     except Exception as error:
         here = _cached_files(name.repository)
         if here or not name.quantization:
@@ -118,7 +118,7 @@ def _cached_files(repository: str) -> list[str]:
 
 
 def _choose(model: str, name: HubName, files: Sequence[str]) -> str:
-    """Return the only GGUF file that matches the name; raises ModelLoadError otherwise."""
+    """Return the only GGUF file that matches the name; ModelLoadError for none or several."""
     ggufs = [file for file in files if PurePosixPath(file).suffix.lower() == _GGUF]
     firsts = [str(path) for path in only_first_parts([Path(file) for file in ggufs])]
     models = [file for file in firsts if not any(word in file.lower() for word in _NO_MODELS)]
@@ -161,7 +161,7 @@ def _snapshot(model: str, repository: str, patterns: Sequence[str]) -> Path:
 
 
 def _fetched(model: str, repository: str, file: str) -> Path:
-    """Return a cached file of a repository, downloaded if needed; other processes wait."""
+    """Return a cached file of a repository; download it if needed, while other processes wait."""
     import huggingface_hub
 
     path = _folder(repository) / file
@@ -187,10 +187,10 @@ def _download(repository: str, file: str, path: Path) -> None:
 
     url = huggingface_hub.hf_hub_url(repository, file)
     found = huggingface_hub.get_hf_file_metadata(url)
-    # The content's digest is in the name, so that only equal content is resumed.
+    # The name contains the content's digest, so only a download of equal content is resumed.
     part = path.with_name(f"{path.name}.{(found.etag or 'content')[:16]}{_PART_OF_FILE}")
     token = huggingface_hub.get_token()
-    # The token is only for the hub; redirect addresses are signed.
+    # Only the hub may see the token; redirect addresses carry signatures.
     needs_token = token is not None and found.location == url
     with part.open("r+b" if part.exists() else "w+b") as content:
         have = content.seek(0, os.SEEK_END)
@@ -214,7 +214,7 @@ def _download(repository: str, file: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait until no other process on this machine downloads this file."""
+    """Wait until no other process on this machine downloads the file."""
     with path.with_name(path.name + ".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -235,7 +235,7 @@ def _cannot_fetch(model: str, error: Exception) -> ModelLoadError:
 
 
 def _reason(error: Exception) -> str:
-    """Return the cause of a failed download and the remedy, in one line."""
+    """Return a failed download's cause and remedy, in one line."""
     from huggingface_hub import constants, errors
 
     if constants.HF_HUB_OFFLINE:

@@ -1,4 +1,4 @@
-"""Model folders: find the folder for a user's model name, and digest what identifies a model."""
+"""Model folders: find the folder for a user's model name, and compute a model's digests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GGUF = ".gguf"
 _SHOWN_FILES = 4
 _MAX_LIMIT = 2**31 - 1
 
-# From NVIDIA's ModelOpt; its older config.json files do not mention quantization.
+# File of NVIDIA's ModelOpt, whose older releases do not write quantization to config.json.
 MODELOPT_FILE = "hf_quant_config.json"
 _TOKENIZER_FILES = [
     "config.json",
@@ -49,8 +49,8 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
     the user's cache (`gguf/folder.py`).
 
     Args:
-        weights: whether to fetch the weights; the router only needs configuration and tokenizer,
-            which a GGUF file stores with the weights.
+        weights: whether to fetch the weights; a router needs only configuration and tokenizer
+            (which a GGUF file stores together with the weights).
 
     Raises:
         ModelLoadError: the model is missing, broken, or cannot be fetched.
@@ -60,15 +60,15 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
 
 
 def find_here_or_on_hub(model: str) -> Path | HubName:
-    """Return a model's folder on this machine, or its name on the hub; fetch nothing.
+    """Return a model's folder on this machine, or its name on the hub; fetches nothing.
 
     Raises:
-        ModelLoadError: the model is broken, or is neither here nor named as the hub names models.
+        ModelLoadError: the model is broken, or is neither here nor named like a model of the hub.
     """
     if (found := find_local_folder(model)) is not None:
         return found
     name = None if model.startswith((".", "/", "~")) else HubName.parse(model)
-    if name is None:  # the user meant a path or a package
+    if name is None:  # the name can only be a path or a package
         raise ModelLoadError(f"model: {_nothing_here(model)}")
     return name
 
@@ -97,7 +97,7 @@ def find_local_folder(model: str) -> Path | None:
 
 
 def _nothing_here(model: str) -> str:
-    """Say where a model was looked for, and what names are possible."""
+    """Say where the model was searched for, and which names are possible."""
     if "/" in model or model.startswith((".", "~")) or model.lower().endswith(_GGUF):
         return f"{model!r}: there is no such folder or file"
     return (
@@ -147,7 +147,7 @@ def _fetch_from_hub(model: str, name: HubName, *, weights: bool) -> Path:
     return fetched if fetched.is_dir() else folder_of_gguf(fetched)
 
 
-# What a family's file says of an architecture; imported only for files that leave out a limit.
+# Names in config.json -> what the families' files say; imported only to supply a missing limit.
 _MODELS: Registry[Any] = Registry("model architecture", ARCHITECTURES)
 
 
@@ -162,7 +162,7 @@ class ModelLimits:
 def read_limits(folder: Path) -> ModelLimits:
     """Read limits from `config.json`; raises ModelLoadError naming a missing or wrong field.
 
-    Multimodal models keep them in the configuration of their text part.
+    Multimodal models have these limits in the configuration of their text part.
     """
     whole = _read_config(folder)
     of_text = whole.get("text_config")
@@ -178,7 +178,7 @@ def read_limits(folder: Path) -> ModelLimits:
 
 
 def _default(architectures: object, field: str) -> object:
-    """Return a family's default for a field; None where there is none."""
+    """Return a family's default for a field, or None."""
     names = architectures if isinstance(architectures, list) else []
     known = [name for name in names if isinstance(name, str) and name in ARCHITECTURES]
     return next((_MODELS.load(name).defaults.get(field) for name in known), None)
@@ -202,7 +202,7 @@ def weights_digest(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     files = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
-    # A GGUF file counts by content, whatever its name here.
+    # A GGUF file counts by its content, not by its name.
     for number, path in enumerate(weight_files(folder)):
         files[WEIGHTS if number == 0 else f"{number}-{WEIGHTS}"] = path
     for name, path in sorted(files.items()):

@@ -1,6 +1,6 @@
-"""Model identity: entries that decide a model's tokens, equal on all nodes that serve it.
+"""Model identity: the entries that decide a model's tokens; equal on all nodes that serve it.
 
-A folder determines most; a node adds its numeric types. Knows no node and no router.
+The model folder decides most entries; a node adds its numeric types. Knows no node and no router.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
 from baton.checkpoint.model_folder import config_digest, weights_digest
 
-# In the order in which differences are reported.
+# In the order of error messages.
 IDENTITY_KEYS = (
     "model",
     "weights",
@@ -28,7 +28,7 @@ IDENTITY_KEYS = (
     "kv_cache_dtype",
 )
 NONE = "none"
-# Weights of simulated nodes, which may claim any folder.
+# Stands for the weights of simulated nodes, which may claim any folder.
 SIMULATED = "simulated"
 _INDEX = "model.safetensors.index.json"
 _DIGEST_CHARS = 16
@@ -47,7 +47,7 @@ def describe_identity(identity: Identity) -> str:
 
 
 def folder_identity(folder: Path) -> dict[str, str]:
-    """Return the entries that a model folder decides; without ``weights`` if files are missing.
+    """Return the entries that a model folder decides; no ``weights`` if weight files are missing.
 
     Raises:
         ModelLoadError: a file cannot be read.
@@ -64,7 +64,7 @@ def folder_identity(folder: Path) -> dict[str, str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether all weights are here."""
+    """Return whether the folder has all weights."""
     index = folder / _INDEX
     if not index.is_file():
         return any(folder.glob("*.safetensors")) or (folder / GGUF_WEIGHTS).is_file()
@@ -76,7 +76,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _chat_template_digest(folder: Path) -> str:
-    """Digest all places of a template; `chat_template.py` decides which counts."""
+    """Digest all places of a chat template; `chat_template.py` chooses among them."""
     parts = [
         _read_object(folder / name).get("chat_template")
         for name in ("tokenizer_config.json", "chat_template.json")

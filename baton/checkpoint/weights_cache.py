@@ -1,12 +1,12 @@
-"""Files of packed weights in the user's cache, which all processes of a machine map.
+"""Files of packed weights in the user's cache, which all processes on a machine map.
 
     | bytes of all tensors | index (JSON) | trailer |
 
-A file's name has a key of its sources, and the boot in which a process last checked all of its
-bytes. A process that finds a file of an earlier boot checks all bytes first, because a power cut
-may have kept the end of the file from the disk. A file is renamed into place when it is whole, and
-is never written again. A file may be removed at any time: processes that mapped it keep its pages.
-Refuses to know: tensors, how weights are packed, GPUs.
+A file's name contains a key of its sources, and the boot in which a process last checked all bytes.
+A process that finds a file of an earlier boot checks all bytes first, because a power cut may have
+kept the end of the file off the disk. A finished file is renamed into place and never written
+again. A file may be removed at any time: processes that mapped it keep its pages. Refuses to know:
+tensors, how weights are packed, GPUs.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "weights"
 DEFAULT_LIMIT_BYTES = 20 * 2**30
-LEAST_BYTES = 16 * 2**20  # packing a smaller checkpoint is faster than looking for its file
+LEAST_BYTES = 16 * 2**20  # packing a smaller checkpoint is faster than finding its file
 ALIGNMENT = 64  # bytes; each tensor begins at a multiple
 _SPARE_DISK_BYTES = 2**30  # bytes of the disk that stay free for other programs
 _MAX_AGE_S = 30 * 24 * 3600.0
-_MAX_NEW_AGE_S = 3600.0  # an unfinished file of this age is removed: its writer is gone
-_LOCK_TIMEOUT_S = 100.0  # packing takes less; a node that waits longer packs for itself
+_MAX_NEW_AGE_S = 3600.0  # an older unfinished file is removed, because its writer is gone
+_LOCK_TIMEOUT_S = 100.0  # packing takes less time; a node that waited longer packs for itself
 _LOCK_POLL_S = 0.02
-# A file that changes again within one tick of the kernel's clock keeps its times.
+# A file that changes twice within one tick of the kernel's clock keeps its times.
 _YOUNG_NS = 2 * 10**9
 _PIECE_BYTES = 8 * 2**20  # written at once: file systems then take huge pages
 _MAGIC = b"baton weights 1\n"
 _TRAILER = struct.Struct("<QQ32s32s16s")  # data bytes, index bytes, their digests, magic
 _MAX_INDEX_BYTES = 64 * 2**20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_UNKNOWN = "unknown"  # the boot, where the system does not tell
+_UNKNOWN = "unknown"  # boot id on systems that do not tell it
 _SUFFIX, _LOCK, _NEW = ".weights", ".lock", ".new"
 _KEY_CHARS = 32
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{1,12}|unknown)\.weights")
@@ -70,7 +70,7 @@ class PackedFile:
     Attributes:
         content: all bytes of the file.
         index: JSON that describes the tensors.
-        data_bytes: size of the tensors, which come first.
+        data_bytes: size of the tensors, which are the first part of the file.
     """
 
     content: mmap.mmap
@@ -96,13 +96,13 @@ class WeightsCache:
 
     @contextmanager
     def hold(self, sources: Sequence[Path], packing: str) -> Iterator[CacheEntry]:
-        """Hold an entry, so that one process packs and the others wait for its file.
+        """Hold an entry, so that one process packs while others wait for its file.
 
         Args:
             sources: the checkpoint's files.
             packing: text that names everything that decides how the files are packed.
 
-        Raises WeightsCacheError where the folder cannot be used or the wait takes too long.
+        Raises WeightsCacheError if the folder is unusable or the wait takes too long.
         """
         identity = identify_files(sources)
         key = hashlib.sha256(f"{identity} {packing}".encode()).hexdigest()[:_KEY_CHARS]
@@ -133,7 +133,7 @@ class CacheEntry:
     identity: str  # identity of the sources, taken before reading them
 
     def open(self) -> PackedFile | None:
-        """Map the file, or return None if it is missing or was damaged, and so removed."""
+        """Map the file; return None if it is missing, or damaged and therefore removed."""
         boot = _boot()
         own = self._name(boot)
         for name in sorted(self._names(), key=lambda one: one != own):
@@ -150,21 +150,21 @@ class CacheEntry:
         return None
 
     def write(self, tensors: Iterable[tuple[int, memoryview]], index: Mapping[str, Any]) -> None:
-        """Write a file and put it in its place; remove old files beyond the cache's limit.
+        """Write a file and move it into place; then remove old files beyond the cache's limit.
 
         Args:
-            tensors: each tensor's place in the file, in ascending order, and its bytes.
+            tensors: position in the file and bytes of each tensor, in ascending order.
             index: JSON that describes the tensors.
 
-        Raises WeightsCacheError where the file has no room or cannot be written, or where the
-        checkpoint has changed since it was read.
+        Raises WeightsCacheError if the file has no room, cannot be written, or the checkpoint has
+        changed since it was read.
         """
         tensors = list(tensors)
         size = tensors[-1][0] + tensors[-1][1].nbytes if tensors else 0
         if size > self.limit_bytes:
             limit = self.limit_bytes / 2**30
             raise WeightsCacheError(f"{size / 2**30:.1f} GiB exceed --weights-cache {limit:g} GiB")
-        # The name is unique, because two processes pack if somebody removes the lock's file.
+        # A unique name, because two processes may pack if somebody removes the lock's file.
         new = f"{self.key}-{secrets.token_hex(4)}{_NEW}"
         try:
             self._make_room(size)
@@ -212,7 +212,7 @@ class CacheEntry:
                 elif name.endswith(_SUFFIX):
                     files.append((age, found.st_size, name))
         room = self.limit_bytes - size
-        for age, num_bytes, name in sorted(files):  # the last used one first
+        for age, num_bytes, name in sorted(files):  # the one used last comes first
             room -= num_bytes
             if room < 0 or age > _MAX_AGE_S:
                 logger.info("packed weights %s are removed: %.0f MiB", name, num_bytes / 2**20)
@@ -226,7 +226,7 @@ def identify_files(paths: Sequence[Path]) -> str:
 
     Writing to a file or replacing it changes at least one of these.
 
-    Raises WeightsCacheError where a file cannot be looked at, or changed a moment ago.
+    Raises WeightsCacheError if a file is inaccessible or changed a moment ago.
     """
     digest, now = hashlib.sha256(), time.time_ns()
     for path in paths:
@@ -242,7 +242,7 @@ def identify_files(paths: Sequence[Path]) -> str:
 
 
 def used_bytes() -> int:
-    """Sum the sizes of all files of packed weights; 0 where there is no folder."""
+    """Return the total size of all files of packed weights; 0 without their folder."""
     try:
         files = list(cache_folder(FOLDER).glob(f"*{_SUFFIX}"))
         return sum(path.stat().st_size for path in files)
@@ -310,7 +310,7 @@ def _open(folder: int, name: str, *, whole: bool) -> PackedFile:
     """Map a file of this user, and check it; raises WeightsCacheError or OSError.
 
     Args:
-        whole: whether to look at all bytes, and not only at the index.
+        whole: whether to check all bytes, not only the index.
     """
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:

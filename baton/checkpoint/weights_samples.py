@@ -1,8 +1,8 @@
-"""Weights samples: part of a weights file, chosen so that fine-tunes differ in it.
+"""Weights samples: the parts of a weights file by which fine-tuned models differ.
 
-a file of at most 64 MiB      all of it
-larger, safetensors or GGUF   its header; each tensor whole, or three samples of a large one
-larger, of another kind       64 KiB of every 4 MiB
+a file of at most 64 MiB      the whole file
+larger, safetensors or GGUF   the header, each small tensor, three samples of each large tensor
+larger, of another format     64 KiB of every 4 MiB
 """
 
 from __future__ import annotations

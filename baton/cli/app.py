@@ -25,7 +25,7 @@ _ENTRIES = {
         "baton.cli.doctor.command:doctor",
         "Show what this machine offers Baton, with advice for what is missing.",
     ),
-    "model": Entry("baton.cli.model_command:app", "Show what a model needs, before loading it."),
+    "model": Entry("baton.cli.model_command:app", "Show how much memory a model needs."),
     "bench": Entry(
         "baton.cli.programs.bench:app",
         "Measure this machine, or a running system, and judge it in words.",
@@ -52,7 +52,7 @@ app = CommandLine(
     cls=lazy_group(_ENTRIES),
     no_args_is_help=True,
     help="Serve large language models with prefill and decode on separate machines.",
-    epilog="Every option of every command can be given as an environment variable, too: "
+    epilog="Every option of every command can also be given as an environment variable: "
     "--max-model-len as BATON_MAX_MODEL_LEN.",
 )
 
@@ -72,7 +72,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Keep the app a group of commands."""
+    """Exist so that Typer makes the app a group of commands."""
 
 
 def version() -> None:
@@ -91,9 +91,9 @@ def main() -> None:
 
 
 def help_of(words: Sequence[str]) -> str:
-    """Return the help of the command that these words call; empty if there is none.
+    """Return the help of the command that these words call; empty if no command matches.
 
-    Equal to Typer's own output, but skips its flag parsing, which imports Pydantic.
+    The text equals Typer's own, but skips Typer's parsing of flags, which imports Pydantic.
     """
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="baton", **command.context_settings)

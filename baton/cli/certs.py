@@ -62,7 +62,7 @@ def dev(
 ) -> None:
     """Make a throw-away CA with certificates for a router, nodes, a client and an operator.
 
-    Not for production: the CA's key is in the same folder. A CA that exists there is used again.
+    Not for production: the CA's key is in the same folder. A CA that is already there is reused.
     """
     from baton.access.dev_certificates import LOCAL_HOSTS, write_dev_certificates
 

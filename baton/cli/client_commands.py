@@ -147,10 +147,10 @@ def chat(
     served_name: ServedNameOption = "",
 ) -> None:
     """Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer."""
-    with contextlib.suppress(ImportError):  # makes the arrow keys work in `input`
+    with contextlib.suppress(ImportError):  # lets arrow keys work in `input`
         import readline  # noqa: F401
     messages = [{"role": "system", "content": system}] if system else []
-    session_id = uuid.uuid4().hex  # every turn repeats the conversation
+    session_id = uuid.uuid4().hex  # one session, because every turn repeats the conversation
     with _interruptible():
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
@@ -168,7 +168,7 @@ def chat(
                         model=served_name,
                     )
                     num_failed += not _answer(ask, messages, text)
-    if num_failed and not sys.stdin.isatty():  # in a script; people have read the error
+    if num_failed and not sys.stdin.isatty():  # fail in scripts; people have read the error
         raise typer.Exit(1)
 
 
@@ -185,7 +185,7 @@ def _open_client(access: ClientAccess) -> Client:
 def _print_text(text: str) -> None:
     """Print a model's text: exactly into a pipe or file, with controls escaped on a terminal.
 
-    A prompt can make a model write escape sequences, which change a terminal's title, clear its
+    A prompt can make a model write escape sequences that change a terminal's title, clear the
     screen, or write to the clipboard.
     """
     shown = on_terminal(text) if sys.stdout.isatty() else text
@@ -211,7 +211,7 @@ def _answer(
 ) -> bool:
     """Take one turn of a chat; return whether it succeeded.
 
-    After a failure, the user's message is dropped and the conversation can continue.
+    After a failure the user's message is dropped, so that the conversation can go on.
     """
     question = {"role": "user", "content": text}
     try:
@@ -227,7 +227,7 @@ def _answer(
 
 
 def _read_line() -> str | None:
-    """Return a line of the user's input, or None at its end; only a person sees a prompt."""
+    """Return a line of the user's input, or None at the end; only people see a prompt."""
     is_person = sys.stdin.isatty()
     try:
         return input("> " if is_person else "").strip()

@@ -1,7 +1,7 @@
-"""CommandLine: common base of all commands: `-h`, plain help, options from the environment.
+"""CommandLine: base of all commands: `-h`, plain help, options from the environment.
 
 Every option can also be given as an environment variable: ``BATON_`` and its name in capitals. A
-BatonError ends a command with one line that names options as users wrote them.
+BatonError ends a command with one line that names options as users write them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.processes.child_processes import ENVIRONMENT_PREFIX
 from baton.version import __version__
 
 EPILOG = (
-    "Every option can be given as an environment variable, too: --max-model-len as "
+    "Every option can also be given as an environment variable: --max-model-len as "
     f"{ENVIRONMENT_PREFIX}_MAX_MODEL_LEN."
 )
 HELP_NAMES = ["-h", "--help"]
@@ -34,14 +34,14 @@ def with_option_names(text: str, names: Mapping[str, str]) -> str:
     """Replace names like ``max_model_len`` in an error's text by ``--max-model-len``.
 
     Args:
-        names: users' names of options, by internal names.
+        names: users' names of options, by their names in code.
     """
 
     def option(found: re.Match[str]) -> str:
         return names.get(found[0], found[0])
 
-    # A single word may be ordinary text, so it is replaced only at the front.
-    text = text.removeprefix("structured_output.")  # each of its fields has an option
+    # A single word may be ordinary text, so it counts as a name only at the front.
+    text = text.removeprefix("structured_output.")  # an option for each field
     return re.sub(r"^[a-z]\w*(?=: )|\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b", option, text)
 
 
@@ -63,7 +63,7 @@ class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-
         return text.replace(_HYPHEN, "-")
 
 
-# The class of Click, or of Typer's own copy of Click, as Typer's release has it.
+# Click's class, or that of Typer's own copy of Click in newer releases.
 _UsageError: Any = BadParameter.__base__
 
 
@@ -108,7 +108,7 @@ class _Context(typer.Context):
 
 
 class _Command(typer.core.TyperCommand):
-    """A command that mentions the variables of its options once, below the options."""
+    """A command whose help mentions environment variables once, below the options."""
 
     context_class = _Context
 
@@ -124,7 +124,7 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except CommandError as error:  # an error of a file; it names the place
+        except CommandError as error:  # an error about a file, which names the place itself
             self._end(error, error.exit_code)
         except _UsageError as error:
             raise OneLineUsageError(_usage_line(error, ctx), ctx) from error
@@ -133,7 +133,7 @@ class _Command(typer.core.TyperCommand):
         return self.run_guarded(ctx, super().invoke)
 
     def run_guarded(self, ctx: Any, run: Callable[[Any], Any]) -> Any:
-        """Run a part of this command; errors are printed in one line."""
+        """Run a part of this command; print errors in one line each."""
         try:
             return run(ctx)
         except (BatonError, CommandError) as error:
@@ -147,7 +147,7 @@ class _Command(typer.core.TyperCommand):
         raise typer.Exit(exit_code) from None
 
     def _names(self, ctx: Any) -> dict[str, str]:
-        """Return where each option was written, by internal name."""
+        """Return where each option was written, by its name in code."""
         names = {
             one.name: place_of(ctx, one.name) or flag_of(one.name)
             for one in self.params
@@ -199,7 +199,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 class CommandLine(typer.Typer):
-    """Commands with plain help that is not cut off on narrow terminals."""
+    """Commands with plain help that narrow terminals do not cut off."""
 
     def __init__(self, *, cls: type[CommandGroup] = CommandGroup, **settings: Any) -> None:
         super().__init__(cls=cls, rich_markup_mode=None, pretty_exceptions_enable=False, **settings)

@@ -68,4 +68,4 @@ app.add_typer(show, name="show")
 
 @show.callback()
 def _programs() -> None:
-    """Do nothing; with a callback, Typer makes the app a group even of one command."""
+    """Exist so that Typer makes the app a group, even of one command."""

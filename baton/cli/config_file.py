@@ -1,8 +1,8 @@
 """Configuration files: TOML with the options of all programs of a fleet.
 
-Entries above the tables apply to every program with such an option; `[router]`, `[decode]` and
-others apply to one program and take precedence. Environment variables override files; the command
-line overrides both.
+Entries above all tables apply to every program that has the option; tables such as `[router]` and
+`[decode]` apply to one program and override those entries. Environment variables override files,
+and the command line overrides both.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROGRAMS: Registry[type[Any]] = Registry(
         "loadtest-compare": "loadtest.options:CompareOptions",
     },
 )
-# These measure a fleet from outside, so entries for all programs of the fleet do not apply.
+# Load tests measure a fleet from outside, so entries for the whole fleet do not apply to them.
 _NOT_OF_A_FLEET = ("loadtest-run", "loadtest-compare")
 CONFIG = "config"
 _META = "baton.config_file"
@@ -50,7 +50,7 @@ class Given:
     Attributes:
         value: value of the option, converted to its type.
         place: file, table and key, for messages.
-        is_own: whether it is in the program's own table.
+        is_own: whether the value is in the program's own table.
     """
 
     value: Any
@@ -59,7 +59,7 @@ class Given:
 
 
 def program(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a command, whose name is one of `PROGRAMS`, read options from a file too."""
+    """Let a command that is one of `PROGRAMS` read options from a file too."""
     settings = typer.Option(
         help="TOML file of options, named like their variables: max_model_len = 4096. Entries "
         "above all tables: for all programs; entries in [router], [prefill] and so on: for that "
@@ -88,7 +88,7 @@ def _take_file(context: typer.Context, value: str) -> str:
 
 
 def _name_of(context: Any) -> str:
-    """Return the command's name in `PROGRAMS`: a command of a group has both words, joined."""
+    """Return the command's name in `PROGRAMS`; for a command of a group, both words joined."""
     own: str = context.info_name or ""
     return own if own in PROGRAMS.names() else f"{context.parent.info_name}-{own}"
 
@@ -102,7 +102,7 @@ def file_of(context: Any) -> Path | None:
 def passed_on(context: Any, names: Iterable[str]) -> list[str]:
     """Return options as arguments for a child program, which reads environment and file itself.
 
-    Includes options of the command line, and of this command's own table unless overridden.
+    These are options of the command line, and of this command's table unless overridden.
     """
     _, given = context.meta.get(_META, (None, {}))
     found: list[str] = []
@@ -140,13 +140,13 @@ def read_config_file(
             found[name] = _check(f"{path}: {key}", value, declared[name], is_own=True)
     except OSError as error:
         raise CommandError(f"{path}: cannot be read ({error.strerror})", EXIT_USAGE) from None
-    except ValueError as error:  # including ConfigError
+    except ValueError as error:  # includes ConfigError
         raise CommandError(f"{path}: {error}", EXIT_USAGE) from None
     return found
 
 
 def _is_for_all(name: str, declared: Mapping[str, Option]) -> bool:
-    """Return whether this program has the option of an entry above the tables."""
+    """Return whether this program has the option of an entry above all tables."""
     if name in OF_ONE_PROCESS or name in PROGRAMS.names():  # the programs' names are tables
         raise ConfigError(f"{name}: each program has its own; put it in a table such as [router]")
     if name in declared:
@@ -162,7 +162,7 @@ def _check(place: str, value: Any, option: Option, *, is_own: bool) -> Given:
         variable = variable_of(option.name)
         raise CommandError(f"{place}: is a secret; give it as {variable}", EXIT_USAGE)
     try:
-        if option.declaration.further:  # one value or several
+        if option.declaration.further:  # an option with one value or several
             value = [value] if isinstance(value, str) else value
             return Given(msgspec.convert(value, list[str]), place, is_own)
         return Given(msgspec.convert(value, option.type), place, is_own)
@@ -182,7 +182,7 @@ def variable_of(name: str) -> str:
 
 
 def place_of(context: Any, name: str) -> str:
-    """Return where an option's value was written; empty for a default."""
+    """Return where an option's value was written; empty if it is the default."""
     source = context.get_parameter_source(name)
     kind = source.name if source is not None else ""
     if kind == "COMMANDLINE":

@@ -1,6 +1,6 @@
 """Command-line options made from declarations (`baton/options.py`).
 
-A command parameter that is a dataclass with options is replaced by these options.
+A command's parameter whose type is a dataclass of options is replaced by these options.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def with_declared_options(
     The new command's attribute ``declared`` holds the options by name.
 
     Args:
-        more: additional options, which only Typer handles.
+        more: options to add that only Typer handles.
     """
     parameters = inspect.signature(command, eval_str=True).parameters
     kinds = {
@@ -59,7 +59,7 @@ def with_declared_options(
     made.__signature__ = inspect.Signature(ordered)
     made.__annotations__ = {one.name: one.annotation for one in ordered}
     made.declared = {one.name: one for own in declared.values() for one in own.values()}
-    del made.__wrapped__  # otherwise Typer would read the original's types
+    del made.__wrapped__  # or Typer would read the original's types
     return wrapped
 
 
@@ -74,9 +74,9 @@ def make_or_refuse(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def _undivided(option: Option, value: Any) -> Any:
-    """Return an option's values; those of an environment variable are divided by commas.
+    """Return an option's values; commas separate those of an environment variable.
 
-    Typer divides them at spaces, which paths may have.
+    Typer would split the variable at spaces, which paths may contain.
     """
     if not (option.declaration.further and isinstance(value, list)):
         return value
@@ -90,7 +90,7 @@ def by_name(kind: type[Any]) -> dict[str, Option]:
 
 
 def help_of_option(option: Option) -> str:
-    """Return an option's help with its limits; "0 or more" is not mentioned."""
+    """Return an option's help with its limits, but without "0 or more"."""
     said, limits = option.declaration.help, option.declaration.limits
     return said if limits in ("", "0 or more") else f"{said} Must be {limits}."
 
@@ -101,7 +101,7 @@ def is_several(option: Option) -> bool:
 
 
 def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a function for shells that completes values."""
+    """Return a function that completes values in a shell."""
 
     def complete(incomplete: str) -> list[str]:
         return [choice for choice in choices if choice.startswith(incomplete)]

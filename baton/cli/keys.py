@@ -1,4 +1,4 @@
-"""`baton keys`: makes API keys, checks the keys file, converts old keys files."""
+"""`baton keys`: makes API keys, checks key files, converts old key files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def new(
         Path | None, typer.Option(help="Append the entry to this file instead of printing it.")
     ] = None,
 ) -> None:
-    """Print a new key, once, and the entry for the router's --api-keys-file, which is no secret."""
+    """Print a new key, once, and its entry for the router's --api-keys-file, which is no secret."""
     key = draw_key()
     entry = entry_text(
         key,
@@ -76,7 +76,7 @@ def new(
 
 @app.command()
 def check(file: Annotated[Path, typer.Argument(help="File as for --api-keys-file.")]) -> None:
-    """Show who may do what; exit code 1 if the file is wrong."""
+    """Show what each key allows; exit code 1 if the file is invalid."""
     from rich.console import Console  # here, so that `--help` is fast
 
     keys = read_keys(file)
@@ -88,7 +88,7 @@ def check(file: Annotated[Path, typer.Argument(help="File as for --api-keys-file
 
 @app.command()
 def convert(file: Annotated[Path, typer.Argument(help="File of name:key lines.")]) -> None:
-    """Convert a file of the old form, with plain keys: print its entries in the present form."""
+    """Convert an old file with plain keys: print its entries in the present form."""
     try:
         text, short = convert_lines(read_text(file))
     except BatonError as error:
@@ -107,7 +107,7 @@ def convert(file: Annotated[Path, typer.Argument(help="File of name:key lines.")
 
 
 def _expiry(text: str) -> str:
-    """Return an expiry in the file's form; raises ConfigError."""
+    """Return a key's expiry in the form of key files; raises ConfigError."""
     if days := re.fullmatch(r"(\d{1,5})d", text):
         now = datetime.datetime.now(datetime.UTC)
         return (now + datetime.timedelta(days=int(days[1]))).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -118,7 +118,7 @@ def _expiry(text: str) -> str:
 
 
 def _append(path: Path, entry: str) -> None:
-    """Replace the file atomically by one with the entry, since a router may read it any time.
+    """Add the entry to the file atomically, because a router may read the file at any time.
 
     Raises ConfigError.
     """

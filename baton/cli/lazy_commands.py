@@ -15,8 +15,8 @@ from baton.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A command's location by name (`baton` does not import programs), and the first line of its
-    help."""
+    """Where a command is, as text, because `baton` does not import programs; and the first line of
+    its help."""
 
     where: str
     summary: str

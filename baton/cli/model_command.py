@@ -14,9 +14,9 @@ from baton.cli.command_line import CommandLine
 from baton.processes.process import print_error
 from baton.registry import Registry
 
-_HELP = "Show what a model needs, before loading it."
+_HELP = "Show how much memory a model needs."
 _MIB = 2**20
-# Named as text, because `baton` does not import models.
+# Given as text, because `baton` must not import models.
 _NEEDS: Registry[Any] = Registry("figure", {"memory": "models.memory_needs:memory_needs_of_folder"})
 
 app = CommandLine(no_args_is_help=True, add_completion=False, help=_HELP)

@@ -1,4 +1,4 @@
-"""RouterAccess: options for reaching a router, with a client's or operator's key."""
+"""RouterAccess: options to reach a router with a client's or an operator's key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.options import group, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAccess:
-    """Address of a router, and this side's certificates."""
+    """The router's address, and this side's certificates."""
 
     router: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)

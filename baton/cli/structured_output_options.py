@@ -51,7 +51,7 @@ def make_structured_output(
 
 
 def _read(kind: str, value: str | None) -> str | None:
-    """Return the content of the file with this name, else the value itself."""
+    """Return the content of the file with this name, or else the value itself."""
     if value is None:
         return None
     try:
@@ -60,5 +60,5 @@ def _read(kind: str, value: str | None) -> str | None:
         raise InvalidRequestError(
             f"structured_output.{kind}", f"{value} is not text: {error.reason}"
         ) from None
-    except (OSError, ValueError):  # no such file, or not a file name
+    except (OSError, ValueError):  # missing file, or no file name
         return value

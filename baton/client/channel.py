@@ -17,7 +17,7 @@ from baton.v1 import inference_pb2_grpc
 
 
 class _Certificates:
-    """The TLS files of a client, and the content that its channel uses.
+    """A client's TLS files, with the contents that its channel uses.
 
     Args:
         tls: TLS options; None: read from the environment.
@@ -35,7 +35,7 @@ class _Certificates:
         return self._files.current() if self._files else None
 
     def have_changed(self) -> bool:
-        """Return whether the files have changed since the last call; if so, use the new content."""
+        """Return whether the files have changed since the last call; if so, use the new ones."""
         before, self.used = self.used, self._now()
         return self.used is not before
 
@@ -43,8 +43,8 @@ class _Certificates:
 class SyncChannel:
     """A blocking channel, replaced by a new one when certificates change.
 
-    gRPC cannot change the certificates of an open channel. The previous channel stays open for its
-    streams until the next change.
+    gRPC cannot change the certificates of an open channel. The previous channel stays open, for
+    its streams, until the next change.
 
     Args:
         address: ``host:port`` of the router.
@@ -70,7 +70,7 @@ class SyncChannel:
         return self._stub
 
     def error_of(self, error: grpc.RpcError) -> BatonError:
-        """Return the exception for a failed call, after a check whether TLS is the reason."""
+        """Return the exception for a failed call, with TLS as the reason if that is so."""
         why = ""
         if is_unreachable(error):
             why = why_refused(self._address, self._certificates.options)
@@ -108,7 +108,7 @@ class AsyncChannel:
         return self._stub
 
     async def error_of(self, error: grpc.RpcError) -> BatonError:
-        """Return the exception for a failed call, after a check whether TLS is the reason."""
+        """Return the exception for a failed call, with TLS as the reason if that is so."""
         why = ""
         if is_unreachable(error):
             options = self._certificates.options

@@ -101,9 +101,9 @@ class Client:
         """Yield the completion in pieces as they arrive; leaving the loop cancels the request.
 
         Args:
-            resumable: whether to reconnect and continue if the connection breaks for some seconds.
+            resumable: whether to reconnect and go on if the connection breaks for some seconds.
             session_id: requests with the same id share a beginning, such as a conversation's.
-            priority: a smaller number is served first when requests wait.
+            priority: among waiting requests, smaller numbers are served first.
             model: served name; empty: the first that the caller may use.
         """
         request = make_request(
@@ -167,7 +167,7 @@ class Client:
         priority: int = 0,
         model: str = "",
     ) -> Iterator[TextDelta]:
-        """Yield pieces of all completions as they arrive; each has its prompt and choice index."""
+        """Yield pieces of all completions as they arrive, each with prompt and choice index."""
         request = make_batch_request(
             prompts, sampling_params, session_id=session_id, priority=priority, model=model
         )
@@ -179,7 +179,7 @@ class Client:
         return list(self._call(self._channel.stub().Tokenize, request).token_ids)
 
     def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
-        """Return how many tokens a prompt has."""
+        """Return the number of a prompt's tokens."""
         request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt), model=model)
         return int(self._call(self._channel.stub().CountTokens, request).num_tokens)
 
@@ -280,9 +280,9 @@ class AsyncClient:
         """Yield the completion in pieces as they arrive; closing the iterator cancels the request.
 
         Args:
-            resumable: whether to reconnect and continue if the connection breaks for some seconds.
+            resumable: whether to reconnect and go on if the connection breaks for some seconds.
             session_id: requests with the same id share a beginning, such as a conversation's.
-            priority: a smaller number is served first when requests wait.
+            priority: among waiting requests, smaller numbers are served first.
             model: served name; empty: the first that the caller may use.
         """
         request = make_request(
@@ -348,7 +348,7 @@ class AsyncClient:
         priority: int = 0,
         model: str = "",
     ) -> AsyncGenerator[TextDelta, None]:
-        """Yield pieces of all completions as they arrive; each has its prompt and choice index."""
+        """Yield pieces of all completions as they arrive, each with prompt and choice index."""
         request = make_batch_request(
             prompts, sampling_params, session_id=session_id, priority=priority, model=model
         )
@@ -361,7 +361,7 @@ class AsyncClient:
         return list((await self._call(self._channel.stub().Tokenize, request)).token_ids)
 
     async def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
-        """Return how many tokens a prompt has."""
+        """Return the number of a prompt's tokens."""
         request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt), model=model)
         return int((await self._call(self._channel.stub().CountTokens, request)).num_tokens)
 

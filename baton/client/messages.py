@@ -1,4 +1,4 @@
-"""Makes the clients' request messages, and reads answers and errors. Opens no connection."""
+"""Makes clients' request messages, and reads answers and errors. Opens no connection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from baton.wire import types as wire_types
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages such as ``[{"role": "user", "content": "Hello"}]``."""
 
-# Routers keep a resumable request for about this time.
+# Routers keep a resumable request for about this long.
 RESUME_WITHIN_S = 10.0
 _RESUME_PAUSE_S = 0.25
 API_KEY_VARIABLE = "BATON_API_KEY"
@@ -67,7 +67,7 @@ def credentials(api_key: str | None) -> rpc.Metadata:
 
 
 class Progress:
-    """The progress of one stream, which may take several calls."""
+    """The progress of one stream, over one or several calls."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Progress:
         timeout_s = None
         if self._expires_at is not None:
             timeout_s = max(self._expires_at - time.monotonic(), 0)
-        # With the same request id the router continues the same stream.
+        # The router continues a stream by its request id.
         if self._next_output_index == 0:
             return stub.Generate(self._request, timeout=timeout_s, metadata=self._metadata)
         rest = inference_pb2.ResumeRequest(
@@ -103,7 +103,7 @@ class Progress:
         return delta
 
     def pause_after(self, problem: BatonError, error: grpc.RpcError) -> float:
-        """Return the seconds until the next call if the connection broke, or raise."""
+        """Return the seconds until the next call if the connection broke; else raise."""
         is_broken = error.code() is grpc.StatusCode.UNAVAILABLE and not _said_by_router(error)
         if not (self._request.resumable and is_broken):
             raise problem from None
@@ -166,7 +166,7 @@ def make_batch_request(
 
 
 def make_prompt(prompt: Prompt) -> inference_pb2.Prompt:
-    """Make a prompt's message; raises InvalidRequestError."""
+    """Make the message of a prompt; raises InvalidRequestError."""
     message = inference_pb2.Prompt()
     _fill_prompt(message, prompt)
     return message
@@ -195,9 +195,9 @@ def _fill_prompt(
 
 
 def _checked_text(field: str, text: object) -> str:
-    """Return a text, or raise InvalidRequestError if it cannot be encoded.
+    """Return a text; raises InvalidRequestError if it cannot be encoded.
 
-    Text from a terminal may contain bytes that are not characters.
+    Text from a terminal may contain bytes that form no characters.
     """
     if not isinstance(text, str):
         raise InvalidRequestError(field, f"must be text, got {type(text).__name__}")
@@ -237,7 +237,7 @@ def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelD
 
 
 def is_unreachable(error: grpc.RpcError) -> bool:
-    """Return whether a call failed because the router cannot be reached."""
+    """Return whether a call failed because the router is unreachable."""
     details = (error.details() or "").lower()
     return error.code() is grpc.StatusCode.UNAVAILABLE and (
         "failed to connect" in details or "connection refused" in details
@@ -245,10 +245,10 @@ def is_unreachable(error: grpc.RpcError) -> bool:
 
 
 def error_of(error: grpc.RpcError, address: str, why: str = "") -> BatonError:
-    """Return the error that the router raised; if it sent none, the nearest one for the status.
+    """Return the error that the router raised, or one that fits the status if it sent none.
 
     Args:
-        why: why the router cannot be reached, if known.
+        why: why the router is unreachable, if known.
     """
     code, details = error.code(), error.details() or ""
     said = error_from_trailers(details, trailers_of(error))

@@ -1,4 +1,4 @@
-"""Last words: why a process ended: its own error, a signal, or lack of memory."""
+"""Last words: finds out why a process ended: its own error, a signal, or lack of memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 _READ_BYTES = 64 * 1024
 _SHOWN_CHARS = 1000
-_ERROR = "error: "  # as `print_error` begins
+_ERROR = "error: "  # how `print_error` begins a line
 _NO_MEMORY = re.compile(r"MemoryError|bad_alloc|out of memory|can't allocate memory", re.IGNORECASE)
 _WRITTEN_BY_PYTHON = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b.*")
 _SIGNALS = {
@@ -19,25 +19,25 @@ _SIGNALS = {
 
 
 def why_ended(code: int, log: Path, log_start: int = 0, *, ran_out: bool = False) -> str:
-    """Return why a process ended, and where its log is.
+    """Return why a process ended, and the path of its log.
 
     Args:
         code: exit code as in `subprocess`; negative: minus a signal's number.
         log: file with the process's output.
         log_start: bytes in the log before the process began.
-        ran_out: whether the kernel killed a process for lack of memory meanwhile.
+        ran_out: whether the kernel killed a process for lack of memory in the meantime.
     """
     try:
         lines = _last_lines(log, log_start)
-    except OSError as error:  # no descriptor is left, or somebody has removed the log
+    except OSError as error:  # without descriptors, or if somebody removed the log
         return f"{_of_code(code, ran_out)}; its log {log} cannot be read: {error.strerror}"
     return f"{_of_lines(lines) or _of_code(code, ran_out)}; log: {log}"
 
 
 def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Count processes that the kernel has killed for lack of memory.
+    """Return how many processes the kernel has killed for lack of memory.
 
-    Counts in this process's control group if possible, else on the whole machine; 0: unknown.
+    Counts in this process's control group if possible, else on the whole machine; 0 if unknown.
     """
     try:
         groups = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
@@ -69,7 +69,7 @@ def _last_lines(log: Path, start: int) -> list[str]:
 
 
 def _of_lines(lines: list[str]) -> str:
-    """Return the process's own last error, or a traceback's last line; empty: it named none."""
+    """Return the process's last error line, or a traceback's last line; empty if neither exists."""
     for line in reversed(lines):
         if line.startswith(_ERROR):
             return line.removeprefix(_ERROR)[:_SHOWN_CHARS]

@@ -1,9 +1,9 @@
 """LocalDeployment: a router and its nodes as processes on this machine.
 
-Nodes may also run where Ray places them. Builds native kernels before starting nodes, so that one
-process builds them and none waits. Starts the processes, waits until all pairs are connected, and
-ends all processes in any case: they hold a pipe of this process, so that even kill -9 of it ends
-them.
+Nodes may also run where Ray places them. Native kernels are built before nodes start, so that one
+process builds them and none waits. The deployment then starts the processes and waits until all
+pairs are connected. All processes end with it in any case: they hold a pipe of this process, which
+breaks even at kill -9.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _AUDIT_LOG = "BATON_AUDIT_LOG"
-STOP_GRACE_S = 6.0  # beyond the time for open requests
+STOP_GRACE_S = 6.0  # in addition to the time for open requests
 _POLL_S = 0.1
-# Modules that every node imports sooner or later. By name, as this process needs none of them.
+# Modules that every node will import. Given as text, because this process needs none of them.
 NODE_MODULES = (
     "baton.cli.programs.nodes",
     "decode_node.program",
@@ -61,7 +61,7 @@ NODE_MODULES = (
     "pydantic.type_adapter",
     "uvloop",
 )
-# Loads what all nodes share, given the model.
+# Loads the part of a model that all nodes share.
 NODE_LOAD = "node_runtime.early_grammars:load_early_tokenizer"
 
 
@@ -72,20 +72,20 @@ class LocalDeploymentConfig:
     Attributes:
         model: the first base model.
         listen: address of the router.
-        http_listen: address of its HTTP API; empty: none.
+        http_listen: address of the router's HTTP API; empty: none.
         more_models: further base models, each with as many nodes of its own as the first.
         router_args: additional arguments of `baton router`.
         node_args: additional arguments of every `baton prefill` and `baton decode`.
         prefill_args, decode_args: additional arguments of nodes of one role.
         log_folder: folder for logs; None: a temporary one.
         admin_token: the router's admin token; empty: none, or a random one if the router has other
-            keys. The nodes' token is chosen likewise.
+            keys. The nodes' token is chosen by the same rule.
         drain_timeout_s: time for open requests to end at a stop.
-        tls_folder: certificates as `baton certs dev` makes them, required of all callers; None: no
+        tls_folder: certificates in the form of `baton certs dev`, which all callers need; None: no
             TLS.
         insecure: whether to listen beyond loopback without TLS or authentication.
-        ray_address: Ray cluster that places the nodes, and their ranks if asked to; empty: from
-            RAY_ADDRESS, or a new one on this machine; None: all run here.
+        ray_address: Ray cluster that places the nodes, and their ranks if asked to; empty: the one
+            in RAY_ADDRESS, or a new one on this machine; None: no Ray.
         lend_cores: whether nodes compute on each other's idle cores.
     """
 
@@ -108,7 +108,7 @@ class LocalDeploymentConfig:
     lend_cores: bool = False
 
     def tls_of(self, name: str) -> TlsOptions:
-        """Return the certificate options of this name in the folder."""
+        """Return the options for the folder's certificate with this name."""
         if self.tls_folder is None:
             return NO_TLS
         own = str(self.tls_folder / name)
@@ -116,7 +116,7 @@ class LocalDeploymentConfig:
 
     @property
     def nodes(self) -> list[tuple[str, str, str]]:
-        """Role, name and base model of each node; numbers go on from one base model to the next."""
+        """Role, name and base model of each node; numbers run on over the base models."""
         found = []
         for role, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
             found += [
@@ -132,12 +132,12 @@ class LocalDeploymentConfig:
 
     @property
     def router_address(self) -> str:
-        """Address for processes on this machine to connect to, never a wildcard."""
+        """Address by which processes on this machine reach the router, never a wildcard."""
         host, port = split_address("listen", self.listen)
         return f"{_LOCAL.get(host, host)}:{port}"
 
     def router_address_on(self, cluster: RayCluster) -> str:
-        """Return the router's address for nodes placed by Ray, or raise ConfigError."""
+        """Return the router's address for nodes that Ray places; raises ConfigError."""
         host, port = split_address("listen", self.listen)
         if host in _LOCAL:
             return f"{cluster.own_host}:{port}"
@@ -173,7 +173,7 @@ class Child:
 
     Attributes:
         log_start: bytes in the log before this process began.
-        oom_kills: number of the kernel's out-of-memory kills before its start.
+        oom_kills: number of the kernel's out-of-memory kills before the process began.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Child:
 
 
 class LocalDeployment:
-    """Run the processes as a context manager; none is left afterwards.
+    """Runs the processes, as a context manager that leaves none behind.
 
     Args:
         on_build: called before native kernels are built, which takes a minute.
@@ -211,13 +211,13 @@ class LocalDeployment:
         self._template: ProgramTemplate | None = None
 
     def __enter__(self) -> LocalDeployment:
-        # Check this first: otherwise the nodes might join a foreign router before ours reports the
+        # Checked first: otherwise nodes might join a foreign router before ours reports the
         # conflict.
         check_is_free("listen", self.config.listen)
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
         for model in self.config.models:
-            find_here_or_on_hub(model)  # raises before anything is built
+            find_here_or_on_hub(model)  # raises before kernels are built
         self._prepare_kernels()
         folder = self.config.log_folder
         if folder is None:
@@ -250,7 +250,7 @@ class LocalDeployment:
 
     @property
     def admin_token(self) -> str:
-        """Token for operators, which also allows prompts; empty: none needed."""
+        """Token for operators, which also allows prompts; empty if none is needed."""
         return self._tokens["BATON_ADMIN_TOKEN"]
 
     # ------------------------------------------------------------------ life
@@ -262,7 +262,7 @@ class LocalDeployment:
 
         Raises:
             ConfigError: a process ended, with the reason.
-            NodeUnavailableError: the time is up.
+            NodeUnavailableError: not ready in time.
         """
         give_up_at = time.monotonic() + timeout_s
         with self._asking() as channel:
@@ -292,7 +292,7 @@ class LocalDeployment:
         """Raise ConfigError if a process has ended.
 
         Args:
-            may_leave: whether nodes that ended well count as removed by an operator.
+            may_leave: whether nodes that ended without error count as removed by an operator.
         """
         for child in self.ended(may_leave=may_leave):
             raise ConfigError(f"{child.name} ended: {self.why_ended(child)}")
@@ -301,7 +301,7 @@ class LocalDeployment:
         """Return the processes that have ended.
 
         Args:
-            may_leave: whether nodes that ended well count as removed by an operator.
+            may_leave: whether nodes that ended without error count as removed by an operator.
         """
         found = []
         for child in list(self.children):
@@ -313,7 +313,7 @@ class LocalDeployment:
         return found
 
     def why_ended(self, child: Child) -> str:
-        """Return why a process ended and where its log is; the log is then kept after `stop`."""
+        """Return why a process ended and the path of its log, which then survives `stop`."""
         self.keep_logs()
         ran_out = num_oom_kills() > child.oom_kills
         code = child.process.poll()
@@ -323,17 +323,17 @@ class LocalDeployment:
     def keep_logs(self) -> None:
         """Keep a temporary log folder after `stop`, until the next deployment makes one."""
         if self._held_logs is not None:
-            self._stack.callback(self._held_logs.leave)  # runs before the folder would be removed
+            self._stack.callback(self._held_logs.leave)  # runs before the folder is removed
 
     def child(self, name: str) -> Child:
-        """Return the process of that name: "router", "p0", "d1" and so on."""
+        """Return the process with a name: "router", "p0", "d1" and so on."""
         return next(child for child in self.children if child.name == name)
 
     def restart(self, name: str, *more_arguments: str) -> Child:
-        """Kill a process if it runs, and start it again.
+        """Start a process again; kill it first if it runs.
 
         Args:
-            more_arguments: additional arguments of this start only, such as ``"--listen",
+            more_arguments: additional arguments for this start only, such as ``"--listen",
                 address``.
         """
         old = self.child(name)
@@ -363,7 +363,7 @@ class LocalDeployment:
     # ------------------------------------------------------------------ inside
 
     def _stop_gracefully(self) -> None:
-        """Stop the router first, so that nothing new comes and nodes finish open requests."""
+        """Stop the router first, so that no new requests come and nodes finish open ones."""
         grace_s = self.config.drain_timeout_s + STOP_GRACE_S
         for group in (self.children[:1], self.children[1:]):
             for child in group:
@@ -382,7 +382,7 @@ class LocalDeployment:
         """Build native kernels if a node on this machine needs them; a failure is not fatal."""
         has_nodes = self.config.num_prefill + self.config.num_decode > 0
         if not has_nodes or self.config.ray_address is not None or has_nvidia_gpu():
-            return  # nodes build where they run, if needed
+            return  # each node builds kernels where it runs
         self.kernels = find_kernels()
         if self.kernels.can_be_built:
             self.kernels = build_kernels(self._on_build)
@@ -435,7 +435,7 @@ class LocalDeployment:
             )  # fmt: skip
 
     def _core_locks(self, cores: Sequence[Sequence[int]], num_ranks: Sequence[int]) -> str:
-        """Return the folder of locks by which nodes lend cores; empty if they do not.
+        """Return the folder of locks by which nodes lend cores; empty if nodes lend none.
 
         Args:
             cores: each node's cores.
@@ -472,7 +472,7 @@ class LocalDeployment:
         lends = "--core-locks" in arguments
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
-        if not _chooses_audit_log(arguments):  # otherwise JSON lines would mix with the log
+        if not _chooses_audit_log(arguments):  # JSON lines would mix with the log
             environment[_AUDIT_LOG] = str(self.log_folder / f"{name}.audit.jsonl")
         with log.open("ab") as output:  # a restart appends to the log
             words = [*arguments, *more_arguments]
@@ -485,10 +485,10 @@ class LocalDeployment:
                     stderr=subprocess.STDOUT,
                     env=environment,
                     pass_fds=(self._read_end,),
-                    # Ctrl-C reaches the whole group, but children are ended here, in order.
+                    # Ctrl-C reaches a whole group, but this process ends its children in order.
                     start_new_session=True,
                 )
-        if cores is not None and not lends:  # otherwise the node places itself
+        if cores is not None and not lends:  # the node chooses its cores itself
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(process.pid, cores)
         return Child(name, process, log, arguments, cores, log_start=log_start, oom_kills=oom_kills)
@@ -498,11 +498,11 @@ class LocalDeployment:
         return {
             **fleet_environment(),
             PARENT_PIPE_VARIABLE: str(self._read_end),
-            **self._tokens,  # in the environment, because `ps` shows arguments
+            **self._tokens,  # as variables, because `ps` shows arguments
         }
 
     def _make_template(self, num_threads: int) -> ProgramTemplate:
-        """Start the template of nodes that lend cores, each with this many threads."""
+        """Start the template of nodes that lend cores; each node has this many threads."""
         environment = THREAD_VARIABLES | self._environment()
         environment["OMP_NUM_THREADS"] = str(num_threads)
         return ProgramTemplate(
@@ -516,10 +516,10 @@ class LocalDeployment:
     def _fork(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int
     ) -> Process | None:
-        """Fork a node from the template of all nodes; None if no template can fork.
+        """Fork a node from the nodes' template; None if no template can fork.
 
-        Once all nodes are ready, the template is gone: restarted nodes import all modules
-        themselves.
+        Once all nodes are ready, the template is gone: a restarted node imports all modules
+        itself.
         """
         if self._template is None:
             return None
@@ -550,7 +550,7 @@ class LocalDeployment:
 
 
 def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
-    """Return tokens for router and nodes; random ones if the router has other keys."""
+    """Return the tokens of router and nodes; with any credentials, missing tokens are random."""
     given = {
         "BATON_ADMIN_TOKEN": config.admin_token or os.environ.get("BATON_ADMIN_TOKEN", ""),
         "BATON_NODE_TOKEN": os.environ.get("BATON_NODE_TOKEN", ""),
@@ -562,14 +562,14 @@ def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
 
 
 def divide_cores(cores: Sequence[int], num_ranks: Sequence[int]) -> Iterator[list[int]]:
-    """Divide the cores among nodes: disjoint if there are enough, else one per rank in turn.
+    """Divide the cores among nodes: disjoint sets if possible, else one core per rank in turn.
 
     Args:
-        num_ranks: ranks of each node. Ranks compute in parallel, so each gets a share.
+        num_ranks: number of ranks of each node. Ranks compute in parallel, so each gets cores.
     """
     in_all = sum(num_ranks)
     size, extra = divmod(len(cores), max(1, in_all))
-    first = 0  # number of the next rank, over all nodes
+    first = 0  # counts ranks over all nodes
     for own in num_ranks:
         ranks = range(first, first + own)
         first += own
@@ -587,12 +587,12 @@ def num_ranks_of(arguments: Sequence[str]) -> int:
 
 
 def threads_of(arguments: Sequence[str]) -> int:
-    """Return the last ``--num-threads``; 1 if the machine decides."""
+    """Return the last ``--num-threads``; 1 if the machine decides the number."""
     return _last_number(arguments, "--num-threads")
 
 
 def _last_number(arguments: Sequence[str], option: str) -> int:
-    """Return an option's last value; 1 if that is no positive number."""
+    """Return the last value of an option; 1 if it is missing or no positive number."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument(option, default="1", dest="value")
     found: str = parser.parse_known_args(list(arguments))[0].value
@@ -600,14 +600,14 @@ def _last_number(arguments: Sequence[str], option: str) -> int:
 
 
 def _options_of(tls: TlsOptions) -> list[str]:
-    """Return TLS options as arguments of a program; empty without TLS."""
+    """Return TLS options as a program's arguments; empty without TLS."""
     if not tls:
         return []
     return ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]
 
 
 def _chooses_audit_log(arguments: Sequence[str]) -> bool:
-    """Return whether the user chose an audit log, by variable, option or file."""
+    """Return whether the user chose an audit log, by variable, argument or file."""
     if _AUDIT_LOG in os.environ:
         return True
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
@@ -615,7 +615,7 @@ def _chooses_audit_log(arguments: Sequence[str]) -> bool:
         if name == "--audit-log":
             return True
         if name == "--config":
-            with contextlib.suppress(OSError, ValueError):  # the program will report what is wrong
+            with contextlib.suppress(OSError, ValueError):  # the program will report it
                 if "audit_log" in Path(value or following).read_text(encoding="utf-8"):
                     return True
     return False

@@ -1,1 +1,1 @@
-"""The native kernels' C library: carried by a wheel, or built once per CPU and kept in a cache."""
+"""The C library of native kernels: part of a wheel, or built once per CPU and kept in a cache."""

@@ -1,11 +1,11 @@
 """Builds the library ahead of time for several instruction sets, and picks the best for a CPU.
 
-A machine then needs no compiler. There are two folders of such libraries:
+A machine then needs no compiler. Such libraries are in one of two folders:
 
-* Baton's wheels for Linux carry one (`tools/build_wheels.py`).
-* ``BATON_NATIVE_LIBRARIES`` names one that ``python -m baton_kernels.native.build_ahead FOLDER``
-  built. It wins over the wheel's. Whoever can write there could run code in our process, so folder
-  and files must belong to this user or root, and be writable by nobody else.
+* Baton's wheels for Linux contain one (`tools/build_wheels.py`).
+* ``BATON_NATIVE_LIBRARIES`` names a folder that ``python -m baton_kernels.native.build_ahead
+  FOLDER`` filled. It has precedence over the wheel's. Whoever can write there could run code in our
+  process, so folder and files must belong to this user or root, and nobody else may write them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from baton.kernel_library.switch import SWITCH_VARIABLE, KernelSwitch, read_swit
 FOLDER_VARIABLE = "BATON_NATIVE_LIBRARIES"
 PACKAGED_FOLDER = "libraries"  # in the package baton_kernels
 _INDEX = "libraries.json"
-_BUILD_LIMIT_S = 3600.0  # for one library, on a machine that does much else
+_BUILD_LIMIT_S = 3600.0  # for one library, even on a busy machine
 _X86_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _X86_V4 = (*_X86_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-# Beginnings of the features' line in /proc/cpuinfo: x86, Arm.
+# Beginnings of the line with CPU features in /proc/cpuinfo: x86, Arm.
 _FEATURES = ("flags\t", "flags ", "Features")
 _WIDE = "-mprefer-vector-width=512"  # GCC's default uses only half of the register width
 
@@ -46,9 +46,9 @@ class InstructionSet:
 
     Attributes:
         name: name of the library's file.
-        machine: machine type, as `platform.machine` names it.
+        machine: machine type, by `platform.machine`'s name.
         flags: compiler flags.
-        needs: features that the CPU must have, as /proc/cpuinfo names them.
+        needs: features that the CPU must have, by their names in /proc/cpuinfo.
     """
 
     name: str
@@ -58,7 +58,7 @@ class InstructionSet:
 
 
 _DOTS = ("-march=x86-64-v4", "-mavx512vnni", _WIDE)
-# Best first: a CPU loads the first one whose needs it meets.
+# Best first: a CPU loads the first library whose needs it meets.
 INSTRUCTION_SETS = (
     InstructionSet(
         "x86-64-v4-amx",
@@ -96,11 +96,11 @@ def build_libraries(
 ) -> list[Path]:
     """Build the library for each instruction set of a machine type; return the files.
 
-    Libraries that the same compiler built from the same sources with the same flags are kept.
+    Keeps libraries that this compiler has built from these sources with these flags.
 
     Args:
-        machine: machine type to build for; None: this machine's. For another one, Debian's cross
-            compiler builds (``aarch64-linux-gnu-gcc``); ``CC`` names this machine's compiler.
+        machine: machine type to build for; None: this machine's. Debian's cross compiler
+            (``aarch64-linux-gnu-gcc``) builds for others; ``CC`` names this machine's compiler.
 
     Raises:
         BuildError: there are no sources or no compiler, or the compiler failed.
@@ -144,7 +144,7 @@ def _find_cross_compiler(machine: str) -> list[str]:
 
 
 def _find_kept(folder: Path, recipe: Mapping[str, str]) -> dict[tuple[str, ...], bytes]:
-    """Read a folder's libraries of this recipe that are whole; keys are name and flags."""
+    """Read the undamaged libraries of this recipe in a folder; keys are name and flags."""
     kept: dict[tuple[str, ...], bytes] = {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         index = json.loads((folder / _INDEX).read_bytes())
@@ -158,10 +158,10 @@ def _find_kept(folder: Path, recipe: Mapping[str, str]) -> dict[tuple[str, ...],
 
 
 def open_library_built_ahead() -> OpenedLibrary | None:
-    """Open the best library for this CPU that was built ahead; None: build one here.
+    """Open the best library for this CPU that was built ahead; None: one must be built here.
 
     Raises:
-        BuildError: no library of the folder in ``BATON_NATIVE_LIBRARIES`` can be used; or the
+        BuildError: the folder in ``BATON_NATIVE_LIBRARIES`` has no usable library; or the
             wheel's library is damaged; or ``BATON_NATIVE_KERNELS`` names an instruction set that
             has no library or that this CPU lacks.
     """
@@ -185,7 +185,7 @@ def open_library_built_ahead() -> OpenedLibrary | None:
 
 
 def find_packaged_libraries() -> Path | None:
-    """Return the folder of libraries that Baton's wheel carries; None: there is none."""
+    """Return the folder of libraries in Baton's wheel, or None without such a folder."""
     found = importlib.util.find_spec("baton_kernels")  # does not import the package or torch
     if found is None or found.origin is None:
         return None
@@ -194,12 +194,12 @@ def find_packaged_libraries() -> Path | None:
 
 
 class _UnsuitableError(BuildError):
-    """No library of a folder suits this CPU or these sources."""
+    """A folder has no library for this CPU, or other sources than these were compiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """List of libraries in a folder, and the digest of their sources."""
+    """The libraries in a folder, and the digest of their sources."""
 
     libraries: Sequence[Mapping[str, Any]]
     sources: str
@@ -223,8 +223,8 @@ def _open_best(
     """Open the best library of a folder for this CPU, or the one that the switch names.
 
     Raises:
-        _UnsuitableError: none suits this CPU, or they were built from other sources.
-        BuildError: the library is damaged, or others could write it.
+        _UnsuitableError: no library suits this CPU, or they were built from other sources.
+        BuildError: the library is damaged, or other users could write it.
     """
     if index.sources != build.digest_of_sources(build.find_sources()):
         raise _UnsuitableError(f"{folder}: built from other sources than this Baton's")
@@ -251,7 +251,7 @@ def _open_best(
 def best_for_cpu(
     libraries: Sequence[Mapping[str, object]], machine: str, features: frozenset[str]
 ) -> Mapping[str, object] | None:
-    """Return the first library that runs on a CPU with these features; None: none does."""
+    """Return the first library that runs on a CPU with these features, or None."""
     for library in libraries:
         needs = library["needs"]
         if not isinstance(needs, list):
@@ -262,9 +262,9 @@ def best_for_cpu(
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the features that all cores of this machine have, as /proc/cpuinfo names them.
+    """Return the features that all cores of this machine have, by their names in /proc/cpuinfo.
 
-    Without that file, as on macOS, there are none.
+    Returns none where that file is missing, as on macOS.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -277,12 +277,12 @@ def cpu_features() -> frozenset[str]:
 def _open(folder: Path, name: str, is_packaged: bool) -> int:
     """Open a file in a folder and return its descriptor.
 
-    Raises BuildError unless both belong to this user or root and are safe from others. Those of the
-    installed package are exempt: who can write them can write Baton's Python code, too.
+    Raises BuildError unless file and folder belong to this user or root and nobody else may write
+    them. The installed package is exempt: who can write it can write Baton's Python code too.
     """
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        follow = 0 if is_packaged else os.O_NOFOLLOW  # some installers link files into place
+        follow = 0 if is_packaged else os.O_NOFOLLOW  # some installers put links in place of files
         descriptor = os.open(name, os.O_RDONLY | follow | os.O_CLOEXEC, dir_fd=folder_fd)
         for path, found in ((folder, os.fstat(folder_fd)), (folder / name, os.fstat(descriptor))):
             if not is_packaged and not is_own(found):

@@ -1,10 +1,10 @@
 """Builds the C sources into a shared library in the user's cache, with the system's compiler.
 
-There is one library per version of the sources, compiler, flags and CPU. A lock on the cache folder
-(flock) lets one process build while others wait for its library. Finished files are renamed into
-place. A file that others can write could run their code here, so folder and file must belong to
-this user alone, and are opened by descriptor. If the cache is not writable, a folder for temporary
-files is used. Knows nothing of the functions in the library.
+Each version of sources, compiler, flags and CPU has a library of its own. A lock on the cache
+folder (flock) lets one process build while others wait. Finished files are renamed into place. Who
+can write such a file could run code here, so folder and file must belong to this user alone, and
+are opened by descriptor. If the cache is not writable, a folder for temporary files is used. Knows
+nothing of the functions in the library.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fvisibility=default", "-w",
 )  # fmt: skip
-# Flags by platform.machine(). On x86, GCC's default uses only half of the register width. On CPUs
-# newer than itself, GCC orders instructions for a wrong model, hence -mtune (log, 2026-11-27).
+# Flags by platform.machine(). By default GCC uses only half of the register width on x86. For CPUs
+# newer than itself, GCC orders instructions badly without -mtune (log, 2026-11-27).
 _X86_FLAGS = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
-_ARM_FLAGS = ("-mcpu=native",)  # clang knows -march=native on Arm only since release 16
+_ARM_FLAGS = ("-mcpu=native",)  # on Arm, clang knows -march=native only since release 16
 _CPU_FLAGS = {
     "x86_64": _X86_FLAGS, "AMD64": _X86_FLAGS, "aarch64": _ARM_FLAGS, "arm64": _ARM_FLAGS
 }  # fmt: skip
-_CHOOSES_CPU = ("-march", "-mcpu")  # if CC has one of these, the user has chosen the CPU
+_CHOOSES_CPU = ("-march", "-mcpu")  # with one of these in CC, the user has chosen the CPU
 THREADS = "-fopenmp"
 _HAS_THREADS = sys.platform == "linux"  # team.c has the functions that GCC calls for `#pragma omp`
-_TIME_LIMIT_S = 300.0  # for busy machines; two cores need about 40 s
+_TIME_LIMIT_S = 300.0  # enough for busy machines; two cores take about 40 s
 _LOCK_POLL_S = 0.1
 
 
@@ -57,9 +57,9 @@ class OpenedLibrary:
     Attributes:
         descriptor: descriptor of the open file; the caller closes it.
         path: path of the file.
-        problem: why the library is not in the user's cache; empty: it is there, or was built ahead.
-        instruction_set: name of the instruction set that it was built ahead for; empty: it was
-            built on this machine.
+        problem: why the library is not in the user's cache; empty: it is, or was built ahead.
+        instruction_set: instruction set for which the library was built ahead; empty: it was built
+            on this machine.
     """
 
     descriptor: int
@@ -70,7 +70,7 @@ class OpenedLibrary:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """Sources and compiler of the library; `name` is its file's name."""
+    """Sources and compiler of the library; `name` is the name of the library's file."""
 
     sources: Sequence[Path]
     compiler: Sequence[str]
@@ -82,16 +82,16 @@ class _Recipe:
 
 
 def open_library(on_build: Callable[[], None] = lambda: None) -> OpenedLibrary:
-    """Open the library for this machine; build it if there is none.
+    """Open the library for this machine; build it first if needed.
 
-    The file belongs to this user (or root), and nobody else can write it or its folder. A file that
-    others can write is built again; a folder of another user is an error.
+    The file belongs to this user or root, and nobody else can write the file or its folder. A file
+    that others can write is built again; a folder of another user is an error.
 
-    ``CC`` in the environment names the compiler, and may choose another instruction set than this
+    ``CC`` in the environment chooses the compiler, and perhaps another instruction set than this
     CPU's: ``CC="gcc -march=x86-64-v3"``.
 
     Args:
-        on_build: called before the compiler starts, as building takes a minute.
+        on_build: called before the compiler starts, because building takes a minute.
 
     Raises:
         BuildError: there are no sources, no compiler or no safe folder, or the compiler failed.
@@ -116,9 +116,9 @@ def open_library(on_build: Callable[[], None] = lambda: None) -> OpenedLibrary:
 
 
 def find_library() -> Path | None:
-    """Return the library that :func:`open_library` would open; None: it would have to build.
+    """Return the library that :func:`open_library` would open; None if it would have to build.
 
-    Raises BuildError if it could not build.
+    Raises BuildError if building would fail.
     """
     name = _recipe().name
     for place in (_cache_folder, _temporary_folder):
@@ -152,12 +152,12 @@ def _cache_folder() -> Path:
     """Return the folder for the library in the user's cache."""
     try:
         return cache_folder("native")
-    except CacheFolderError as error:  # there is no home folder
+    except CacheFolderError as error:  # without a home folder
         raise _NotWritableError(str(error)) from error
 
 
 def _temporary_folder() -> Path:
-    """Return this user's folder for the library if the cache is not writable."""
+    """Return this user's folder for the library that is used if the cache is not writable."""
     try:
         return Path(tempfile.gettempdir()) / f"baton-native-{os.geteuid()}"
     except OSError as error:
@@ -181,10 +181,10 @@ def _open_in(folder: Path, name: str, make: Callable[[], bytes]) -> int:
         library = _open_own(name, folder_fd)
         if library is None:
             with _locked(folder_fd):
-                # Another process may have built it in the meantime.
+                # Another process may have built the library in the meantime.
                 library = _open_own(name, folder_fd)
                 if library is None:
-                    _check_writable(folder_fd)  # before the build, which takes a minute
+                    _check_writable(folder_fd)  # before building, which takes a minute
                     _store(make(), name, folder_fd)
                     library = _open_own(name, folder_fd)
     except OSError as error:
@@ -198,10 +198,10 @@ def _open_in(folder: Path, name: str, make: Callable[[], bytes]) -> int:
 
 @contextlib.contextmanager
 def _locked(folder_fd: int) -> Iterator[None]:
-    """Hold the folder's lock, so one process builds while others wait for its library.
+    """Hold the folder's lock, so that one process builds while others wait for its library.
 
-    If the file system has no locks, or a build's time limit has passed, goes on without the lock:
-    two builds at once are only slow.
+    Goes on without the lock if the file system has none, or if the time limit of a build has
+    passed: two builds at once are only slow.
     """
     give_up_at = time.monotonic() + _TIME_LIMIT_S
     while time.monotonic() < give_up_at:
@@ -223,7 +223,7 @@ def _check_writable(folder_fd: int) -> None:
 
 
 def _open_own(name: str, folder_fd: int) -> int | None:
-    """Open a file and return its descriptor; None unless only this user or root can write it."""
+    """Open a file and return its descriptor; None if others than user and root can write it."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, dir_fd=folder_fd)
@@ -308,7 +308,7 @@ def _key(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str])
 
 
 def _cpu_flags() -> str:
-    """Return the lines of /proc/cpuinfo by which the compiler chooses instructions."""
+    """Return the lines of /proc/cpuinfo that decide the compiler's choice of instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -341,9 +341,9 @@ def compile_library(
         )
         for _ in at_once.map(compilers.run, commands):
             pass
-        # Link without -fopenmp, which would link a second runtime beside team.c. With -z,defs, a
-        # missing function is an error here: a compiler might call a function that torch's libgomp
-        # has, but team.c lacks.
+        # Link without -fopenmp, which would add a second runtime beside team.c. With -z,defs, a
+        # missing function is an error here; otherwise the library might use one from torch's
+        # libgomp that team.c lacks.
         finished = f"{held.path}/library.so"
         complete = ["-fno-openmp", "-Wl,-z,defs"] if _HAS_THREADS else []
         inputs = [*sorted(objects), "-lpthread", "-lm"]

@@ -1,8 +1,8 @@
-"""Compilers: runs compiler processes that end with this process, however it ends.
+"""Compilers: runs compiler processes that end when this process ends, in whatever way.
 
-A compiler starts processes of its own (cc1, as), which no signal to the compiler reaches. So all
+A compiler starts processes of its own (cc1, as), and no signal to the compiler reaches them. So all
 run in one process group with a guard process. The guard reads a pipe that only this process holds
-open; when the pipe closes, it kills the group.
+open, and kills the group when the pipe closes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _TOOL_TIMEOUT_S = 60.0
 
 
 class BuildError(Exception):
-    """The library cannot be built or used; the message says why in one line."""
+    """The library cannot be built or used; the message says why, in one line."""
 
 
 class Compilers:
-    """Runs compilers while used as a context manager; kills those left at its end.
+    """Runs compilers inside a context; kills those that still run at its end.
 
     Args:
         deadline: deadline of all commands together, by `time.monotonic`.
@@ -34,7 +34,7 @@ class Compilers:
         group: id of the compilers' process group.
 
     Raises:
-        BuildError: there is no shell to run the guard.
+        BuildError: the shell for the guard is missing.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -54,7 +54,7 @@ class Compilers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The guard is not reaped before, so no other group can have taken its number.
+        # The guard leads the group and is not reaped yet, so the group's number was not given away.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.group, signal.SIGKILL)
         self._guard.communicate()
@@ -62,7 +62,7 @@ class Compilers:
     def run(self, command: Sequence[str]) -> str:
         """Run a compiler and return its output; thread-safe.
 
-        Raises BuildError with the first line of the compiler's error.
+        Raises BuildError with the first line of the compiler's errors.
         """
         return run_tool(command, self._deadline - time.monotonic(), group=self.group)
 
@@ -70,7 +70,7 @@ class Compilers:
 def run_tool(
     command: Sequence[str], timeout_s: float = _TOOL_TIMEOUT_S, group: int | None = None
 ) -> str:
-    """Run a command and return its output; raises BuildError with the first line of its error.
+    """Run a command and return its output; raises BuildError with the first line of its errors.
 
     Args:
         group: process group that the command joins; None: this process's group.

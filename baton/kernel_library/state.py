@@ -1,4 +1,4 @@
-"""Finds out whether native kernels exist for this CPU, and builds them, without torch."""
+"""Finds out, without torch, whether this CPU has native kernels, and builds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.kernel_library.compilers import BuildError
 from baton.kernel_library.switch import SWITCH_VARIABLE, are_kernels_off
 
 BUILDING = "building native kernels for this CPU, once; takes about a minute"
-# Cost of running without kernels, and advice if there is no compiler.
+# Cost of running without native kernels, and advice if no compiler is installed.
 SLOWER = "tokens come 4 to 5 times slower"
 ADVICE = "install a C compiler (apt install gcc, or dnf install gcc), and start again"
 _REINSTALL = "install Baton again (pip install --force-reinstall --no-deps baton-serve)"
@@ -24,12 +24,12 @@ class KernelState:
     """State of the native kernels for this CPU.
 
     Attributes:
-        path: file of the library; None: there is none.
-        problem: why the library cannot be built or used; empty: it is there, or can be built.
+        path: file of the library; None: it is missing.
+        problem: why the library cannot be built or used; empty: it exists, or can be built.
         is_off: whether the environment turns native kernels off.
-        instruction_set: name of the instruction set that the library was built ahead for; empty: it
-            was built on this machine.
-        advice: what to do if there are no kernels; empty: nothing.
+        instruction_set: instruction set for which the library was built ahead; empty: it was built
+            on this machine.
+        advice: what to do if native kernels are missing; empty: nothing.
     """
 
     path: Path | None = None
@@ -40,7 +40,7 @@ class KernelState:
 
     @property
     def can_be_built(self) -> bool:
-        """Return whether the library is missing, but a compiler is there."""
+        """Return whether the library is missing but can be built."""
         return self.path is None and not self.problem and not self.is_off
 
 
@@ -64,7 +64,7 @@ def find_kernels() -> KernelState:
 
 
 def build_kernels(on_build: Callable[[], None]) -> KernelState:
-    """Build the library if there is none; waits if another process is building it.
+    """Build the library if it is missing; wait if another process builds it.
 
     Args:
         on_build: called before the compiler starts.

@@ -16,11 +16,11 @@ _BUILD = "build"
 
 @dataclass(frozen=True, slots=True)
 class KernelSwitch:
-    """Choice of native kernels that the environment makes.
+    """The environment's wishes about native kernels.
 
     Attributes:
-        must_build: whether to build the library on this machine even if one was built ahead.
-        instruction_set: name of the instruction set to load a library for; empty: the best one.
+        must_build: whether to build the library here even if one was built ahead.
+        instruction_set: instruction set whose library must be loaded; empty: the best one.
     """
 
     must_build: bool = False
@@ -33,13 +33,13 @@ def are_kernels_off() -> bool:
 
 
 def read_switch(instruction_sets: Sequence[str]) -> KernelSwitch:
-    """Return the environment's choice.
+    """Return the choice in the environment.
 
     Args:
         instruction_sets: names that the environment may give.
 
     Raises:
-        BuildError: the environment names something else.
+        BuildError: the environment gives an unknown name.
     """
     value = os.environ.get(SWITCH_VARIABLE, "").lower()
     if value in _ON or value in _OFF:

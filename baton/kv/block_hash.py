@@ -1,15 +1,15 @@
-"""Block hashes: identify full KV blocks by everything that their content depends on.
+"""Block hashes: identify full KV blocks by everything that their contents depend on.
 
-    namespace    what equal tokens' KV depends on in a node: model, weights, dtypes, layout
-    extra keys   what it depends on in a request: the group that shares its KV, the adapter
+    namespace    facts about the node: model, weights, dtypes, layout
+    extra keys   facts about the request: the group that shares its KV, the adapter
 
     hash[-1] = H(namespace, extra keys)        hash[i] = H(hash[i - 1], tokens of block i)
 
-Hashes are chained, so equal hashes mean equal prefixes of one model under equal extra keys. With
-another cache salt or other weights all hashes of a prompt differ. All code that identifies cached
-KV uses this file: nodes' caches, their events to routers, and a router's index. The router computes
-the same hashes to find nodes that have a prefix, so this file is torch-free and its result is part
-of the protocol.
+Hashes are chained, so equal hashes mean equal prefixes with equal namespace and extra keys. Another
+cache salt or other weights change all hashes of a prompt. All code that identifies cached KV uses
+this file: nodes' caches, their events to routers, and the routers' index. A router computes the
+hashes of a prompt to find nodes that have a prefix, so this file needs no torch, and its results
+are part of the protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import xxhash
 from baton.api.errors import ConfigError
 
 BlockHash = bytes
-ShortHash = int  # the first 64 bits: enough to choose a node by, too few to reuse KV by
+ShortHash = int  # the first 64 bits: enough to choose a node, too few to reuse KV
 
 HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
     "blake2b": lambda data: hashlib.blake2b(data, digest_size=32).digest(),
@@ -38,24 +38,23 @@ def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
     """Cut each hash to its first 8 bytes.
 
     The chance that any two of a million blocks collide is 1 in 30 million. A collision is harmless:
-    the router misjudges how much of a prompt a node has, while the node compares whole hashes. An
-    attacker can find two colliding prompts of its own after some 2**32 hashes, but gains only a
-    wrong estimate for its own requests. It cannot target other tenants, whose hashes use an unknown
-    salt.
+    the router misjudges how much of a prompt a node has, but the node compares whole hashes. An
+    attacker can find two colliding prompts of its own in some 2**32 hashes, but gains only a wrong
+    estimate for its own requests. Other tenants' hashes depend on a salt that it does not know.
     """
     parts = [block_hash[:8] for block_hash in hashes]
     return struct.unpack(f"<{len(parts)}Q", b"".join(parts))
 
 
-# Entries of `NodeRegistration.compatibility` that equal tokens' KV depends on. Scales and layer
-# kinds are part of the layout; the number of ranks does not matter.
+# Entries of `NodeRegistration.compatibility` on which equal tokens' KV depends. The layout includes
+# scales and kinds of layers; the number of ranks does not matter.
 CACHE_KEYS = (
     "model", "weights", "dtype", "linear_weights", "kv_cache_dtype", "kv_layout", "drafter",
 )  # fmt: skip
 
 
 def cache_namespace(entries: Mapping[str, str]) -> bytes:
-    """Return a digest of what equal tokens' KV depends on in a node.
+    """Return a digest of a node's properties; equal tokens have equal KV only if these are equal.
 
     Args:
         entries: compatibility entries; a missing one counts as empty.
@@ -65,10 +64,10 @@ def cache_namespace(entries: Mapping[str, str]) -> bytes:
 
 
 def extra_keys_of(cache_salt: bytes, adapter: str = "") -> tuple[bytes, ...]:
-    """Return the values, besides tokens, that a request's KV depends on.
+    """Return the values, besides tokens, on which a request's KV depends.
 
     Args:
-        cache_salt: salt of the group that shares the cache; empty: everybody shares.
+        cache_salt: salt of the group that shares cached KV; empty: everybody shares.
         adapter: digest of the request's adapter; empty: the base model.
     """
     salted = (b"cache_salt", cache_salt) if cache_salt else ()
@@ -80,8 +79,8 @@ class BlockHasher:
 
     Args:
         block_size: tokens per block.
-        algorithm: a name in HASH_ALGORITHMS. blake2b and sha256 resist an attacker who chooses
-            prompts to collide with another user's; xxh3_128 does not.
+        algorithm: a name in HASH_ALGORITHMS. An attacker who chooses prompts can make xxh3_128
+            collide with another user's prompt, but not blake2b or sha256.
         namespace: the cache namespace of the blocks' node; see `cache_namespace`.
     """
 
@@ -106,7 +105,7 @@ class BlockHasher:
 
         Args:
             hashes: hashes of the sequence's first ``len(hashes)`` blocks.
-            extra_keys: other facts that the KV depends on; see `extra_keys_of`.
+            extra_keys: values from `extra_keys_of`.
         """
         size = self.block_size
         for start in range(len(hashes) * size, len(token_ids) - size + 1, size):

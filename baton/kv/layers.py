@@ -1,7 +1,7 @@
 """KV layers: what one layer keeps of earlier tokens: keys and values, a latent, or a state.
 
-A model declares it per layer (`CausalLM.kv_layers`); KV cache groups, memory and manifest are
-derived from it. Knows neither tensors nor how layers share memory.
+A model declares this for each layer (`CausalLM.kv_layers`); KV cache groups, memory and manifest
+follow from it. Knows neither tensors nor how layers share memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class PagedKV:
     """A key and a value per head and token.
 
     Attributes:
-        sliding_window: tokens, including itself, that a token attends to; None: all.
+        sliding_window: tokens that a token attends to, the token itself included; None: all.
         is_replicated: whether every rank has all heads.
     """
 
@@ -27,7 +27,7 @@ class PagedKV:
 
     @property
     def kind(self) -> KVKind:
-        """Kind of these layers' units."""
+        """Kind of the units of these layers."""
         return KVKind.PAGED if self.sliding_window is None else KVKind.WINDOW
 
     @property
@@ -42,7 +42,7 @@ class PagedKV:
 
     @property
     def retained_tokens(self) -> int | None:
-        """Number of newest tokens whose blocks are kept, including the next one; None: all."""
+        """Number of newest tokens whose blocks are kept, the next token included; None: all."""
         return self.sliding_window
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
@@ -60,10 +60,10 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """One vector per token, from which all heads' keys and values are made (MLA, 2405.04434).
+    """One vector per token, from which keys and values of all heads are made (MLA, 2405.04434).
 
     Attributes:
-        width: size of the vector, including the positional part.
+        width: size of the vector, its positional part included.
     """
 
     width: int
@@ -98,8 +98,8 @@ class StateArray:
     """One array of a layer's state.
 
     Attributes:
-        shape: its axes, such as `(channels, kernel - 1)` or `(heads, head_dim, state_size)`; ranks
-            split the first one.
+        shape: axes such as `(channels, kernel - 1)` or `(heads, head_dim, state_size)`; ranks split
+            the first axis.
         dtype: name of the dtype; empty: the dtype of activations.
     """
 
@@ -109,14 +109,14 @@ class StateArray:
 
 @dataclass(frozen=True, slots=True)
 class StateKV:
-    """A state of constant size after the last token, for convolutions and recurrences.
+    """A state of constant size after the last token, of a convolution or recurrence.
 
-    A unit holds the state after the last of its block's tokens. So a full block's state is final,
-    and a sequence continues from the newest one.
+    A unit holds the state after its block's last token. So the state of a full block is final, and
+    a sequence continues from the newest state.
 
     Attributes:
         state: arrays of the state.
-        is_replicated: whether every rank has all of it.
+        is_replicated: whether every rank has the whole state.
     """
 
     state: tuple[StateArray, ...]
@@ -134,16 +134,12 @@ class StateKV:
 
     @property
     def token_values(self) -> int:
-        """Implement `PagedKV.token_values`: none, as the size does not depend on the number of
-        tokens.
-        """
+        """Implement `PagedKV.token_values`: a state keeps no numbers per token."""
         return 0
 
     @property
     def retained_tokens(self) -> int | None:
-        """Implement `PagedKV.retained_tokens`: the next token, and the token whose state it starts
-        from.
-        """
+        """Implement `PagedKV.retained_tokens`: the next token and, for its state, the last one."""
         return 2
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
@@ -159,5 +155,5 @@ LayerKV = PagedKV | LatentKV | StateKV
 
 
 def as_replicated(kv: LayerKV) -> LayerKV:
-    """Return a copy that every rank keeps whole."""
+    """Return a copy of which every rank keeps the whole."""
     return kv if isinstance(kv, LatentKV) else replace(kv, is_replicated=True)

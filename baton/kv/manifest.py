@@ -1,14 +1,14 @@
-"""KVManifest: layout of a unit of KV, and which rank writes which bytes to which rank.
+"""KVManifest: layout of a unit of KV, and which bytes each rank writes to which rank.
 
 A *unit* is what a node allocates and transfers: a block of one group of layers. A manifest
-describes the units of a whole model as if one rank held them. Each rank holds a part:
+describes a whole model's units as if one rank held them. Each rank holds a part:
 
     unit          layers x [2, 8 heads, tokens, head_dim]         shard axis: heads
     4 ranks       heads 0 1 | 2 3 | 4 5 | 6 7
     16 ranks      head  0 | 0 | 1 | 1 | ...                       replicated: more ranks than heads
 
-Ranks may also form stages, each with some of the layers. `unit_copies` derives from two manifests
-which rank writes what. Knows neither memory nor addresses nor transports nor tensors.
+Ranks may also form stages with some of the layers each. `unit_copies` derives the copies between
+two nodes from their manifests. Knows neither memory nor addresses, transports or tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_GROUPS = 64
 MAX_AXES = 8
 MAX_ARRAYS = 8
 MAX_RANKS = 1024
-MAX_STAGE_SIZE = 64  # limit of --tensor-parallel-size: the number of copies grows with its square
+MAX_STAGE_SIZE = 64  # limit of --tensor-parallel-size: the number of copies grows quadratically
 _MAX_UNIT_BYTES = 2**31
 _ALIGNMENT = 16  # bytes
 
@@ -43,10 +43,10 @@ _Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class KVKind(enum.StrEnum):
-    """Content of a group's units, which decides how long they are kept."""
+    """Kinds of units' contents, which decide how long units are kept."""
 
     PAGED = "paged"  # keys and values of a block's tokens; all blocks are kept
-    WINDOW = "window"  # keys and values; blocks that left the window are freed
+    WINDOW = "window"  # keys and values; blocks outside the window are freed
     LATENT = "latent"  # one vector per token; all blocks are kept
     STATE = "state"  # the state after a block's last token; the newest is kept
 
@@ -55,11 +55,11 @@ class HandOffRule(enum.StrEnum):
     """When a unit may be transferred."""
 
     AS_IT_FILLS = "as it fills"  # a full unit never changes
-    AT_BOUNDARY = "at a boundary"  # only the unit in which a prompt ends, as a whole
+    AT_BOUNDARY = "at a boundary"  # only the unit in which a prompt ends, whole
 
 
 class KVOrder(enum.StrEnum):
-    """The order of a unit's bytes, which decides what is contiguous."""
+    """Orders of a unit's bytes, which decide what is contiguous."""
 
     LAYERS = "layers"  # all heads of a layer: a computed layer is one range
     HEADS = "heads"  # all layers of a head: a rank's part is one range
@@ -71,7 +71,7 @@ class KVArray(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         shape: shape over all ranks together.
         dtype: name of the dtype.
-        shard_axis: axis of ``shape`` that ranks split; None: each rank has all of it.
+        shard_axis: axis of ``shape`` that ranks split; None: each rank has the whole array.
     """
 
     shape: _Shape
@@ -94,7 +94,7 @@ class KVArray(msgspec.Struct, frozen=True, kw_only=True):
 def array_offsets(arrays: Sequence[KVArray], rank: int = 0, num_ranks: int = 1) -> list[int]:
     """Return the byte offsets of a layer's arrays, and the end of the last one.
 
-    If there are several, each is padded to 16 bytes, as vector loads and views need.
+    Several arrays are padded to 16 bytes each, because vector loads and views need this.
     """
     offsets = [0]
     for array in arrays:
@@ -111,17 +111,17 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group of layers that share units.
 
     Attributes:
-        kind: kind of the contents of a unit.
-        layers: the model's layers, in their order within a unit.
-        arrays: arrays that each layer keeps in a unit, in order; layers follow each other.
-        num_places: layer slots in a unit; may exceed ``layers``, so that units of all groups have
-            one size.
+        kind: kind of the units' contents.
+        layers: indexes of the model's layers, in their order within a unit.
+        arrays: arrays that each layer keeps in a unit, in order; layers follow one another.
+        num_places: slots for layers in a unit; may exceed the number of layers, because units of
+            all groups have one size.
         block_size: tokens per unit.
         scales: digest of the scales of quantized keys and values; empty: unscaled.
-        window: tokens, including itself, that a token attends to; 0: all.
+        window: tokens that a token attends to, the token itself included; 0: all.
         handoff: when a unit may be transferred.
-        order: order of layers and heads. HEADS requires one array per layer with heads as its
-            second axis.
+        order: order of layers and heads. HEADS requires one array per layer whose second axis is
+            the heads.
     """
 
     kind: KVKind
@@ -144,7 +144,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Layout of a node's KV memory.
+    """The layout of a node's KV memory.
 
     Attributes:
         groups: all groups of layers.
@@ -158,12 +158,12 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> str:
-        """Digest of the units' layout, independent of the number of ranks."""
+        """Digest of the units' layout; does not depend on the number of ranks."""
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.groups))
 
     @property
     def layers_per_unit(self) -> int:
-        """Number of equal parts that each unit has: its layers if all groups are alike, else 1."""
+        """Number of equal parts of each unit: its layers if all groups are equal, else 1."""
         layouts = {(group.num_places, group.layer_bytes(), group.order) for group in self.groups}
         is_cut = len(layouts) == 1 and self.groups[0].order is KVOrder.LAYERS
         return self.groups[0].num_places if is_cut else 1
@@ -175,18 +175,18 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one stage, which split each of its layers."""
+        """Number of ranks in one stage, which split each of its layers."""
         return self.num_ranks // self.num_stages
 
     @property
     def leader(self) -> int:
-        """Rank that represents the node: the first of the last stage."""
+        """Rank that represents the node: the first one of the last stage."""
         return self.num_ranks - self.stage_size
 
     def places(self, group: KVGroup, stage: int) -> Sequence[int]:
-        """Return a stage's layer slots in a group, in their order.
+        """Return the layer slots of a group that a stage has, in order.
 
-        With one stage this includes unused slots, which make units of all groups alike.
+        A single stage also has the unused slots, which make the units of all groups equal.
         """
         if self.num_stages == 1:
             return range(group.num_places)
@@ -194,11 +194,11 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         return [place for place, layer in enumerate(group.layers) if layer in own]
 
     def num_places(self, stage: int) -> int:
-        """Return the layer slots in a stage's units: as many as its largest group needs."""
+        """Return the number of layer slots in a stage's units: the slots of the largest group."""
         return max(1, *(len(self.places(group, stage)) for group in self.groups))
 
     def unit_bytes(self, rank: int = 0) -> int:
-        """Return the bytes of one rank's part of a unit, equal in all groups, which share a pool.
+        """Return the bytes of one rank's part of a unit; all groups share a pool and this size.
 
         Units of smaller groups are padded.
         """
@@ -238,9 +238,9 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def difference(own: KVManifest, other: KVManifest) -> str:
-    """Return the first field in which units differ, so that none can be copied; empty if none.
+    """Return the first field in which units differ and so cannot be copied; empty if none.
 
-    Different numbers of ranks are allowed.
+    Numbers of ranks may differ.
     """
     if len(own.groups) != len(other.groups):
         return f"{len(other.groups)} KV groups, not {len(own.groups)}"
@@ -257,14 +257,14 @@ def difference(own: KVManifest, other: KVManifest) -> str:
 def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """Return a rank's range of an axis: first index and end.
 
-    Shares are equal if divisible. With more ranks than indexes, several ranks share one.
+    All shares are equal if the axis is divisible. Several ranks share an index if there are more.
     """
     first = rank * size // num_ranks
     return first, max(first + 1, (rank + 1) * size // num_ranks)
 
 
 class RankCopy(NamedTuple):
-    """A byte range that a rank of the sender writes into each unit of a rank of the receiver.
+    """A byte range that a rank of the sender writes in each unit of a rank of the receiver.
 
     Attributes:
         writer: rank of the sender.
@@ -287,14 +287,14 @@ class RankCopy(NamedTuple):
 def unit_copies(
     writers: KVManifest, readers: KVManifest, group: int, layers: tuple[int, int] | None = None
 ) -> tuple[RankCopy, ...]:
-    """Return the byte ranges that ranks of one node write into a unit of another node's ranks.
+    """Return the byte ranges that one node's ranks write in a unit of another node's ranks.
 
-    Each byte of a reader is written once. If several writers have it, readers are spread over them.
+    Each byte of a reader is written once. If several writers have it, readers spread over them.
 
     Args:
         writers: manifest of the writing node.
         readers: manifest of the reading node; equal except for ranks and stages.
-        layers: range of layers as if one rank had the whole unit; None: all.
+        layers: range of the whole unit's layers; None: all.
     """
     one = writers.groups[group]
     sizes = writers.stage_size, readers.stage_size
@@ -333,10 +333,10 @@ def _head_copies(
     moves: Sequence[tuple[int, int, int]],
     reader: int,
 ) -> Iterator[RankCopy]:
-    """Yield a reader's copies of units in HEADS order, in the order of its bytes.
+    """Yield a reader's copies of units in HEADS order, sorted by their place at the reader.
 
     Args:
-        moves: each layer's stage and slot at the writers, and its slot at the reader.
+        moves: for each layer its stage and slot at the writers, and its slot at the reader.
     """
     array = group.arrays[0]
     inner = math.prod(array.shape[2:]) * _DTYPE_BYTES[array.dtype]
@@ -360,7 +360,7 @@ def _head_copies(
 
 
 def _append(copies: list[RankCopy], copy: RankCopy) -> None:
-    """Add a copy, merged with an adjacent one."""
+    """Add a copy; merge it with the last one if they are adjacent."""
     last = copies[-1] if copies else None
     if last and (last.writer, last.reader) == (copy.writer, copy.reader):
         ends = (last.source + last.num_bytes, last.target + last.num_bytes)
@@ -373,12 +373,12 @@ def _append(copies: list[RankCopy], copy: RankCopy) -> None:
 def _array_copies(
     group: KVGroup, index: int, places: tuple[int, int], reader: int, sizes: tuple[int, int]
 ) -> Iterator[RankCopy]:
-    """Yield a reader's copies of one array of one layer, in the order of its bytes.
+    """Yield a reader's copies of one array of one layer, sorted by their place at the reader.
 
     Args:
-        places: slots of the layer in the writers' units and in the reader's.
-        reader: rank within its stage.
-        sizes: ranks per stage of writers and of readers.
+        places: the layer's slots in the writers' units and in the reader's.
+        reader: rank of the reader within its stage.
+        sizes: numbers of ranks per stage: of writers, of readers.
     """
     array = group.arrays[index]
     axis = 0 if array.shard_axis is None else array.shard_axis
@@ -413,7 +413,7 @@ def _place(
 def _parts(
     array: KVArray, reader: int, num_writers: int, num_readers: int
 ) -> list[tuple[int, int, int]]:
-    """Return (writer, first, end): the ranges of the shard axis that a reader gets of writers."""
+    """Return (writer, first, end) for each range of the shard axis that a reader gets."""
     if array.shard_axis is None:
         return [(reader % num_writers, 0, array.shape[0])]
     size = array.shape[array.shard_axis]

@@ -1,1 +1,1 @@
-"""The link between router and node: its words, both ends, and its wire format."""
+"""The link between router and node: its messages, both ends, and its wire format."""

@@ -1,7 +1,7 @@
-"""AdminAnswers: a node's end of operators' questions over its link to a router.
+"""AdminAnswers: a node's answers to operators' questions, over its link to a router.
 
-An answer is sent in parts, each only when no event waits, so that a large ledger delays no tokens.
-Each part is a message, and all parts merged are the answer.
+An answer is sent in parts, and a part only when no event waits, so a large ledger delays no tokens.
+Each part is a message; all parts merged are the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.link.words import AdminCall, AdminReply, RequestError
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 64 * 2**10  # approximate size
-MAX_PART_BYTES = 4 * 2**20  # a router accepts no more in one message
+MAX_PART_BYTES = 4 * 2**20  # most that a router accepts in one message
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_OPEN_CALLS = 8  # per router
 MAX_TIMEOUT_S = 120.0
@@ -29,7 +29,7 @@ class AdminAnswers:
 
     Args:
         answer: makes the answer to a call; None: no call is answered.
-        send: puts a part on the link when there is room.
+        send: puts a part on the link when the link has room.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class AdminAnswers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, call: AdminCall) -> None:
-        """Start answering a call; returns at once."""
+        """Start to answer a call; returns at once."""
         task = asyncio.create_task(self._run(call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Cancel all answers, because the link is gone."""
+        """Cancel all answers because the link is gone."""
         for task in self._tasks:
             task.cancel()
 
@@ -72,7 +72,7 @@ class AdminAnswers:
             return RequestError("DEADLINE_EXCEEDED", f"no answer within {call.timeout_s:g} s")
         except BatonError as error:
             return RequestError(status_name(error), str(error))
-        except Exception as error:  # the interceptor: the operator gets any error
+        except Exception as error:  # the interceptor: operators see any error
             logger.exception("unexpected error in an admin call")
             return RequestError("INTERNAL", f"internal error: {type(error).__name__}")
         num_bytes, largest = sum(map(len, answer)), max(map(len, answer), default=0)

@@ -1,3 +1,3 @@
-"""Interval of beats between node and router; in a module of its own so that help loads fast."""
+"""Interval of beats between node and router; a module of its own, so that help loads fast."""
 
 BEAT_INTERVAL_S = 0.25

@@ -2,9 +2,10 @@
 
     SERVING -> DRAINING -> DRAINED        (and back, when told to serve again)
 
-A draining node says so in its beats, and every router answers that it has seen it. A link keeps its
-order, so nothing that the router placed before is still on its way then. So DRAINED is exact: no
-router places anything more, and no request, transfer or block that a peer may write is left.
+A draining node says so in its beats, and every router answers that it knows. A link keeps its
+order, so by then no earlier request of this router is still on its way. DRAINED is therefore exact:
+no router places requests any more, and no request, transfer, or block that a peer may write is
+left.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from baton.link.words import NodeBeat, ServingState
 
 
 class Drain:
-    """Hold the serving state of one node, on its asyncio loop.
+    """The serving state of one node, on its asyncio loop.
 
     Attributes:
         state: state for the next beat.
-        drained: event that is set while the state is ``DRAINED``.
+        drained: event that is set during the state ``DRAINED``.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class Drain:
         return self.state is ServingState.SERVING
 
     def begin(self) -> None:
-        """Start draining; harmless if the node drains already."""
+        """Start draining; do nothing if the node drains already."""
         if self.state is ServingState.SERVING:
             self.state = ServingState.DRAINING
 
@@ -43,10 +44,10 @@ class Drain:
         self.drained.clear()
 
     def mark(self, beat: NodeBeat, *, all_routers_know: bool) -> NodeBeat:
-        """Return the beat with the serving state; ends the drain if nothing is open."""
+        """Return the beat with the serving state; the drain ends if nothing is open."""
         if self.state is not ServingState.SERVING:
             is_quiet = all_routers_know and not _num_open(beat)
-            # A router that joins a drained node must see the drain too, which takes a moment.
+            # A router that joins a drained node must first learn of the drain.
             self.state = ServingState.DRAINED if is_quiet else ServingState.DRAINING
             (self.drained.set if is_quiet else self.drained.clear)()
         return dataclasses.replace(beat, serving_state=self.state)

@@ -1,7 +1,7 @@
 """Message cuts: split a step's events into messages that a link can carry.
 
-A message that is too long breaks the link, and with it every request of the node. So steps are
-split between requests; a request that is too long by itself is ended. The number of parts is
+A message that is too long breaks the link, and all requests of the node with it. So steps are split
+between requests; a request that is too long by itself is ended. The number of parts in a message is
 limited too: the smallest takes two bytes, and the reader makes an object of each.
 """
 
@@ -14,22 +14,22 @@ from baton.api.outputs import RequestDelta
 from baton.api.sampling_params import MAX_LOGPROBS
 from baton.v1 import node_pb2
 
-# Half of what a router takes in one message (`baton.serving.rpc.MAX_CLIENT_MESSAGE_BYTES`).
+# Half of what a router accepts in one message (`baton.serving.rpc.MAX_CLIENT_MESSAGE_BYTES`).
 MAX_LINK_MESSAGE_BYTES = 4 * 2**20
 MAX_LINK_DELTAS = 2**13
-# Limit for reading: more than a node that splits its steps ever sends.
+# Limit when reading; a node that splits its steps never sends more.
 MAX_READ_DELTAS = 2 * MAX_LINK_DELTAS
-MAX_PARTS = 2**18  # tokens and their logprobs; rows; hashes
-# Up to this many tokens with logprobs, a node's event loop makes the message itself.
+MAX_PARTS = 2**18  # tokens with logprobs, rows, or hashes
+# Messages with more logprobs are made in a thread, not on the node's event loop.
 MAX_LOGPROBS_HERE = 512
-# Other parts of a delta; all are counted before a message is read (`baton.wire.parts`).
+# Other parts of a delta; all parts are counted before a message is read (`baton.wire.parts`).
 _MORE_PARTS = 32
 
 
 def cut_message(
     message: node_pb2.NodeMessage, max_bytes: int = MAX_LINK_MESSAGE_BYTES
 ) -> Iterator[node_pb2.NodeMessage]:
-    """Yield the message, or split the deltas of one that is too long over several, in order."""
+    """Yield the message; if it is too long, divide its deltas over several messages, in order."""
     is_short = message.ByteSize() <= max_bytes and len(message.deltas.deltas) <= MAX_LINK_DELTAS
     if message.WhichOneof("message") != "deltas" or (is_short and not parts_problem(message)):
         yield message
@@ -55,9 +55,9 @@ def cut_message(
 
 
 def parts_problem(message: node_pb2.NodeMessage) -> str:
-    """Return why a message has too many parts to be read; empty if it has not.
+    """Return why a message has too many parts to be read; empty if it may be read.
 
-    Call before converting the message: counting costs a fraction of that.
+    Call this before converting the message: counting costs a fraction of converting.
     """
     step, events = message.deltas, message.kv_events
     if len(step.deltas) > MAX_READ_DELTAS:
@@ -70,7 +70,7 @@ def parts_problem(message: node_pb2.NodeMessage) -> str:
 
 
 def tops_problem(message: node_pb2.NodeMessage) -> str:
-    """Return why a message has too many alternatives of a token; empty if it has not."""
+    """Return why a message has too many alternatives of a token; empty if it may be read."""
     for delta in message.deltas.deltas:
         for one in itertools.chain(delta.logprobs, delta.prompt_logprobs):
             if len(one.top_token_ids) > MAX_LOGPROBS:
@@ -79,17 +79,17 @@ def tops_problem(message: node_pb2.NodeMessage) -> str:
 
 
 def has_many_logprobs(deltas: tuple[RequestDelta, ...]) -> bool:
-    """Return whether a step has so many logprobs that making messages takes milliseconds."""
+    """Return whether a step has so many logprobs that making its messages takes milliseconds."""
     return sum(len(one.logprobs) + len(one.prompt_logprobs) for one in deltas) > MAX_LOGPROBS_HERE
 
 
 def _num_parts(delta: node_pb2.RequestDelta) -> int:
-    """Count a delta's parts, without the alternatives in logprobs, which are read fast."""
+    """Count a delta's parts, except alternatives in logprobs, which are read fast."""
     return len(delta.token_ids) + len(delta.logprobs) + len(delta.prompt_logprobs)
 
 
 def _too_long(delta: node_pb2.RequestDelta, num_bytes: int) -> node_pb2.RequestDelta:
-    """Return the error that ends a request whose step is too long on any node."""
+    """Return the delta that ends a request whose step is too long for any message."""
     problem = f"logprobs: one step has {num_bytes} bytes of them, more than a message holds"
     error = node_pb2.RequestError(code="INVALID_ARGUMENT", message=problem)
     return node_pb2.RequestDelta(request_id=delta.request_id, epoch=delta.epoch, error=error)

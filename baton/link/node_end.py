@@ -1,9 +1,9 @@
-"""NodeEnd: the decisions of a node's end of a link. No stream, no task, no clock.
+"""NodeEnd: the decisions of a node's end of a link. Has no stream, task or clock.
 
-register, take_first      join, or learn why not
-say, take                 events up and commands down, with request ids converted
+register, take_first      join, or learn why the router refuses
+say, take                 send events up and read commands, with converted request ids
 miss_beat                 notice a silent router
-leave                     after the stream broke: end the router's requests
+leave                     end the router's requests after the stream broke
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from baton.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
-# A router that misses more beats is stopped or behind a dead network.
+# A router that missed more beats has stopped, or the network to it is dead.
 MAX_MISSED_BEATS = 6
 
 Asked = RouterCommand | AdminCall | tuple[RequestDelta]
 
 
 class NodeEnd:
-    """Manage one node's successive links to one router.
+    """One node's successive links to one router.
 
     Args:
         registration: this node's registration.
 
     Attributes:
         router_id: id of the router's process; empty before the first link.
-        joined: whether there is a link now.
-        obstacle: why the router refused this node for now; empty if it did not.
+        joined: whether the node is linked now.
+        obstacle: why the router refuses this node for now; empty if it does not refuse.
     """
 
     def __init__(self, registration: NodeRegistration) -> None:
         self.router_id = ""
         self.joined = False
         self.obstacle = ""
-        # Each router gets its own key, so that none can pose as this node to another.
+        # Each router gets a key of its own, so that none can pose as this node at another router.
         self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
         self._num_missed_beats = 0
 
@@ -73,7 +73,7 @@ class NodeEnd:
         return wire.registration_to_proto(self._registration)
 
     def take_first(self, message: node_pb2.RouterMessage) -> None:
-        """Handle the answer to the registration: join, or keep the reason why not.
+        """Handle the answer to the registration: join, or keep the reason of the refusal.
 
         Raises:
             ConfigError: the router refused this node for good.
@@ -89,7 +89,7 @@ class NodeEnd:
             raise ConfigError(f"the router refused this node: {self.obstacle}")
 
     def say(self, event: NodeEvent, now: float) -> list[node_pb2.NodeMessage]:
-        """Return the messages for an event; empty if it cannot be sent.
+        """Return the messages for an event; none if it cannot be sent.
 
         Args:
             now: current time, by the clock of `RequestDelta.sampled_at`.
@@ -98,7 +98,7 @@ class NodeEnd:
             event = tuple(_with_send_time(delta, now) for delta in event)
         try:
             message = wire.node_event_to_proto(event)
-        except ValueError as error:  # a peer sent a value that the wire format cannot hold
+        except ValueError as error:  # a peer sent a value that no message can hold
             logger.error("dropped an event that cannot be sent: %s", error)
             return []
         for delta in message.deltas.deltas:
@@ -106,11 +106,11 @@ class NodeEnd:
         return list(cut_message(message))
 
     def take(self, message: node_pb2.RouterMessage) -> Asked | None:
-        """Return a message's command for the node, or deltas to send back at once, or None."""
+        """Return a message's command for the node, deltas to send back at once, or None."""
         self._num_missed_beats = 0
         try:
             command = wire.command_from_proto(message)
-        except InvalidRequestError as error:  # invalid data from the network, not a bug
+        except InvalidRequestError as error:  # invalid data from the network; not a bug
             logger.warning("refused a command: %s", error)
             return self._refuse(message, str(error))
         if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
@@ -119,7 +119,7 @@ class NodeEnd:
         return None if isinstance(command, RouterBeat | Refusal) else command
 
     def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> tuple[RequestDelta]:
-        """Return the delta that tells the router that a command is invalid."""
+        """Return the delta that reports an invalid command to the router."""
         kind = message.WhichOneof("message")
         command = message.prefill if kind == "prefill" else message.decode
         name = node_request_id(command.request_id, self.router_id)
@@ -127,7 +127,7 @@ class NodeEnd:
         return (failed_delta(name, command.epoch, error),)
 
     def miss_beat(self) -> bool:
-        """Count one of this node's beats; return whether the router is silent.
+        """Count one beat of this node; return whether the router is silent.
 
         Counts beats, not time, so a pause of this process does not make the router look silent.
         """
@@ -135,7 +135,7 @@ class NodeEnd:
         return self._num_missed_beats > MAX_MISSED_BEATS
 
     def leave(self) -> AbortAll | None:
-        """Leave the link; return the command that ends the router's requests, or None."""
+        """Leave the link; return the command that ends the router's requests, if it was joined."""
         if not self.joined:
             return None
         self.joined = False
@@ -151,10 +151,10 @@ def _with_send_time(delta: RequestDelta, now: float) -> RequestDelta:
 
 
 def merge_steps(events: Sequence[NodeEvent]) -> list[NodeEvent]:
-    """Return the events with consecutive steps merged into one, so that fewer messages are sent.
+    """Merge consecutive steps into one, so that fewer messages are sent.
 
-    A slow event loop sends one message in each round. Steps must not pile up in front of beats.
-    Only the last step of a merged one has more than plain tokens: a router reads these first.
+    A slow event loop sends one message per round, and steps must not pile up before beats. A step
+    that has more than plain tokens ends a merged one, because a router reads plain tokens first.
     """
     merged = list[NodeEvent]()
     before: NodeEvent | None = None

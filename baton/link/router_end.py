@@ -1,6 +1,6 @@
-"""The messages of the router's end of a link. No stream, no task, no clock.
+"""The messages of the router's end of a link. Has no stream, task or clock.
 
-`NodePool`, `Node` and `JoinGate` decide what follows from them.
+`NodePool`, `Node` and `JoinGate` act on them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def registered(
     problem: str, router_id: str = "", *, may_retry: bool = False
 ) -> node_pb2.RouterMessage:
-    """Return the answer to a registration; with a problem, a refusal."""
+    """Return the answer to a registration; it is a refusal if there is a problem."""
     answer = node_pb2.Registered(
         problem=problem, router_id=router_id, may_retry=may_retry, protocol=PROTOCOL
     )
@@ -36,7 +36,7 @@ def registered(
 
 
 def read_event(message: node_pb2.NodeMessage) -> tuple[NodeEvent | None, str]:
-    """Return a message's event, or None for an unknown kind; and why the link must end, or ""."""
+    """Return a message's event (None: unknown kind), and why the link must end ("": it goes on)."""
     problem = parts_problem(message)
     return None if problem else wire.node_event_from_proto(message), problem
 
@@ -44,10 +44,10 @@ def read_event(message: node_pb2.NodeMessage) -> tuple[NodeEvent | None, str]:
 def write_command(
     command: RouterCommand, node_name: str
 ) -> node_pb2.RouterMessage | RequestDelta | None:
-    """Return the message for a command to a node.
+    """Return the message of a command to a node.
 
-    A command that the wire format cannot hold ends its request and not the link: then the request's
-    error delta is returned, or None without a request.
+    A command that no message can hold ends its request but not the link. In that case, returns the
+    delta that ends the request, or None if the command belongs to no request.
     """
     try:
         message = wire.command_to_proto(command)

@@ -1,6 +1,6 @@
 """RouterLink: a node's end of its stream to one router.
 
-Joins, carries events up and commands down, and joins again when the stream breaks. `NodeEnd`
+A link joins, carries events up and commands down, and joins again when the stream breaks. `NodeEnd`
 decides what is sent and what messages mean.
 """
 
@@ -40,7 +40,7 @@ RETRY_INTERVAL_S = 0.5
 _ASK_WHY_INTERVAL_S = 5.0
 REGISTER_TIMEOUT_S = 2.0
 _PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
-# The node's identity or rights are wrong: retrying would not help.
+# The node's identity or rights are wrong, so retrying does not help.
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _TOLD = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
@@ -56,11 +56,11 @@ class RouterLink:
         join_timeout_s: longest time for the first join.
         node_token: authorizes this node to join.
         answer: answers operators' questions; None: none are answered.
-        tls: this node's certificates; read again for each link.
+        tls: this node's certificates; reread for each link.
         server_name: name that the router's certificate must have; empty: the address's host.
 
     Attributes:
-        problem: why TLS prevents a link; empty if it does not.
+        problem: why TLS prevents a link; empty without such a problem.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class RouterLink:
         return self._end.obstacle
 
     def emit(self, event: NodeEvent) -> None:
-        """Queue an event, or drop it without a link. Call on the loop's thread."""
+        """Queue an event; drop it if there is no link. Call on the loop's thread."""
         if self.joined:
             self._events.put_nowait(event)
 
     async def run(self) -> None:
-        """Keep the link up; never returns.
+        """Keep the link up, reconnecting when it breaks; never returns.
 
         Raises:
             NodeUnavailableError: the router did not answer within ``join_timeout_s``.
@@ -137,9 +137,9 @@ class RouterLink:
             self._stop_telling()
 
     async def _tell_why(self, *, is_first: bool) -> None:
-        """Log why there is no link, and again when the reason changes.
+        """Log why there is no link; log again when the reason changes.
 
-        A router that is merely not up yet, as when both start at once, causes no warning.
+        A router that is not up yet, as when both start at the same time, causes no warning.
         """
         told: str | None = None
         while True:
@@ -165,7 +165,7 @@ class RouterLink:
         """Open a link with the current certificates, and hold it until it breaks."""
         try:
             tls = await asyncio.to_thread(read_tls, self._tls) if self._tls else None
-        except ConfigError:  # `_tell_why` logs it; certificates may be valid at the next try
+        except ConfigError:  # logged by `_tell_why`; the next try may find valid certificates
             return
         async with open_channel(self.router, tls, server_name=self._server_name) as channel:
             try:
@@ -182,18 +182,18 @@ class RouterLink:
         call = stub.Link(metadata=self._metadata)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                # Refused: `read` raises the reason.
+                # The router refused the call; `read` raises the reason.
                 with contextlib.suppress(asyncio.InvalidStateError):
                     await call.write(self._end.register())
                 first = await call.read()
-        except TimeoutError:  # the router accepts connections but does not answer
+        except TimeoutError:  # the router accepts connections but sends nothing
             return
         if not isinstance(first, node_pb2.RouterMessage):
             return
         self._end.take_first(first)
         if not self.joined:
             return
-        while not self._events.empty():  # from before this link
+        while not self._events.empty():  # left over from an earlier link
             self._events.get_nowait()
         self._stop_telling()
         await self._on_joined(True)
@@ -201,7 +201,7 @@ class RouterLink:
         jobs = (self._write(call), self._read(call), self._watch())
         tasks = [asyncio.create_task(job) for job in jobs]
         try:
-            # The first job to end ends the link: a node that only reads or only writes is lost.
+            # If one job ends, the link ends: a node that only reads or only writes is useless.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -214,7 +214,7 @@ class RouterLink:
     async def _send_part(self, reply: AdminReply) -> None:
         """Queue a part of an answer when no event waits, so that tokens are hardly delayed.
 
-        On a link that is never idle, wait a few pauses at most.
+        On a link that is never idle, the part waits for a few pauses at most.
         """
         for _ in range(_MOST_PART_PAUSES):
             if self._events.empty():
@@ -243,9 +243,9 @@ class RouterLink:
         logger.warning("the router is silent")
 
     async def _say(self, event: NodeEvent) -> list[node_pb2.NodeMessage]:
-        """Return the messages for an event; those with many logprobs are made in a thread."""
+        """Return the messages of an event; a thread makes those with many logprobs."""
         if isinstance(event, tuple) and has_many_logprobs(event):
-            # If no thread can start, the loop blocks for a moment, but the link survives.
+            # If no thread can start, the loop blocks for a moment; the link survives.
             with contextlib.suppress(RuntimeError):
                 return await asyncio.to_thread(self._end.say, event, time.monotonic())
         return self._end.say(event, time.monotonic())
@@ -259,6 +259,6 @@ class RouterLink:
             for message in messages:
                 try:
                     await call.write(message)
-                # The router ended the call: it considered this node dead.
+                # The router has ended the call, because it took this node for dead.
                 except asyncio.InvalidStateError:
                     return

@@ -1,7 +1,7 @@
-"""RouterLinks: a node's links to all of its routers, which do not know of each other.
+"""RouterLinks: a node's links to all of its routers; the routers do not know of each other.
 
-A request's tokens go to the router that placed it, everything else to all. A router's DNS name may
-have several addresses; new addresses are joined later.
+A request's tokens go to the router that placed it, all else to every router. A router's DNS name
+may have several addresses; addresses that appear later are joined later.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _FIRST_RESOLVE_INTERVAL_S = 0.5
 
 
 class RouterLinks:
-    """Hold a link to each router, on the node's asyncio loop.
+    """A link to each router, on the node's asyncio loop.
 
     Args:
-        routers: ``host:port`` of each; a host may have several addresses.
+        routers: ``host:port`` of each router; a host may have several addresses.
         registration: this node's registration.
         submit: receives commands for the node's loop; returns at once.
         drain: the node's serving state.
-        on_joined: called with whether any router is joined.
-        on_stop: called when a router tells the process to end after draining.
+        on_joined: called with whether the node is linked to any router.
+        on_stop: called when a router orders the process to end after draining.
         join_timeout_s: how long to try to reach a first router.
         node_token: authorizes this node to join.
         answer: answers operators' questions; None: none are answered.
@@ -85,12 +85,12 @@ class RouterLinks:
         self._tls = tls
         self._links: dict[str, RouterLink] = {}  # by address
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._seers: set[str] = set()  # addresses of routers that have seen that this node drains
+        self._seers: set[str] = set()  # addresses of routers that know that this node drains
         # Engine id -> addresses of the routers that list the peer.
         self._peers: dict[str, set[str]] = {}
 
     def emit(self, event: NodeEvent) -> None:
-        """Send an event to the routers it concerns. Call on the loop's thread."""
+        """Send an event to the routers that it concerns. Call on the loop's thread."""
         if isinstance(event, PeerReport):
             note = self.reached.add if event.connected else self.reached.discard
             note(event.engine_id)
@@ -111,7 +111,7 @@ class RouterLinks:
         self.emit(self._drain.mark(beat, all_routers_know=joined <= self._seers))
 
     async def run(self) -> None:
-        """Keep the links up; never returns.
+        """Keep all links up; never returns.
 
         Raises:
             NodeUnavailableError: no router answered before the first join timed out.
@@ -148,9 +148,9 @@ class RouterLinks:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _give_up(self, *, ever_joined: bool) -> None:
-        """Raise the reason why no router could be joined in time, if this node should give up."""
+        """Raise the reason why no router was joined, if the time for joining is over."""
         obstacles = [link.obstacle for link in self._links.values() if link.obstacle]
-        if obstacles:  # most likely another node has its name
+        if obstacles:  # most likely another node with this name is joined
             raise ConfigError(
                 f"the router refuses this node for {self._join_timeout_s:g} s: {obstacles[0]}"
             )
@@ -163,23 +163,23 @@ class RouterLinks:
             )
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Raise a router's refusal; while this node drains, log it and drop the link."""
+        """Raise a router's refusal; if this node drains, log it and drop the link instead."""
         try:
-            task.result()  # always raises: a link does not end by itself
+            task.result()  # always raises, because a link does not end by itself
         except ConfigError as error:
             if self._drain.state is ServingState.SERVING:
                 raise
-            logger.warning("%s", error)  # other routers may still wait for this node's results
+            logger.warning("%s", error)  # other routers may wait for results of this node
             (address,) = (name for name, one in self._tasks.items() if one is task)
             del self._tasks[address], self._links[address]
 
     async def _follow(self, addresses: Mapping[str, str]) -> None:
-        """Connect to new addresses; drop links to addresses that are gone and not joined.
+        """Connect to new addresses; drop links that are not joined and whose address is gone.
 
         Args:
             addresses: address -> the host that resolved to it.
         """
-        if not addresses:  # name resolution fails: keep all links
+        if not addresses:  # name resolution failed, so all links stay
             return
         for address in self._links.keys() - set(addresses):
             if not self._links[address].joined:
@@ -196,7 +196,7 @@ class RouterLinks:
     def _make_link(self, address: str, host: str) -> RouterLink:
         async def on_joined(joined: bool) -> None:
             self._seers.discard(address)
-            if not joined:  # a router without a link reports no peers
+            if not joined:  # its list of peers is out of date
                 for routers in self._peers.values():
                     routers.discard(address)
             await self._on_joined(any(link.joined for link in self._links.values()))
@@ -228,7 +228,7 @@ class RouterLinks:
             case PeerUpdate(engine_id=engine_id, removed=True):
                 routers = self._peers.get(engine_id, set())
                 routers.discard(address)
-                if not routers:  # the peer lives while any router lists it
+                if not routers:  # a peer lives as long as a router lists it
                     self._peers.pop(engine_id, None)
                     self.reached.discard(engine_id)
                     self._submit(command)
@@ -248,9 +248,9 @@ def _by_router(deltas: Sequence[RequestDelta]) -> dict[str, list[RequestDelta]]:
 
 
 async def resolve_routers(routers: Sequence[str]) -> dict[str, str]:
-    """Resolve all routers to addresses, with their hosts; skips names that fail to resolve.
+    """Resolve all routers to addresses, each with its host; skips names that fail to resolve.
 
-    A name with one address stays as written, for messages.
+    A name with a single address is kept as written, for messages.
     """
     loop = asyncio.get_running_loop()
     addresses: dict[str, str] = {}
@@ -264,7 +264,7 @@ async def resolve_routers(routers: Sequence[str]) -> dict[str, str]:
             logger.debug("%s has no address: %s", host, error)
             continue
         hosts = list(dict.fromkeys(str(item[4][0]) for item in found))
-        # Dual-stack names usually mean one machine: IPv4 is enough.
+        # A name with both kinds of address usually means one machine, so IPv4 is enough.
         ipv4 = [name for name in hosts if ":" not in name]
         names = ipv4 or [f"[{name}]" for name in hosts]
         if len(names) == 1:

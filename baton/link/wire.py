@@ -1,7 +1,7 @@
-"""Convert the link's words and stream pieces to protobuf and back.
+"""Convert the link's messages, and pieces of streams, to protobuf and back.
 
-Types shared by all services are in `baton/wire/types.py`. Raises InvalidRequestError for values
-that a peer or a client should not have sent.
+`baton/wire/types.py` has the types that all services share. Raises InvalidRequestError for values
+that no peer or client should send.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ROLE_FROM_PROTO = {number: role for role, number in _ROLE_TO_PROTO.items()}
 # ------------------------------------------------------------------ the public stream
 
 
-# Field by field, which is faster than by name: one is converted per piece of a stream.
+# Written field by field, which is faster than by name: one message is made per piece.
 def text_delta_to_proto(delta: TextDelta) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         request_id=delta.request_id,
@@ -90,7 +90,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
 
 
 def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration | None:
-    """Return a registration; None if the role is unknown."""
+    """Return a registration, or None if its role is unknown."""
     role = _ROLE_FROM_PROTO.get(message.role)
     if role is None:
         return None
@@ -99,7 +99,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         message,
         role=role,
         compatibility=dict(message.compatibility),
-        # Older nodes send neither.
+        # Older nodes do not send these fields.
         tensor_parallel_size=message.tensor_parallel_size or 1,
         pipeline_parallel_size=message.pipeline_parallel_size or 1,
         protocol=message.protocol or link.FIRST_PROTOCOL,
@@ -159,20 +159,20 @@ def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
 
 
 def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
-    newer = link.ServingState.DRAINING  # a state of a newer version
+    newer = link.ServingState.DRAINING  # stands for states of newer versions
     state = _SERVING_FROM_PROTO.get(message.serving_state, newer)
     return from_message(link.NodeBeat, message, serving_state=state)
 
 
 def is_plain(delta: link.RequestDelta) -> bool:
-    """Return whether a delta holds tokens and nothing else."""
+    """Return whether a delta holds tokens and no other field."""
     return delta == link.RequestDelta(
         delta.request_id, delta.output_index, delta.token_ids, epoch=delta.epoch
     )
 
 
 def split_step(deltas: tuple[link.RequestDelta, ...]) -> link.StepDeltas:
-    """Pack plain tokens of several deltas into rows, which cost a thirtieth to read."""
+    """Pack deltas of plain tokens into rows, which take a thirtieth of the time to read."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
         if not is_plain(delta):
@@ -209,7 +209,7 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
 
 
 def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | None:
-    """Return an event; None for a kind that this version does not know."""
+    """Return an event, or None for a kind that this version does not know."""
     kind = message.WhichOneof("message")
     if kind == "deltas":
         step = message.deltas
@@ -265,7 +265,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
 
 
 def _messages_of(command: link.RequestCommand) -> dict[str, Any]:
-    """Return the fields of a command that are no plain values."""
+    """Return the fields of a command that are messages themselves."""
     params = sampling_params_to_proto(command.sampling_params)
     if command.trace is None:
         return {"sampling_params": params}
@@ -282,7 +282,7 @@ def _trace_from_proto(
 
 
 def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | None:
-    """Return a command; None for a kind that this version does not know."""
+    """Return a command, or None for a kind that this version does not know."""
     kind = message.WhichOneof("message")
     if kind == "registered":
         refusal = from_message(link.Refusal, message.registered)

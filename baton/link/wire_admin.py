@@ -1,4 +1,4 @@
-"""Answers that router and nodes give operators alike: log levels and profiles."""
+"""Operators' requests that router and nodes answer in the same way: log levels, profiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def set_log_level(request: admin_pb2.SetLogLevelRequest) -> admin_pb2.SetLogLevelResponse:
     """Set the log level of this process; raises InvalidRequestError."""
-    # Log first, while INFO is still on.
+    # Log the change first, because the new level may hide INFO lines.
     logger.info("log-level %r %s", request.level, request.module)
     try:
         previous = change_log_level(request.level, request.module)

@@ -1,6 +1,6 @@
-"""Words of the link: the messages between router and node, as plain values.
+"""The link's messages between router and node, as plain values.
 
-``baton/link/wire.py`` converts them to protobuf and back; no other code knows protobuf.
+``baton/link/wire.py`` converts them to protobuf and back; no other code sees protobuf.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from baton.kv.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.spans import TraceContext
 
-# Version of the link's messages. It grows with changes that a reader of the previous version would
-# misread. Each end supports its version and the previous one. (New fields need no new version.)
+# Version of the link's messages. A change that readers of the previous version would misread raises
+# it. Each end supports its own version and the previous one. New fields need no new version.
 PROTOCOL = 1
-FIRST_PROTOCOL = 1  # version of ends that do not send one
-REVISION = "revision"  # the entry of ``compatibility`` that keeps revisions apart
-# Codes of a `RequestError` besides gRPC's: try the request elsewhere, as no node is at fault.
+FIRST_PROTOCOL = 1  # version of ends that send no version
+REVISION = "revision"  # entry of ``compatibility`` that keeps revisions apart
+# Codes of a `RequestError` that are not gRPC's: no node is at fault, so try the request elsewhere.
 PREEMPTED, ADAPTER_MISSING = "PREEMPTED", "ADAPTER_MISSING"
 MOVED = frozenset({PREEMPTED, ADAPTER_MISSING})
 
 
 def protocol_problem(theirs: int, *, own: int = PROTOCOL) -> str:
-    """Return why two ends of a link are incompatible; empty if they are not."""
+    """Return why two ends of a link are incompatible; empty if they are compatible."""
     if abs(theirs - own) <= 1:
         return ""
     return (
@@ -51,7 +51,7 @@ class NodeRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """How long one step of prompt tokens took on an otherwise idle node."""
+    """Duration of one step of prompt tokens on an otherwise idle node."""
 
     num_tokens: int
     seconds: float
@@ -62,7 +62,7 @@ class DecodeTime:
     """Duration of one step that decoded a token of each request on an otherwise idle node.
 
     Attributes:
-        num_context_tokens: tokens before the decoded ones, over all requests.
+        num_context_tokens: tokens before each request's decoded token, summed over all requests.
     """
 
     num_requests: int
@@ -72,7 +72,7 @@ class DecodeTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
-    """A node's identity. Two nodes are paired only if all entries of ``compatibility`` are equal.
+    """A node's description of itself. Only nodes with equal ``compatibility`` are paired.
 
     Attributes:
         prefix_hash: algorithm of block hashes (`baton/kv/block_hash.py`); empty: no prefix cache.
@@ -81,8 +81,8 @@ class NodeRegistration:
         pipeline_parallel_size: number of pipeline stages.
         computes_prompts: whether this decode node accepts requests without a prefill node.
         process_key: secret shared only with this node's routers; empty: none.
-        step_times: measured at the node's start, sorted by tokens; empty: not measured.
-        decode_times: measured at the node's start; empty: not measured, or not a decode node.
+        step_times: times measured at the node's start, sorted by tokens; empty: not measured.
+        decode_times: times measured at the node's start; empty: not measured, or no decode node.
         protocol: version of the link's messages.
         loads_adapters: whether the node can load the adapters of its commands.
     """
@@ -110,7 +110,7 @@ class NodeRegistration:
 
     @property
     def revision(self) -> str:
-        """Revision of this node within a rollout; empty: none given."""
+        """Revision of this node in a rollout; empty: none."""
         return self.compatibility.get(REVISION, "")
 
 
@@ -120,7 +120,7 @@ def failed_delta(request_id: str, epoch: int, error: RequestError) -> RequestDel
 
 
 class ServingState(Enum):
-    """States of a node in service; a draining node finishes its open requests."""
+    """A node's states of service; a draining node finishes its open requests."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -128,14 +128,14 @@ class ServingState(Enum):
 
 
 class StepDeltas(msgspec.Struct, frozen=True):
-    """Results of one engine step, as a router receives them.
+    """The results of one engine step, as a router receives them.
 
-    Most results are rows: one token of a request and nothing else. (Nodes emit plain deltas; the
-    wire format packs them into rows.)
+    Most results are rows: one token of one request without other fields. Nodes emit plain deltas;
+    the wire format packs these into rows.
 
     Attributes:
-        epochs: each row's attempt, and so its request: a router's epochs never repeat.
-        deltas: everything that does not fit in rows; they follow the rows.
+        epochs: attempt of each row, which also tells its request: a router's epochs never repeat.
+        deltas: all results that are no rows; they follow the rows.
     """
 
     epochs: Sequence[int]
@@ -149,18 +149,18 @@ class NodeBeat:
     """A node's report of its load.
 
     Attributes:
-        num_transfers: hand-offs that were begun or granted and have not ended.
+        num_transfers: hand-offs that have begun or been granted, and have not ended.
         serving_state: ``DRAINED`` only if every router knows of the drain, and no request, transfer
             or block that a peer may write is left.
         num_uncomputed_tokens: prompt tokens still to compute here.
-        num_rounds: rounds that the engine's thread has ended, including idle ones.
+        num_rounds: completed rounds of the engine's thread, idle ones included.
         stalled_s: how long one of the node's threads has been in one round; 0: none is stalled.
-        longest_round_s: duration of the longest round that has ended.
+        longest_round_s: duration of the longest completed round.
         stalled_thread: name of the stalled thread.
-        adapters: digests of the adapters in memory that take requests.
-        num_waiting_for_adapters: commands that wait for their adapters; ``num_waiting`` counts
-            them, too.
-        adapter_load_s: how long it took lately to read and load an adapter; 0: unknown.
+        adapters: digests of the adapters in memory that accept requests.
+        num_waiting_for_adapters: commands that wait for their adapters; also counted in
+            ``num_waiting``.
+        adapter_load_s: recent time to read and load an adapter; 0: unknown.
     """
 
     num_waiting: int = 0
@@ -182,10 +182,10 @@ class NodeBeat:
 
 @dataclass(frozen=True, slots=True)
 class PeerReport:
-    """The state of a node's connection to a peer through its KV connector.
+    """The state of a node's KV connection to a peer.
 
     Attributes:
-        bandwidth_bytes_per_s: bandwidth measured when the two connected; 0: unknown.
+        bandwidth_bytes_per_s: bandwidth measured when the nodes connected; 0: unknown.
     """
 
     engine_id: str
@@ -213,8 +213,8 @@ class KVCacheEvents:
     """Net changes of a node's prefix cache.
 
     Attributes:
-        sequence: grows by 1 per message of an engine id; a gap means that one was lost.
-        snapshot: whether earlier events are void, so that the cache holds only ``stored``.
+        sequence: number of the message, per engine id; a gap means that messages were lost.
+        snapshot: whether the cache holds only ``stored``, and earlier events are void.
         stored: short hashes of new blocks, in prefix order.
         removed: short hashes of evicted blocks; disjoint from ``stored``.
     """
@@ -227,7 +227,7 @@ class KVCacheEvents:
 
 @dataclass(frozen=True, slots=True)
 class AdminReply:
-    """A part of the answer to an `AdminCall`; parts come in order.
+    """A part of the answer to an `AdminCall`; parts arrive in order.
 
     Attributes:
         error: replaces the answer; ``code`` is the name of a gRPC status code.
@@ -248,7 +248,7 @@ NodeEvent = (
 
 @dataclass(frozen=True, slots=True)
 class PeerUpdate:
-    """A node of the other role joined (``peer_info``) or left (``removed``)."""
+    """A node of the other role has joined (``peer_info``) or left (``removed``)."""
 
     engine_id: str
     peer_info: bytes = b""
@@ -257,12 +257,12 @@ class PeerUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCommand:
-    """A request, as the router tells both nodes of it.
+    """A request, as the router sends it to both nodes.
 
     Attributes:
         output_token_ids: output of earlier attempts; its KV is computed and sent with the prompt's,
-            and the next token is sampled instead of token 1.
-        cache_salt: selects which prompts may share cached blocks; empty: all.
+            and the token after it is sampled in place of token 1.
+        cache_salt: prompts share cached blocks only if their salts are equal; empty: no salt.
         adapter: digest of the request's adapter; empty: the base model.
         adapter_source: folder to load the adapter from if the node lacks it; empty: unknown.
         pins_adapter: whether the adapter keeps its slot when others need one.
@@ -287,7 +287,7 @@ class PrefillCommand(RequestCommand):
     """Compute a prompt's KV, sample token 1, and hand over.
 
     Attributes:
-        decode_engine_id: the node that takes the KV; empty: the request ends here.
+        decode_engine_id: node that receives the KV; empty: the request ends here.
     """
 
     decode_engine_id: str
@@ -298,8 +298,8 @@ class DecodeCommand(RequestCommand):
     """Park a request until its KV arrives, then decode from token 2 on.
 
     Attributes:
-        prefill_engine_id: the node that sends the KV; empty: compute the prompt and sample the
-            first token here.
+        prefill_engine_id: node that sends the KV; empty: compute the prompt and sample token 1
+            here.
     """
 
     prefill_engine_id: str
@@ -307,7 +307,7 @@ class DecodeCommand(RequestCommand):
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
-    """End a request on this node; harmless if it is not there."""
+    """End a request on this node; do nothing if the node lacks it."""
 
     request_id: str
     epoch: int
@@ -315,10 +315,10 @@ class CancelCommand:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The router refuses this node.
+    """The router's refusal of this node.
 
     Attributes:
-        may_retry: whether the problem may go away.
+        may_retry: whether the problem may pass.
     """
 
     problem: str
@@ -327,15 +327,15 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class RouterBeat:
-    """The router lives. Handled by the link, not by the node's loop."""
+    """Tell that the router is alive. The link handles this, not the node's loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainCommand:
-    """Drain the node, or serve again. Handled by the link, not by the node's loop.
+    """Drain the node, or serve again. The link handles this, not the node's loop.
 
     Attributes:
-        stop: end the process once it is drained.
+        stop: whether to end the process once it is drained.
     """
 
     resume: bool = False
@@ -349,17 +349,17 @@ class DrainSeen:
 
 @dataclass(frozen=True, slots=True)
 class SendKVSnapshot:
-    """Send a snapshot of the prefix cache, and changes from then on."""
+    """Send a snapshot of the prefix cache, and all later changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """An operator's question to the node. Handled by the link, not by the node's loop.
+    """Ask the node an operator's question. The link handles this, not the node's loop.
 
     Attributes:
         call_id: identifies the call on this link.
-        request: a serialized `NodeAdminRequest`, parsed only where it is answered.
-        operator: the operator's name, as the router knows it.
+        request: a serialized `NodeAdminRequest`; only the code that answers parses it.
+        operator: name of the operator at the router.
     """
 
     call_id: int
@@ -384,13 +384,13 @@ RouterCommand = (
 
 @dataclass(frozen=True, slots=True)
 class AbortAll:
-    """End every request that a router placed here. Made by the link when it breaks."""
+    """End every request that a router placed here. The link makes this when it breaks."""
 
     reason: str
     router_id: str = ""
 
     def concerns(self, request_id: str) -> bool:
-        """Return whether a request, by its id on nodes, was placed by that router."""
+        """Return whether that router placed a request, given the request's id on nodes."""
         return split_request_id(request_id)[1] == self.router_id
 
 
@@ -400,8 +400,8 @@ class AbortAll:
 def scoped_id(request_id: str, tenant: str) -> str:
     """Return an id that is unique among tenants, from a request id and its tenant.
 
-    Clients choose request ids, but a tenant must not reach another's request by trying ids.
-    Without tenants, returns the client's id.
+    Clients choose request ids, and a tenant must not reach another's request by guessing its id.
+    Without tenants, this is the client's id.
     """
     if not tenant:
         return request_id

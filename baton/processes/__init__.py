@@ -1,1 +1,1 @@
-"""Processes: their start and end, their children, and workers for costly work."""
+"""Processes: how they start and end, their children, and workers for expensive work."""

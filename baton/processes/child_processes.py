@@ -1,4 +1,4 @@
-"""How Baton's processes are started: the command, the environment they inherit, and their heap."""
+"""How Baton starts processes: the command, the environment they inherit, and their heap."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import sys
 
 from baton.options import OF_ONE_PROCESS
 
-# Prefix of variables for options: BATON_MAX_MODEL_LEN for --max-model-len.
+# Prefix of variables for options: BATON_MAX_MODEL_LEN stands for --max-model-len.
 ENVIRONMENT_PREFIX = "BATON"
 PARENT_PIPE_VARIABLE = f"{ENVIRONMENT_PREFIX}_PARENT_PIPE"
-# Variables that a node's libraries read when they load. A user's own values have precedence.
+# Variables that a node's libraries read when they load; the user's own values have precedence.
 THREAD_VARIABLES = {
-    # Threads of torch's OpenMP spin this often for work before they sleep: 0.07 ms where a `pause`
-    # takes 7 ns. By default they spin 300,000 times (2 ms there), on cores that others need. Native
-    # kernels have threads of their own (kernels/csrc/team.c).
+    # Number of times that threads of torch's OpenMP check for work before they sleep: 0.07 ms if a
+    # `pause` takes 7 ns. The default, 300,000 times, spins for 2 ms on cores that others need.
+    # Native kernels have threads of their own (kernels/csrc/team.c).
     "GOMP_SPINCOUNT": "10000",
-    # NumPy's BLAS, which no step calls, would start threads and take 32 MiB for each.
+    # NumPy's BLAS is used by no step, but would start threads and take 32 MiB for each.
     "OPENBLAS_NUM_THREADS": "1",
 }
 _M_ARENA_MAX = -8  # parameter of mallopt(3)
-# Runs one of Baton's modules. (-P keeps modules in the user's current folder from being imported
-# instead.)
+# Runs one of Baton's modules; -P keeps modules in the user's current folder from being imported in
+# their place.
 PYTHON_MODULE = (sys.executable, "-P", "-m")
 
 
 def fleet_environment() -> dict[str, str]:
     """Return the environment that the processes of a fleet inherit from this process.
 
-    Variables for options that each process has for itself are left out.
+    Leaves out variables for options that each process has for itself.
     """
     own = {f"{ENVIRONMENT_PREFIX}_{option.upper()}" for option in OF_ONE_PROCESS}
     return {name: text for name, text in os.environ.items() if name not in own}
@@ -39,8 +39,8 @@ def fleet_environment() -> dict[str, str]:
 def use_one_heap() -> None:
     """Let all threads of this process share the C library's one heap; call before threads start.
 
-    Otherwise each thread gets a heap of its own, whose free memory no other thread uses. Has no
-    effect with C libraries other than glibc.
+    Otherwise each thread gets a heap of its own, and no other thread can use its free memory. Has
+    an effect with glibc only.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

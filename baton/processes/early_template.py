@@ -1,8 +1,8 @@
-"""EarlyTemplate: a worker template that is forked from its program before threads start.
+"""EarlyTemplate: a template of workers, forked from its program before threads start.
 
-It shares the memory of what is loaded by then and imports nothing again. Later templates are new
+The template shares the program's memory so far and imports nothing again. Later templates are new
 processes (`worker_processes`), because a fork of a program with threads inherits locks that nobody
-releases.
+will release.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from baton.processes.child_processes import use_one_heap
 from baton.processes.worker_template import Work, serve_parent
 
-# Environment of templates, also of those that are new processes.
+# Environment of templates, forked or new.
 ENVIRONMENT = {
-    # Threads of libraries are lost in a fork, and then awaited for ever.
+    # Libraries lose their threads in a fork, and would wait for them for ever.
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
-    # Address space is limited: all threads share one heap.
+    # The address space is limited, so all threads share one heap.
     "MALLOC_ARENA_MAX": "1",
 }
-_MAX_DESCRIPTORS = 2**16  # more than a program has opened when it forks
+_MAX_DESCRIPTORS = 2**16  # more than a program has open when it forks
 
 
 class ForkedProcess:
-    """A forked child of this process, with methods like `subprocess.Popen`.
+    """A forked child of this process, with methods of `subprocess.Popen`.
 
     Attributes:
         pid: process id.
@@ -43,17 +43,17 @@ class ForkedProcess:
         self._waiting = threading.Lock()
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
+        """Return the exit code, or None while the process runs."""
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int:
-        """Wait for the end, and return the exit code."""
+        """Wait for the process to end, and return its exit code."""
         returncode = self._wait(0)
         assert returncode is not None
         return returncode
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
+        """Kill the process unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -72,7 +72,7 @@ class EarlyTemplate:
     """A forked template.
 
     Attributes:
-        control: socket on which `worker_processes` sends it commands.
+        control: socket on which `worker_processes` sends commands to the template.
     """
 
     process: ForkedProcess
@@ -80,12 +80,12 @@ class EarlyTemplate:
 
 
 def may_fork() -> bool:
-    """Return whether this process has only one thread, so that it may be forked."""
+    """Return whether this process may be forked, because it has only one thread."""
     return threading.active_count() == 1
 
 
 def fork_template(make_work: Callable[[], Work]) -> EarlyTemplate:
-    """Fork a template; call only if `may_fork`.
+    """Fork a template; call only if `may_fork` returns True.
 
     Args:
         make_work: called in the template; returns the function that does the work.
@@ -110,12 +110,12 @@ def _be_template(control: socket.socket, make_work: Callable[[], Work]) -> None:
     """Act as a template until the parent is gone; never returns."""
     code = 1
     try:
-        os.setsid()  # Ctrl-C is for the program, which still has requests to finish
+        os.setsid()  # Ctrl-C is for the program, which may have requests to finish
         os.environ.update(ENVIRONMENT)
         use_one_heap()
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        kept = control.fileno()  # all others are the program's, such as its end of the socket
+        kept = control.fileno()  # all other descriptors are the program's
         os.closerange(3, kept)
         os.closerange(kept + 1, _MAX_DESCRIPTORS)
         work = make_work()

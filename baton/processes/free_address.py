@@ -1,4 +1,4 @@
-"""Free addresses: loopback addresses for servers that are about to start."""
+"""Free addresses: loopback addresses for servers that will start soon."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from random import SystemRandom
 
 from baton.api.errors import BatonError
 
-# Ports below the ephemeral ones (from 32768 on Linux), as another process might take an ephemeral
-# port by chance before the server listens.
+# Ports below the ephemeral ones (from 32768 on Linux): another process might get an ephemeral port
+# by chance before the server listens.
 _PORTS = range(10_000, 30_000)
-_NUM_CLAIMS = 64  # most servers that have an address and do not listen yet
+_NUM_CLAIMS = 64  # most servers that have an address but do not listen yet
 
-# Not `random`, which tests seed equally in all workers.
+# Not `random`: tests give it the same seed in all workers.
 _next_ports = deque(_PORTS)
 _next_ports.rotate(SystemRandom().randrange(len(_PORTS)))
 _claims: deque[socket.socket] = deque()
@@ -27,10 +27,10 @@ def _close_claims() -> None:
 
 
 def free_address() -> str:
-    """Return a loopback address on which nobody listens, and which no other caller gets here.
+    """Return a loopback address on which nobody listens, and which no other caller gets.
 
-    A process hands out each port once. UDP sockets on the last ports tell other processes that
-    these are taken; they do not disturb the servers, which use TCP.
+    A process gives out each port once. UDP sockets on the latest ports tell other processes that
+    these are taken; servers use TCP, so the sockets do not disturb them.
 
     Raises:
         BatonError: all ports are taken.

@@ -1,7 +1,7 @@
-"""HeldFolder: a temporary folder that is removed later if its process is killed.
+"""HeldFolder: a temporary folder that is removed even if its process is killed, though later.
 
-A process removes its folders when it ends. If it is killed it cannot, so each living owner holds a
-lock (flock) on its folder, and whoever makes a folder first removes unlocked ones.
+A process removes its folders at its end. A killed process cannot, so each living owner holds a lock
+(flock) on its folder, and whoever makes a folder first removes the unlocked ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MAX_TRIES = 10
 
 
 class HeldFolder:
-    """Make a folder that only this user can open, and hold it until `close`.
+    """Makes a folder that only this user can open, and holds it until `close`.
 
-    First removes folders of this user with the same prefix whose owners have ended.
+    First removes this user's folders with this prefix whose owners have ended.
 
     Args:
-        prefix: beginning of the name; must be unique to the kind of folder.
+        prefix: beginning of the name; must be unique to one kind of folder.
         parent: folder to create it in; None: the system's folder for temporary files.
 
     Attributes:
@@ -39,14 +39,14 @@ class HeldFolder:
         self.path, self._descriptor = _make(prefix, parent)
 
     def close(self) -> None:
-        """Remove the folder with its content; harmless if closed already."""
+        """Remove the folder with its contents; do nothing if it is closed."""
         if self._descriptor >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._descriptor)
             self._descriptor = -1
 
     def leave(self) -> None:
-        """Unlock the folder, which stays until the next one with its prefix is made."""
+        """Unlock the folder; it stays until the next folder with its prefix is made."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -59,7 +59,7 @@ class HeldFolder:
 
 
 def abandoned_folders(prefix: str) -> list[Path]:
-    """Return this user's unlocked folders with a prefix, in the system's temporary folder."""
+    """Return this user's unlocked folders with a prefix in the system's temporary folder."""
     found = []
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
@@ -76,17 +76,17 @@ def _make(prefix: str, parent: str) -> tuple[Path, int]:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         try:
             descriptor = _lock(path)
-        except OSError:  # no descriptor is left
+        except OSError:  # without a descriptor
             Path(path).rmdir()
             raise
         if descriptor is not None:
             return Path(path), descriptor
-        # Another process took the new folder for an abandoned one before it was locked.
+        # Another process removed the new folder as abandoned, before it was locked.
     raise BlockingIOError(f"each new folder in {parent} was removed at once")
 
 
 def _lock(path: str) -> int | None:
-    """Return a descriptor that locks a folder; None if it is locked, gone or another user's."""
+    """Return a descriptor that locks a folder; None if it is locked, gone, or another user's."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def _lock(path: str) -> int | None:
 
 
 def _remove_abandoned(prefix: str, parent: str) -> None:
-    """Remove this user's unlocked folders; skips those that cannot be removed."""
+    """Remove this user's unlocked folders, as far as possible."""
     for path in Path(parent).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             descriptor = _lock(str(path))

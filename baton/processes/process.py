@@ -1,4 +1,4 @@
-"""Process life: one-line errors, stop signals, and an end with the parent process."""
+"""Process life: errors of one line, stop signals, and ending with the parent process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Time for a dead engine's process to log the reason, write its dump and close files.
+# Time for the process of a dead engine to log the reason, write its dump and close files.
 END_AFTER_DEATH_S = 3.0
 _PARENT_GRACE_S = 5.0
-_MAX_DESCRIPTORS = 2**20  # limits in containers may be absurdly high
+_MAX_DESCRIPTORS = 2**20  # limits in containers can be absurdly high
 
 
 def run_program(
@@ -53,19 +53,17 @@ def run_program(
         return 130
     finally:
         close_logging()
-        # At exit the interpreter would collect garbage, which takes seconds with a node's objects
-        # and keeps memory and cores from others. Nothing here needs finalizing.
+        # At exit the interpreter would collect garbage. With a node's objects this takes seconds,
+        # in which memory and cores are not free for others. Nothing here needs finalizing.
         gc.freeze()
     return 0
 
 
 async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
-    """Run a program's main coroutine on a loop whose worker threads are started first.
+    """Run a program's main coroutine on a loop whose worker threads start first.
 
-    Ends the process at once if its engine is dead.
-
-    A dead engine may leave threads that never end, for which the event loop and the interpreter
-    would wait at exit.
+    If the engine has died, ends the process at once: a dead engine may leave threads that never
+    end, and at exit event loop and interpreter would wait for them.
     """
     try:
         _start_workers()
@@ -75,7 +73,7 @@ async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
 
 
 def _start_workers() -> None:
-    """Start all worker threads of the running loop now, since later the system may allow none."""
+    """Start all worker threads of the running loop now; later the system may refuse more."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
@@ -89,7 +87,7 @@ def _start_workers() -> None:
 
 
 def end_dead(error: EngineDeadError) -> NoReturn:
-    """Print the reason, and end this process without waiting for threads."""
+    """Print the error, and end this process without waiting for threads."""
     from baton.telemetry.logs import close_logging
 
     end_within(END_AFTER_DEATH_S)
@@ -99,10 +97,10 @@ def end_dead(error: EngineDeadError) -> NoReturn:
 
 
 def end_within(timeout_s: float) -> None:
-    """Let the kernel end this process after this time, if it still runs; safe from any thread.
+    """Let the kernel end this process after this time if it still runs; safe from any thread.
 
     This needs no thread, descriptor, memory or interpreter of the process: SIGALRM ends it wherever
-    it hangs, except in an uninterruptible system call. A later call can only shorten the time.
+    it hangs, but for uninterruptible system calls. A later call can only shorten the time.
     """
     left_s, _ = signal.getitimer(signal.ITIMER_REAL)
     if not left_s or timeout_s < left_s:
@@ -110,7 +108,7 @@ def end_within(timeout_s: float) -> None:
 
 
 def _accept_alarm() -> None:
-    """Let SIGALRM end this process, even if the parent had it ignored or blocked."""
+    """Let SIGALRM end this process even if the parent made it ignore or block the signal."""
     if signal.getsignal(signal.SIGALRM) is signal.SIG_IGN:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
@@ -119,25 +117,25 @@ def _accept_alarm() -> None:
 def raise_descriptor_limit() -> None:
     """Raise the limit of open descriptors as far as allowed.
 
-    The soft limit is often still 1,024, for programs that use `select`.
+    The soft limit is often 1,024, for the sake of programs that use `select`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    # The present limit is enough for few connections.
+    # If it cannot be raised, the limit still allows a few connections.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def num_descriptors_allowed() -> int:
-    """Return how many descriptors the process may have open."""
+    """Return the number of descriptors that the process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MAX_DESCRIPTORS)
 
 
 def print_error(error: object) -> None:
-    """Print an error as one line on standard error; it may quote a server or a file."""
+    """Print an error as one line on standard error; its text may quote a server or a file."""
     text = printable(" ".join(str(error).split()))
     sys.stderr.write(f"error: {text}\n")
     sys.stderr.flush()
@@ -146,7 +144,7 @@ def print_error(error: object) -> None:
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
     """Return an event that SIGTERM and SIGINT set; a second signal ends the process at once.
 
-    Each signal is logged, so that the log shows why its process ended.
+    Each signal is logged, so that the log shows why the process ended.
     """
     import asyncio
 
@@ -164,10 +162,10 @@ def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
 
 
 def watch_parent() -> None:
-    """End this process when its parent ends, even if that is killed.
+    """End this process when its parent ends, even if the parent is killed.
 
-    `baton up` passes each child the read end of a pipe that it never writes to; end of file means
-    that the parent is gone.
+    `baton up` gives each child the read end of a pipe that nobody writes to; end of file means that
+    the parent is gone.
     """
     value = os.environ.pop(PARENT_PIPE_VARIABLE, "")
     if not value.isdigit():
@@ -185,6 +183,6 @@ def watch_parent() -> None:
                 break
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(_PARENT_GRACE_S)
-        os._exit(1)  # the signal did not stop it
+        os._exit(1)  # the signal did not end this process
 
     threading.Thread(target=wait, name="watch-parent", daemon=True).start()

@@ -1,8 +1,8 @@
-"""Program reaper: reports how forked programs end, in the place of their template.
+"""Program reaper: takes a template's place to report how forked programs end.
 
-A template that need not fork any more replaces itself by this program (`exec`). The process id
-stays, and so do the programs, as children; the memory of all that was imported is free. Imports
-nothing but the standard library, and runs as a file, so that not even `baton` is imported:
+When a template will not fork any more, it replaces itself by this program (`exec`). It keeps its
+process id and the programs as children, and its imported modules leave memory. The reaper imports
+only the standard library, and runs as a file, so that not even `baton` is imported:
 
     python program_reaper.py CONTROL DESCRIPTOR:PID ...
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 
 def main(words: Sequence[str]) -> None:
-    """Report the end of each program; returns when the parent is gone.
+    """Report the end of each program; return when the parent is gone.
 
     Args:
         words: descriptor of the socket to the parent; descriptor and id of each program's process.
@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> None:
             os.close(ready)
             _, status = os.waitpid(pid, 0)
             event = {"pid": pid, "returncode": os.waitstatus_to_exitcode(status)}
-            with contextlib.suppress(OSError):  # the next receive sees that the parent is gone
+            with contextlib.suppress(OSError):  # the next receive notices that the parent is gone
                 control.send(json.dumps(event).encode())
 
 

@@ -1,7 +1,7 @@
 """ProgramTemplate: a process that imports the modules of programs once and forks the programs.
 
-Programs that are forked share the imported code: importing torch takes a second and 130 MiB each
-time. Linux only. The template has one thread, so a fork inherits no locked lock.
+The forked programs share the imported code; importing torch takes a second and 130 MiB each time.
+Linux only. The template has one thread, so a fork never inherits a locked lock.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import msgspec
 
 from baton.processes.child_processes import PYTHON_MODULE
 
-# Room in the template's command line. Its programs write their own there, for `ps` to show.
+# Room in the template's command line, where programs write their own for `ps` to show.
 _TITLE_ROOM = " " * 4096
 _MAX_MESSAGE = 2**20
 _POLL_S = 0.05
-# Exit code of a program whose template has ended, since only the template would know.
+# Exit code of a program whose template has ended: only the template would know the real one.
 _UNKNOWN = -signal.SIGKILL
-_ARG_START = 45  # column of /proc/self/stat behind the command's name
+_ARG_START = 45  # column of /proc/self/stat, counted after the command's name
 _REAPER = Path(__file__).with_name("program_reaper.py")
 
 
@@ -41,18 +41,18 @@ class TemplateError(Exception):
 
 
 class _Start(msgspec.Struct, frozen=True, tag="start"):
-    """Ask for a program; the message carries a descriptor for its output."""
+    """Order to start a program; the message carries a descriptor for its output."""
 
     arguments: list[str]
     environment: dict[str, str]
 
 
 class _Release(msgspec.Struct, frozen=True, tag="release"):
-    """Ask the template to free its memory; no program is started any more."""
+    """Order to free the template's memory; no program will start any more."""
 
 
 class _Event(msgspec.Struct, frozen=True):
-    """Tell that a program has started, or how it ended.
+    """News that a program has started or how it ended.
 
     Attributes:
         returncode: exit code; None: the program has started; negative: a signal ended it.
@@ -63,15 +63,15 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 class ProgramTemplate:
-    """The template as its parent sees it.
+    """The template, seen from its parent.
 
     Args:
         function: ``"module:function"`` to call in each program, with `sys.argv` set.
         modules: modules to import before the first fork.
-        environment: environment of the template, whose libraries read it when they load.
-        kept: descriptors that programs inherit, with their numbers.
+        environment: environment of the template; libraries read it when they load.
+        kept: descriptors that programs inherit under the same numbers.
         load: ``"module:function"`` and its arguments, to call once before the first fork; empty:
-            nothing.
+            no call.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ProgramTemplate:
         """Fork a program; waits until the template has imported its modules.
 
         Args:
-            arguments: words behind the program's name.
+            arguments: words after the program's name.
             environment: whole environment of the program.
             output: descriptor for standard output and standard error.
 
@@ -130,8 +130,8 @@ class ProgramTemplate:
     def release_memory(self) -> None:
         """Free the template's memory once all programs have started.
 
-        Pages that a program has written to are in memory twice while the template exists: there as
-        they were imported. Then the template only reports ends, and `start` raises TemplateError.
+        While the template exists, pages that a program has written to are in memory twice.
+        Afterwards the template only reports how programs end, and `start` raises TemplateError.
         """
         with self._lock, contextlib.suppress(OSError):  # an ended template has no memory
             if not self._has_released:
@@ -139,7 +139,7 @@ class ProgramTemplate:
                 self._control.send(msgspec.json.encode(_Release()))
 
     def returncode_of(self, pid: int, timeout_s: float | None = 0.0) -> int | None:
-        """Return how a program ended, or None if it runs when the time is up.
+        """Return how a program ended, or None if it still runs after the timeout.
 
         Args:
             timeout_s: most seconds to wait; None: no limit.
@@ -157,7 +157,7 @@ class ProgramTemplate:
                 return None
 
     def close(self) -> None:
-        """End the template; programs that it forked go on."""
+        """End the template; the programs that it forked go on."""
         with self._lock:
             self._has_ended = True
             self._control.close()
@@ -165,7 +165,7 @@ class ProgramTemplate:
         self._process.wait()
 
     def _waits(self, timeout_s: float) -> bool:
-        """Wait for an event or the time; return whether there may be an event."""
+        """Wait for an event or the timeout; return whether there may be an event."""
         if self._has_ended:
             time.sleep(timeout_s)
             return False
@@ -187,7 +187,7 @@ class ProgramTemplate:
 
 
 class ForkedProgram:
-    """A program that a template forked, with the methods of `subprocess.Popen` that are used.
+    """A program that a template forked, with the methods of `subprocess.Popen` that Baton uses.
 
     Attributes:
         pid: process id.
@@ -200,13 +200,13 @@ class ForkedProgram:
         self._template = template
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
+        """Return the exit code, or None while the program runs."""
         if self.returncode is None:
             self.returncode = self._template.returncode_of(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, and return the exit code; raises subprocess.TimeoutExpired."""
+        """Wait for the program to end; return its exit code or raise subprocess.TimeoutExpired."""
         if self.returncode is None:
             self.returncode = self._template.returncode_of(self.pid, timeout)
         if self.returncode is None:
@@ -215,13 +215,13 @@ class ForkedProgram:
         return self.returncode
 
     def send_signal(self, number: int, /) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal to the program unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
+        """Kill the program unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -237,23 +237,23 @@ def main() -> None:
     if words := msgspec.json.decode(load, type=list[str]):
         _find(words[0])(*words[1:])
     if len(list(Path("/proc/self/task").iterdir())) > 1:
-        return  # a library has started a thread, so no fork is safe
+        return  # forking is unsafe, because a library has started a thread
     gc.collect()
-    gc.freeze()  # a collection would write to the pages that all programs share
+    gc.freeze()  # a collection would write to pages that all programs share
     if _serve(control):
         _find(function)()
 
 
 def _find(function: str) -> Callable[..., None]:
-    """Import the function that ``"module:function"`` names."""
+    """Import the function given as ``"module:function"``."""
     module, _, name = function.partition(":")
     found: Callable[..., None] = getattr(importlib.import_module(module), name)
     return found
 
 
 def _serve(control: socket.socket) -> bool:
-    """Fork programs and report their ends until the parent is gone; True in a forked program."""
-    programs: dict[int, int] = {}  # descriptor of a process -> process id
+    """Fork programs and report their ends until the parent is gone; return True in a program."""
+    programs: dict[int, int] = {}  # descriptor of a program's process -> process id
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
@@ -271,7 +271,7 @@ def _serve(control: socket.socket) -> bool:
             command = msgspec.json.decode(message, type=_Start | _Release)
             if isinstance(command, _Release):
                 _become_reaper(control, programs)
-                continue  # the exec failed, so the template stays
+                continue  # exec failed, so this stays the template
             pid = os.fork()
             if pid == 0:
                 for process in programs:
@@ -287,7 +287,7 @@ def _serve(control: socket.socket) -> bool:
 
 
 def _tell(control: socket.socket, event: _Event) -> None:
-    with contextlib.suppress(OSError):  # the next receive sees that the parent is gone
+    with contextlib.suppress(OSError):  # the next receive notices that the parent is gone
         control.send(msgspec.json.encode(event))
 
 
@@ -303,7 +303,7 @@ def _become_reaper(control: socket.socket, programs: Mapping[int, int]) -> None:
 
 
 def _become_program(start: _Start, output: int) -> None:
-    """Take a session, output, environment and arguments of its own."""
+    """Give this process a session, output, environment and arguments of its own."""
     os.setsid()  # Ctrl-C is for the parent, which ends its children in order
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -315,11 +315,11 @@ def _become_program(start: _Start, output: int) -> None:
 
 
 def _show_title(words: Sequence[str]) -> None:
-    """Write the words over the command line that `ps` shows."""
+    """Overwrite the command line that `ps` shows."""
     stat = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     start, end = (int(number) for number in stat[_ARG_START : _ARG_START + 2])
     title = os.fsencode(" ".join(words))[: end - start - 2]
-    # Linux shows the text before the first zero if the last byte is none.
+    # If the last byte is not zero, Linux shows the title up to the first zero.
     ctypes.memmove(start, title.ljust(end - start - 1, b"\0") + b"\1", end - start)
 
 

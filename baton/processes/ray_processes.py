@@ -1,8 +1,8 @@
 """Ray processes: Baton's processes that Ray places on machines of its cluster.
 
-An actor starts the process where Ray placed the actor, and holds its parent pipe. So the process
-ends with the actor, with its machine's Ray, or with the program that asked for it. Does not know
-the purpose of the processes.
+An actor starts the process on the machine where Ray placed the actor, and holds the process's
+parent pipe. So the process ends with the actor, with the machine's Ray, or with the program that
+asked for it. Does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from baton.processes.child_processes import (
 
 _CALL_TIMEOUT_S = 10.0
 _POLL_S = 0.05
-# CPUs that a Ray of this machine alone may hand out; more than it has, as processes share cores.
+# CPUs that Ray may give out on this machine alone: more than exist, because processes share cores.
 _OWN_CPUS = 64
 _OWN_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
 
 
 class ProcessActor:
-    """Ray actor that starts and watches one process."""
+    """A Ray actor that starts and watches one process."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         read_end, self._write_end = os.pipe()
@@ -51,11 +51,11 @@ class ProcessActor:
         os.close(read_end)
 
     def pid(self) -> int:
-        """Return the process id on its machine."""
+        """Return the id of the process on its machine."""
         return self._process.pid
 
     def look(self) -> tuple[int | None, bytes]:
-        """Return the exit code, or None, and the output since the last look."""
+        """Return the exit code (None while it runs), and the output since the last call."""
         code = self._process.poll()
         size = os.fstat(self._output.fileno()).st_size
         printed = os.pread(self._output.fileno(), size - self._num_read, self._num_read)
@@ -71,18 +71,18 @@ class RayProcess:
     """A process placed by Ray, with methods like `subprocess.Popen`.
 
     Args:
-        actor: the actor that started it.
-        log: file for its output, appended at each `poll`.
+        actor: the actor that started the process.
+        log: file for the process's output; each `poll` appends to it.
     """
 
     def __init__(self, ray: Any, actor: Any, log: Path) -> None:
         self._ray, self._actor, self._log = ray, actor, log
         self.returncode: int | None = None
-        # Ray may have to free resources first.
+        # Ray may first have to free resources.
         self.pid: int = self._ask("pid", -1, timeout_s=120.0)
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
+        """Return the exit code, or None while the process runs."""
         if self.returncode is None:
             code, printed = self._ask("look", (None, b""))
             with self._log.open("ab") as file:
@@ -93,7 +93,7 @@ class RayProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; raises subprocess.TimeoutExpired."""
+        """Wait for the process to end; raises subprocess.TimeoutExpired."""
         give_up_at = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if give_up_at is not None and time.monotonic() > give_up_at:
@@ -113,7 +113,7 @@ class RayProcess:
     def _ask(
         self, method: str, otherwise: Any, *args: Any, timeout_s: float = _CALL_TIMEOUT_S
     ) -> Any:
-        """Call the actor. If the actor is gone, so is the process."""
+        """Call the actor. Without the actor the process is gone too."""
         try:
             return self._ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
         except self._ray.exceptions.GetTimeoutError:
@@ -141,7 +141,7 @@ class RayCluster:
     def __init__(self, address: str) -> None:
         self._ray = ray = connect_ray(address, log_to_driver=False, logging_level="ERROR")
         self.num_machines = sum(node["Alive"] for node in ray.nodes())
-        # Address by which nodes on any machine find the cluster.
+        # Address by which nodes on all machines find the cluster.
         self.address: str = ray.get_runtime_context().gcs_address
         self.own_host: str = ray.util.get_node_ip_address()
         self._num_gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
@@ -152,8 +152,8 @@ class RayCluster:
         """Start `baton` with these arguments on a machine with room, spread over machines.
 
         Args:
-            environment: variables, of which the process gets those for Baton's options.
-            num_cpus: number of cores that it uses.
+            environment: variables; the process gets those for Baton's options.
+            num_cpus: number of cores that the process uses.
             log: file on this machine for its output.
         """
         ours = {k: v for k, v in environment.items() if k.startswith(f"{ENVIRONMENT_PREFIX}_")}
@@ -167,7 +167,7 @@ class RayCluster:
         return RayProcess(self._ray, actor.remote(list(arguments), ours), log)
 
     def close(self) -> None:
-        """Disconnect; processes that still run end."""
+        """Disconnect, which ends processes that still run."""
         self._ray.shutdown()
 
 
@@ -201,5 +201,5 @@ def connect_ray(address: str, **settings: Any) -> Any:
 
 
 def where_code_is() -> dict[str, str]:
-    """Return the environment that an actor needs to find the same code."""
+    """Return the environment in which an actor finds this code."""
     return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}

@@ -1,7 +1,8 @@
 """WorkerProcesses: runs work on clients' texts in processes that can be killed.
 
-Independent of the kind of work; `worker_template` is the other end. A template process loads what
-the work needs once and forks workers within milliseconds, whenever one has ended.
+`WorkerProcesses` is independent of the kind of work; `worker_template` is the other end. A template
+process loads the code and data of the work once, and forks a new worker within milliseconds
+whenever one has ended.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ __all__ = ["WorkLimitError", "WorkLimits", "WorkerProcesses"]
 
 logger = logging.getLogger(__name__)
 
-# Workers over time end themselves; one that fails to is killed after this extra time.
+# A worker over its time ends itself; one that fails to is killed after this extra time.
 _GRACE_S = 5.0
 _POLL_S = 0.05
-# Time for a template to load code and data: seconds, more on a busy machine.
+# Time for a template to load code and data: some seconds, more on a busy machine.
 _START_S = 120.0
-# Number of workers that try a piece of work, if workers end for other reasons.
+# Number of workers that try a piece of work if workers end for reasons other than the work.
 _MAX_TRIES = 3
 
 
@@ -54,16 +55,16 @@ Template = subprocess.Popen[bytes] | ForkedProcess
 
 
 class WorkLimitError(Exception):
-    """A piece of work exceeded its limits; callers report this in their own words."""
+    """A piece of work exceeded its limits; callers word the error themselves."""
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """Hold this process's end of a worker.
+    """The parent's end of a worker.
 
     Attributes:
-        template: process that forked the worker; the kernel ends both together.
-        is_ready: whether the worker has said that it waits for work.
+        template: process that forked the worker; the kernel ends the worker with it.
+        is_ready: whether the worker has reported that it waits for work.
     """
 
     number: int
@@ -72,7 +73,7 @@ class _Worker:
     is_ready: bool = False
 
     async def wait_ready(self) -> None:
-        """Wait until the worker is ready; this time does not count towards the work's limits.
+        """Wait until the worker is ready; this time does not count for the work's limits.
 
         Raises:
             ConnectionError: the worker ended before it was ready.
@@ -86,17 +87,17 @@ class _Worker:
             async with asyncio.timeout(_START_S):
                 self.is_ready = await self._receive(len(READY)) == READY
         except TimeoutError:
-            self.template.kill()  # the next piece of work starts another template
+            self.template.kill()  # the next piece of work starts a new template
             problem = f"a process that reads requests has not started in {_START_S:g} s; try again"
             raise NodeUnavailableError(problem) from None
         if not self.is_ready:
             raise ConnectionError("the worker ended before it was ready")
 
     async def ask(self, work: bytes) -> tuple[bytes, bool]:
-        """Return the answer (empty if the worker died), and whether the worker has ended.
+        """Return the answer (empty: the worker died), and whether the worker has ended.
 
         Raises:
-            ConnectionError: the worker ended before it read the work, so the work is not to blame.
+            ConnectionError: the worker ended before it read the work, so the work is not the cause.
         """
         await asyncio.get_running_loop().sock_sendall(self.link, LENGTH.pack(len(work)) + work)
         if header := await self._receive(ANSWER.size):
@@ -118,16 +119,16 @@ class _Worker:
 
 
 class WorkerProcesses:
-    """Run one kind of work in processes, each piece within limits. Belongs to one event loop.
+    """Runs one kind of work in processes, each piece within limits. Belongs to one event loop.
 
-    Processes start with the first piece of work or with `start`, and end with this process in any
-    case. Callers take turns, and one worker is always left for other callers.
+    Processes start with the first piece of work or with `start`, and always end with this process.
+    Callers take turns, and one caller never gets the last free worker.
 
     Args:
-        work: ``"module:function"``; called with ``options``, returns the function for the work.
-        limits: limits of one piece.
+        work: ``"module:function"`` that takes ``options`` and returns the function for the work.
+        limits: limits of one piece of work.
         num_workers: number of worker processes, at least 2.
-        max_waiting: most pieces of work that wait; half as many per caller.
+        max_waiting: most pieces of work that wait; one caller may have half of them.
         early: template forked for this work; None: start a new process.
     """
 
@@ -153,13 +154,13 @@ class WorkerProcesses:
         self._links: dict[int, socket.socket] = {}  # sockets of all workers in use, by number
         self._idle: list[_Worker] = []
         self._active: Counter[str] = Counter()  # number of busy workers per caller
-        # The caller that has waited longest for a turn comes first.
+        # The caller that has waited longest for a turn is first.
         self._waiting: OrderedDict[str, deque[asyncio.Future[_Worker]]] = OrderedDict()
         self._num_waiting = 0
         self._finalizer: weakref.finalize[..., WorkerProcesses] | None = None
 
     def start(self) -> None:
-        """Start the processes, so that the first piece of work need not wait for them.
+        """Start the processes, so that the first piece of work does not wait for them.
 
         Raises:
             NodeUnavailableError: a process cannot be started for lack of a resource.
@@ -180,7 +181,7 @@ class WorkerProcesses:
             ) from None
 
     async def run(self, work: bytes, *, caller: str = "") -> bytes:
-        """Return the result of a piece of work. Cancelling ends its worker.
+        """Return the result of a piece of work. Cancelling this ends the worker.
 
         Args:
             caller: the caller's name, for taking turns.
@@ -189,8 +190,8 @@ class WorkerProcesses:
             InvalidRequestError: raised by the work.
             WorkLimitError: the work exceeded its limits.
             OverloadedError: too much work waits.
-            NodeUnavailableError: processes cannot be started or repeatedly ended, or the machine
-                gave the work no CPU time.
+            NodeUnavailableError: processes cannot be started, or kept ending, or the machine gave
+                the work no CPU time.
         """
         self.start()
         worker = await self._take(caller)
@@ -201,8 +202,8 @@ class WorkerProcesses:
                 answer, has_ended, was_read = await self._ask(worker, work)
                 if answer or (not await self._has_ended(worker.template) and was_read):
                     break
-                # When memory is short, the kernel kills idle workers first, and a killed template
-                # takes its workers with it. The work is to blame for neither.
+                # When memory is short, the kernel kills idle workers first. A killed template takes
+                # its workers with it. In both cases the work is not to blame.
                 worker = self._replace(worker)
             else:
                 raise NodeUnavailableError("a process that reads requests ended; try again")
@@ -232,7 +233,7 @@ class WorkerProcesses:
             self._give_back(worker if worker.is_ready else self._replace(worker), "")
 
     async def _ask(self, worker: _Worker, work: bytes) -> tuple[bytes, bool, bool]:
-        """Let a worker do a piece of work; its time starts when the worker is ready.
+        """Let a worker do a piece of work; its time begins when the worker is ready.
 
         Returns:
             The answer, empty if there is none; whether the worker has ended; whether the worker may
@@ -250,9 +251,9 @@ class WorkerProcesses:
         except ConnectionError:
             return b"", True, False
         except TimeoutError:
-            pass  # the worker hangs and did not end itself
+            pass  # the worker hangs and has not ended itself
         if not answer and time.monotonic() - began_at >= self.limits.wall_s:
-            # Running work would have reached its CPU limit earlier, so it got no CPU.
+            # Work that runs reaches its CPU limit earlier, so this work got no CPU.
             raise NodeUnavailableError(
                 f"this machine did not read the request in {self.limits.wall_s:g} s; try again"
             )
@@ -306,7 +307,7 @@ class WorkerProcesses:
             self._waiting.move_to_end(waiting)
             if not queue:
                 del self._waiting[waiting]
-            if not future.done():  # if the caller still waits
+            if not future.done():  # unless the caller gave up
                 self._active[waiting] += 1
                 future.set_result(self._idle.pop())
 
@@ -318,13 +319,13 @@ class WorkerProcesses:
             self._template, ours = early.process, early.control
         else:
             self._template, ours = _spawn_template()
-        with contextlib.suppress(ConnectionError):  # the callers of its workers will notice
+        with contextlib.suppress(ConnectionError):  # the callers of its workers will notice its end
             ours.send(msgspec.json.encode(self._setup))
         self._control = ours
         self._finalizer = weakref.finalize(self, _end, self._template, ours, self._links)
 
     def _fork(self) -> _Worker:
-        """Ask the template for a new worker, which is ready once the template is loaded."""
+        """Ask the template for a new worker; it is ready once the template is loaded."""
         assert self._control is not None
         assert self._template is not None
         ours, theirs = socket.socketpair()
@@ -341,8 +342,8 @@ class WorkerProcesses:
     def _replace(self, worker: _Worker) -> _Worker:
         """End a worker and return a new one.
 
-        Returns the ended worker if no descriptor is left for a new one; its next caller tries
-        again.
+        Returns the ended worker if there is no descriptor for a new one; the next caller then
+        tries again.
         """
         assert self._control is not None
         self._links.pop(worker.number, worker.link).close()
@@ -357,7 +358,7 @@ class WorkerProcesses:
     async def _has_ended(self, template: Template) -> bool:
         """Return whether this template has ended; if so, replace it."""
         if template.poll() is None:
-            await asyncio.sleep(_POLL_S)  # its sockets close before its end is visible
+            await asyncio.sleep(_POLL_S)  # its sockets close before its end can be seen
         if template.poll() is None:
             return False
         if self._template is template:
@@ -367,8 +368,8 @@ class WorkerProcesses:
     def _restart_template(self) -> None:
         """Replace a template that has ended, with its idle workers.
 
-        Callers replace busy workers themselves, because they still read from those sockets: if a
-        socket is closed under its reader, the reader may read from a new socket with the same
+        Busy workers are replaced by their callers, which still read from the sockets: if a socket
+        were closed under its reader, the reader might read from a new socket with the same
         descriptor.
         """
         template, control, finalizer = self._template, self._control, self._finalizer
@@ -392,7 +393,7 @@ def _spawn_template() -> tuple[subprocess.Popen[bytes], socket.socket]:
         stdin=subprocess.DEVNULL,
         env={**os.environ, **ENVIRONMENT},
         pass_fds=(theirs.fileno(),),
-        start_new_session=True,  # Ctrl-C is for the program, which still has requests to finish
+        start_new_session=True,  # Ctrl-C is for the program, which may have requests to finish
     )
     theirs.close()
     return template, ours

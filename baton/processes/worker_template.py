@@ -1,8 +1,8 @@
-"""Worker template: loads one kind of work, and forks workers that run it within limits.
+"""Worker template: loads one kind of work, and forks workers that do it within limits.
 
-Started by `worker_processes`, and controlled only by its parent over a socket, with framed bytes
-and without pickle. The system ends a worker that exceeds its limits, wherever it is, so the work
-need not be trusted.
+`worker_processes` starts the template and controls it over a socket, with framed bytes and without
+pickle. The system ends a worker that exceeds its limits, whatever the worker does, so the work need
+not be trusted.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError
 
-# A worker's first message: it waits for work.
+# A worker's first message, which says that it waits for work.
 READY = b"!"
-# Header of a frame from the parent: the number of bytes that follow.
+# Header of a frame from the parent: the length of the rest in bytes.
 LENGTH = struct.Struct("<I")
-# Header of an answer: the number of bytes, and whether the worker ends because it has grown.
+# Header of an answer: its length in bytes, and whether the worker ends because it has grown.
 ANSWER = struct.Struct("<I?")
 # A command on the control socket, with the worker's number.
 COMMAND = struct.Struct("<cI")
@@ -37,10 +37,10 @@ FORK, KILL = b"f", b"k"
 # First byte of an answer.
 DONE, REFUSED, TOO_MUCH = b"d", b"r", b"m"
 
-# Libraries recurse in nested texts. A stack overflow ends only the worker.
+# Libraries recurse in nested texts; a stack overflow then ends only the worker.
 _STACK_BYTES = 64 * 2**20
-# A worker that has grown by more than this is replaced, so that leftovers of one piece of work do
-# not count for the next.
+# A worker that has grown by more than this is replaced, so that memory left over from one piece of
+# work does not count for the next.
 _KEPT_BYTES = 8 * 2**20
 _PR_SET_PDEATHSIG = 1
 
@@ -52,8 +52,8 @@ class WorkLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cpu_s: CPU time over all threads.
-        wall_s: time until the answer; longer, because the machine may be busy.
-        memory_bytes: memory beyond what the worker has at the start.
+        wall_s: time until the answer; longer than ``cpu_s``, because the machine may be busy.
+        memory_bytes: memory in addition to the worker's memory at its start.
     """
 
     cpu_s: float
@@ -68,7 +68,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """First message to a template.
 
     Attributes:
-        work: ``"module:function"``; called with ``options``, returns the function for the work.
+        work: ``"module:function"`` that takes ``options`` and returns the function for the work.
     """
 
     work: str
@@ -77,8 +77,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def serve(control: socket.socket, work: Work, limits: WorkLimits) -> None:
-    """Fork and end workers as the parent commands; returns when the parent is gone."""
-    workers: dict[int, int] = {}  # number -> process id; not reaped until they are ended here
+    """Fork and end workers as the parent commands; return when the parent is gone."""
+    workers: dict[int, int] = {}  # number -> process id; workers are reaped only here
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
         if not message:
@@ -111,9 +111,9 @@ def _be_worker(link: socket.socket, work: Work, limits: WorkLimits) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # When memory runs out, the kernel shall kill workers before other processes.
+    # When memory runs out, the kernel should kill workers before other processes.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    # Libraries print when they abort for lack of memory; the parent logs its own message instead.
+    # Libraries print when they abort for lack of memory; the parent logs a message of its own.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_answer_all, args=(link, work, limits))
@@ -129,7 +129,7 @@ def _answer_all(link: socket.socket, work: Work, limits: WorkLimits) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     link.sendall(READY)
     while (frame := _receive(link)) is not None:
-        # Unhandled, both signals end the process wherever it is.
+        # Without a handler, both signals end the process, whatever it does.
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
         signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
         answer = _answer(work, frame)
@@ -167,7 +167,7 @@ def resident_memory_bytes() -> int:
 
 
 def _memory_bytes(column: int) -> int:
-    """Return a column of the kernel's table in bytes: 0 is address space, 1 resident memory."""
+    """Return a column of the kernel's table in bytes: 0 address space, 1 resident memory."""
     columns = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return int(columns[column]) * resource.getpagesize()
 
@@ -184,7 +184,7 @@ def _import_work(setup: Setup) -> Work:
 
 
 def serve_parent(control: socket.socket, make_work: Callable[[Setup], Work]) -> None:
-    """Load the work named in the first message, and serve; returns when the parent is gone.
+    """Load the work named in the first message, and serve; return when the parent is gone.
 
     Args:
         make_work: returns the function that does the work.
@@ -194,7 +194,7 @@ def serve_parent(control: socket.socket, make_work: Callable[[Setup], Work]) -> 
     setup = msgspec.json.decode(message, type=Setup)
     work = make_work(setup)
     gc.collect()
-    gc.freeze()  # keeps these objects in pages that all workers share
+    gc.freeze()  # keeps these objects on pages that all workers share
     serve(control, work, setup.limits)
 
 

@@ -1,7 +1,7 @@
-"""AccessLog: one log line for each request of a client, written at its end.
+"""AccessLog: one log line for each request of a client, written when the request ends.
 
-Holds no secrets, and of the client's input only the request id; callers appear by their key's name.
-Unauthenticated calls appear in the audit log only.
+A line holds no secrets, and only the request id from the client's input; callers are named by their
+keys. Unauthenticated calls are only in the audit log.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ _MAX_CALL_CHARS = 100
 
 @dataclass(slots=True, kw_only=True)
 class AccessEntry:
-    """Hold the log entry of one request. Written by the code that serves the request.
+    """The log entry of one request, filled in by the code that serves the request.
 
     Attributes:
         call: method or path, such as ``POST /v1/completions``.
         address: the caller's address.
         request_id: the request's id; empty until known.
-        trace_id: id of the caller's or Baton's trace; empty: none.
+        trace_id: id of the caller's trace or Baton's; empty: none.
         trace: this request's trace context; None: not traced.
-        model: served name that the request stands under; empty: the default name.
-        num_prompt_tokens: tokens of its prompts; a prompt with several outputs counts once.
+        model: served name that the request uses; empty: the default name.
+        num_prompt_tokens: tokens of the request's prompts; a prompt with several outputs counts
+            once.
         num_output_tokens: tokens sent to the client, over all outputs.
-        ttft_s: time to the first output token; None: there were no output tokens.
-        error: name of the request's final status, if it differs from that of the call.
+        ttft_s: time to the first output token; None: no output token was sent.
+        error: the request's final status, if it is not that of the call.
     """
 
     call: str = ""
@@ -49,13 +50,13 @@ class AccessEntry:
     began_at: float = field(default_factory=time.perf_counter)
 
     def join_trace(self, tracing: Tracing, traceparent: str, tracestate: str) -> None:
-        """Join the trace of the caller's headers, or begin one."""
+        """Join the trace in the caller's headers, or begin a trace."""
         self.trace = tracing.begin(traceparent, tracestate)
         known = self.trace or parse_traceparent(traceparent)
         self.trace_id = "" if known is None else known.trace_id.hex()
 
     def note_tokens(self, number: int) -> None:
-        """Count tokens sent to the client; the first ones end the TTFT."""
+        """Count tokens sent to the client; the first ones end the time to first token."""
         if number and self.ttft_s is None:
             self.ttft_s = time.perf_counter() - self.began_at
         self.num_output_tokens += number
@@ -66,7 +67,7 @@ class AccessLog:
 
     Args:
         model: default name of the model.
-        is_on: whether lines are written.
+        is_on: whether to write lines.
     """
 
     def __init__(self, model: str = "", *, is_on: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""CallGate: authenticates and authorizes every gRPC call, and converts errors to statuses.
+"""CallGate: authenticates and authorizes every gRPC call, and turns errors into statuses.
 
-The only place that calls `context.abort`. Callers are checked before their message is read, and
-before they learn whether the method exists.
+Only this file calls `context.abort`. Callers are checked before their messages are read, and before
+they learn whether the method exists.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
-_UNKNOWN_METHOD = "of this name"  # a caller chose the name, which may not be UTF-8
-# Most bytes of messages for health checks and reflection, which hold service names.
+_UNKNOWN_METHOD = "of this name"  # instead of the caller's text, which may not be UTF-8
+# Most bytes of a message for health checks or reflection; such messages hold service names.
 MAX_OPEN_BYTES = 2**16
-_NOT_TOLD = ("prompt",)  # fields with clients' texts, kept out of the audit log
+_NOT_TOLD = ("prompt",)  # fields with clients' texts are not in the audit log
 
 
 class Context:
@@ -50,8 +50,8 @@ class Context:
     Attributes:
         principal: the caller.
         entry: entry for the access log.
-        address: the caller's address without a port. (Read at the beginning, because gRPC crashes
-            when asked for the peer of an ended call.)
+        address: the caller's address without a port. Read when the call begins, because gRPC
+            crashes when asked for the peer of an ended call.
     """
 
     __slots__ = ("_context", "address", "entry", "principal")
@@ -65,11 +65,11 @@ class Context:
         self.entry = entry
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until the caller's deadline; None when it has none."""
+        """Return the seconds until the caller's deadline, or None without a deadline."""
         return self._context.time_remaining()
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Return gRPC's TLS properties of the caller; empty without TLS."""
+        """Return gRPC's TLS properties of the caller; none without TLS."""
         return self._context.auth_context()
 
     def set_trailing_metadata(self, trailers: tuple[tuple[str, str | bytes], ...]) -> None:
@@ -78,15 +78,15 @@ class Context:
 
 
 class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """Guard all calls of one server, including calls of unknown methods.
+    """Guards all calls of one server, even calls of unknown methods.
 
     Args:
         access: decides who may call.
         anybody: principal of callers without credentials; see `Access.principal_of`.
-        stall_timeout_s: a stream whose client reads nothing for this long is ended.
-        check_load: raises if the server takes no requests; called before a message is read.
+        stall_timeout_s: ends a stream whose client reads nothing for this long.
+        check_load: raises if the server accepts no requests; called before a message is read.
         access_log: logs clients' calls.
-        tracing: decides which calls are traced; none if not given.
+        tracing: decides which calls are traced; None: no calls.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         self._check_load = check_load
         self._access_log = access_log or AccessLog()
         self._tracing = tracing
-        # More threads would take too much interpreter time from the event loop.
+        # One thread only: more would take too much interpreter time from the event loop.
         self._thread = ThreadPoolExecutor(1, "long-messages")
         self._held = HeldCalls()
-        # Each known method's own handler, and the one that guards it.
+        # For each known method, its own handler and the one that guards it.
         self._made: dict[str, tuple[Handler, Handler]] = {}
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
@@ -137,17 +137,17 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         return made[1]
 
     def _make_guarded(self, method: str, handler: Handler | None) -> Handler:
-        """Return the handler that admits a call before the method's own handler reads it."""
+        """Return a handler that admits calls before the method's own handler reads them."""
         roles = ROLES_OF_CALL.get(method, _NOBODY)
         if handler is None:
             roles = ANY
         elif roles is OPEN:
             return _open(handler)
         # Every method is handled as a stream of messages, so that this code runs before the first
-        # message is read. On the wire there is no difference.
+        # message is read. On the wire, streams and single messages look the same.
         deserialize = handler.request_deserializer if handler else None
         if deserialize is not None:
-            if roles is ANY:  # a library's method
+            if roles is ANY:  # a method of a library
                 deserialize = forgiving(deserialize, max_bytes=MAX_OPEN_BYTES)
             else:
                 deserialize = patient(deserialize, MAX_LINK_PARTS if roles == JOIN else MAX_PARTS)
@@ -158,7 +158,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         )
 
     async def refuse_unknown(self, raw: _Raw) -> None:
-        """Refuse a call of an unknown method; only known callers learn that it is unknown."""
+        """Refuse a call of an unknown method; only known callers are told that it is unknown."""
         async for _ in self._guard(_UNKNOWN_METHOD, None, ANY)(_no_messages(), raw):
             raise AssertionError("a refused call has no responses")
 
@@ -202,16 +202,16 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     )
                     async with contextlib.aclosing(behavior(request, context)) as responses:
                         async for response in responses:
-                            if not watch.num_sent:  # otherwise no status could be sent
+                            if not watch.num_sent:  # after a message no status could be sent
                                 # Headers first, in case the client does not read the first message.
                                 await raw.send_initial_metadata(())
                             watch.is_sending = True
-                            yield response  # resumes when the client's side has taken it
+                            yield response  # resumes when the client's side has accepted it
                             watch.is_sending = False
                             watch.num_sent += 1
                     status = "OK"
                     return
-                if handler.response_streaming:  # method of a library, which writes the answer
+                if handler.response_streaming:  # a library's method, which sends the answer itself
                     await behavior(request, raw)
                     return
                 try:
@@ -222,7 +222,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 self._note(method, context, request)
                 status = "OK"
                 yield response
-            except grpc.aio.BaseError:  # from gRPC, as when a client disconnected
+            except grpc.aio.BaseError:  # gRPC's own, as when a client disconnected
                 raise
             except Exception as error:
                 status = status_name(error) if isinstance(error, BatonError) else "INTERNAL"
@@ -250,7 +250,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
 
 def _open(handler: Handler) -> Handler:
-    """Wrap an open method's handler, so that unreadable messages cause no log entries."""
+    """Wrap the handler of an open method, so that unreadable messages leave no log entries."""
     answer: Callable[..., Any] | None = handler.unary_unary
     if answer is None or handler.request_deserializer is None:
         return handler
@@ -277,7 +277,7 @@ async def _no_messages() -> AsyncIterator[Any]:
 async def _readable(
     requests: AsyncIterator[Any], thread: ThreadPoolExecutor | None
 ) -> AsyncIterator[Any]:
-    """Yield the messages of a call; raises the error of one that could not be read.
+    """Yield a call's messages; raises the error of a message that could not be read.
 
     Args:
         thread: parses long messages; None: pass them on unparsed.
@@ -291,7 +291,7 @@ async def _readable(
 
 
 async def _say_last(context: _Raw, problem: str) -> None:
-    """Send an error to a stalled client, in case it reads on."""
+    """Send an error to a stalled client, in case it reads again."""
     with contextlib.suppress(grpc.aio.BaseError):
         await _abort(context, RequestCancelledError(problem))
 
@@ -318,5 +318,5 @@ async def _abort(context: _Raw, error: Exception) -> None:
 
 
 def status_of(error: BatonError) -> grpc.StatusCode:
-    """Return an error's status code, by the nearest class in the table."""
+    """Return an error's status code: that of its nearest class in the table."""
     return grpc.StatusCode[status_name(error)]

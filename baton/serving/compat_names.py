@@ -1,6 +1,6 @@
-"""VllmNames: metrics under vLLM's names, for dashboards and gateways made for it.
+"""VllmNames: metrics under vLLM's names, for dashboards and gateways that expect them.
 
-Shows the same numbers with a colon in the names, as vLLM's pages have, and with an underscore, as
+Shows each number twice: with a colon in the name, as on vLLM's pages, and with an underscore, as
 some dashboards expect.
 """
 
@@ -20,7 +20,7 @@ class VllmNames(Collector):
     """Collect metric families under vLLM's names.
 
     Args:
-        families: called at each scrape; yields names without prefix and ``_total``, with families.
+        families: yields (name without prefix and ``_total``, family) pairs; called at each scrape.
         model: name of the served model, a label of each sample.
     """
 
@@ -29,7 +29,7 @@ class VllmNames(Collector):
         self._labels = {"model_name": model, "engine": "0"}
 
     def describe(self) -> list[Metric]:
-        return []  # registering a collector must not collect
+        return []  # registering a collector must not read metrics
 
     def collect(self) -> Iterable[Metric]:
         for name, family in self._families():

@@ -1,4 +1,4 @@
-"""Limits and counts of a listener's connections, as plain values."""
+"""Limits and counts of a listener's connections; plain values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ConnectionLimits:
 
     Attributes:
         max_connections: most open connections.
-        max_connections_per_address: most of these from one address, which may be a shared proxy.
+        max_connections_per_address: most open connections from one address, perhaps a proxy's.
         header_timeout_s: time from the start of a connection to its first request's headers, TLS
             included.
         idle_timeout_s: time from a response to the next request's headers.
-        stall_timeout_s: a peer that reads nothing for this long, while data waits, is cut off.
+        stall_timeout_s: a peer is cut off if it reads nothing for this long while data waits.
     """
 
     max_connections: int = 1024
@@ -37,10 +37,10 @@ class RpcLimits:
     """Limits of the connections to a gRPC server.
 
     Attributes:
-        max_connections: most open connections; more are closed at once.
+        max_connections: most open connections; further ones are closed at once.
         handshake_timeout_s: time to set up a connection, TLS included.
-        idle_timeout_s: a connection without calls for this long is closed; clients reconnect.
-        stall_timeout_s: a stream whose client reads nothing for this long is ended.
+        idle_timeout_s: a connection without calls is closed after this time; clients reconnect.
+        stall_timeout_s: ends a stream whose client reads nothing for this long.
     """
 
     max_connections: int = 256
@@ -49,7 +49,7 @@ class RpcLimits:
     stall_timeout_s: float = 30.0
 
     def channel_arguments(self) -> list[tuple[str, int]]:
-        """Return these limits as options of gRPC's core."""
+        """Return these limits as channel arguments of gRPC's core."""
         return [
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.server_handshake_timeout_ms", round(1000 * self.handshake_timeout_s)),
@@ -59,13 +59,13 @@ class RpcLimits:
 
 @dataclass(slots=True)
 class ConnectionCounts:
-    """Counts of one listener's connections since it was made.
+    """Counts of one listener's connections since the listener was made.
 
     Attributes:
         open: number of open connections.
         at_work: open connections whose request is being answered.
         accepted: connections that were accepted.
-        refused: connections that found no room and no idle connection to displace.
+        refused: connections that found no room and could displace no idle connection.
         displaced: connections that were closed to make room for others.
         timed_out: connections that were closed because no request came in time.
         stalled: connections that were closed because the peer did not read.

@@ -1,13 +1,13 @@
 """Listener: accepts TCP connections for a protocol, within limits and with timeouts.
 
-Accepts connections itself, so that they count before their TLS handshake. Knows no HTTP: the server
-marks a connection as at work.
+The listener accepts connections itself, so that they count before their TLS handshake. It knows no
+HTTP: the server marks a connection as at work.
 
     accepted -> waits for a first request -> at work <-> idle
                                              (or cut off, if the peer does not read)
 
-When there is no room, connections that are not at work make way for new ones, so that idle and
-half-open ones keep nobody out.
+Without room, connections that are not at work make way for new ones, so idle and half-open
+connections keep nobody out.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ANY_IPV6 = "::"
 _MAPPED = "::ffff:"  # prefix of an IPv4 peer's address on a dual-stack socket
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # log lines about clients' faults
+_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # limits of log lines about clients' faults
 # Most bytes read from a connection at a time. asyncio's own 256 KiB would block the loop for half a
-# second if they are chunks of one byte.
+# second if they came as chunks of one byte.
 _READ_BYTES = 2**14
-_MAX_LOOKED_AT = 64  # most connections checked when one must make way
+_MAX_LOOKED_AT = 64  # most connections examined when one must make way
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One accepted connection, which passes everything to its inner protocol.
+    """One accepted connection; it passes all data to its inner protocol.
 
     Attributes:
         address: the peer's address without the port.
-        waits_since: since when it waits for a request, by the loop's clock.
+        waits_since: when the connection began to wait for a request, by the loop's clock.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Bytes that neither the peer nor the system's buffers have taken yet."""
+        """Number of bytes that are still to go to the peer or the system's buffers."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
@@ -76,12 +76,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
             return
-        # The set-up is never cancelled, because then the loop would keep the descriptor for ever.
+        # Setting up is never cancelled: the loop would then keep the descriptor for ever.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """Forget the connection: it is closed, or never came up."""
+        """Forget a connection that is closed or never came up."""
         if not self._is_lost:
             self._is_lost = True
             self._listener.forget(self)
@@ -127,7 +127,7 @@ class Listener:
 
     Attributes:
         counts: numbers of connections, for metrics.
-        read_buffer: receives data of any connection, which is copied out at once.
+        read_buffer: receives data of any connection; the data is copied out at once.
     """
 
     def __init__(
@@ -135,20 +135,20 @@ class Listener:
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.counts = ConnectionCounts()
-        # A memoryview: asyncio's TLS reads into slices, and slices of a bytearray are copies.
+        # A memoryview: asyncio's TLS reads into slices, and slices of bytearrays would be copies.
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._make_protocol = make_protocol
         self._ssl: ssl.SSLContext | None = None
-        self._told_of: dict[str, float] = {}  # address -> when its fault was last logged
+        self._told_of: dict[str, float] = {}  # address -> time of the last log line about it
         self._sockets: list[socket.socket] = []
         self._sweeping: asyncio.Task[None] | None = None
         self._of_protocol: dict[asyncio.BaseProtocol, Connection] = {}
-        # Waiting connections, longest waiting first; in all, and per address.
+        # Waiting connections, the longest waiting first: all of them, and per address.
         self._fresh: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
         self._waiting_of: dict[str, dict[Connection, None]] = {}
         self._num_of: dict[str, int] = {}
-        # Unsent bytes of a connection, and when they were noted.
+        # A connection's unsent bytes, and the time of that count.
         self._unsent: dict[Connection, tuple[int, float]] = {}
 
     async def start(
@@ -174,7 +174,7 @@ class Listener:
         try:
             self._sockets = await _listen(host.strip("[]"), port, reuse_port=reuse_port)
         except OSError as error:
-            number = error.errno or 0  # negative: an error of name resolution
+            number = error.errno or 0  # negative numbers: name resolution failed
             why = os.strerror(number).lower() if number > 0 else str(error)
             raise ConfigError(f"{option}: cannot listen on {listen} ({why})") from error
         for sock in self._sockets:
@@ -200,7 +200,7 @@ class Listener:
 
     @contextlib.contextmanager
     def working(self, protocol: asyncio.BaseProtocol) -> Iterator[None]:
-        """Mark the connection as at work on one request, and as idle after it."""
+        """Mark the connection as at work during one request, then as idle."""
         connection = self._of_protocol.get(protocol)
         if connection is not None:
             self._stop_waiting(connection)
@@ -214,7 +214,7 @@ class Listener:
                     self._wait(connection, self._idle)
 
     def address_of(self, protocol: asyncio.BaseProtocol) -> str:
-        """Return the address of a protocol's peer, without a port; empty if it has gone."""
+        """Return the address of a protocol's peer, without the port; empty if the peer has gone."""
         connection = self._of_protocol.get(protocol)
         return "" if connection is None else connection.address
 
@@ -236,12 +236,12 @@ class Listener:
             del self._num_of[connection.address]
 
     def note_unsent(self, connection: Connection) -> None:
-        """Note when a connection's unsent bytes exceeded the limit, and how many there were."""
+        """Note that a connection's unsent bytes exceed the limit, and their number."""
         now = asyncio.get_running_loop().time()
         self._unsent[connection] = (connection.num_unsent_bytes, now)
 
     def note_sent(self, connection: Connection) -> None:
-        """Note that the peer took enough of the unsent bytes."""
+        """Note that the peer has read enough of the unsent bytes."""
         self._unsent.pop(connection, None)
 
     # ------------------------------------------------------------------ accepting
@@ -260,7 +260,7 @@ class Listener:
             self._take(sock, _without_mapping(str(address[0])))
 
     def _pause(self, listening: socket.socket, error: OSError) -> None:
-        """Close the oldest waiting connection and pause: descriptors or memory ran out."""
+        """Close the oldest waiting connection and pause, because descriptors or memory ran out."""
         logger.warning("cannot accept a connection: %s", error.strerror)
         self._displace(self._oldest(self._fresh, self._idle))
         loop = asyncio.get_running_loop()
@@ -286,19 +286,19 @@ class Listener:
         connection.setup = asyncio.create_task(self._set_up(connection, sock))
 
     def _make_room(self, address: str) -> bool:
-        """Say whether this address may connect once more; close a waiting one if need be."""
+        """Return whether this address may connect once more; close a waiting one if needed."""
         limits, of_address = self.limits, self._waiting_of.get(address, {})
         if self._num_of.get(address, 0) >= limits.max_connections_per_address:
             return self._displace(self._oldest(of_address))
         if self.counts.open >= limits.max_connections:
-            # Closes a connection of this address first, so that an address with many connections
-            # costs other addresses none.
+            # A connection of this address is closed first, so that an address with many
+            # connections costs other addresses none.
             return self._displace(self._oldest(of_address, self._fresh, self._idle))
         return True
 
     @staticmethod
     def _oldest(*waiting: dict[Connection, None]) -> Connection | None:
-        """Return the longest waiting connection without unsent bytes, by order of the groups."""
+        """Return the longest waiting connection without unsent bytes, in the groups' order."""
         for connections in waiting:
             for connection in itertools.islice(connections, _MAX_LOOKED_AT):
                 if not connection.num_unsent_bytes:
@@ -310,7 +310,7 @@ class Listener:
             return False
         self.counts.displaced += 1
         connection.abort()
-        connection.end()  # free its place now, before the close is noticed
+        connection.end()  # free its place now, before the loop notices the close
         return True
 
     async def _set_up(self, connection: Connection, sock: socket.socket) -> None:
@@ -323,14 +323,14 @@ class Listener:
             )
         except (OSError, asyncio.CancelledError) as error:  # peer gone, or no TLS
             if isinstance(error, ssl.SSLError):
-                # A certificate's problem, or a code such as WRONG_VERSION_NUMBER.
+                # The certificate's problem, or a code such as WRONG_VERSION_NUMBER.
                 why = getattr(error, "verify_message", "") or error.reason or "it ended"
                 self._warn(connection.address, f"a TLS handshake failed: {why}")
             sock.close()
             connection.end()
 
     def _warn(self, address: str, problem: str) -> None:
-        """Log a client's fault, at most once a minute per address and for few addresses."""
+        """Log a client's fault, at most once a minute per address, and for a limited number."""
         now = asyncio.get_running_loop().time()
         told = {one: at for one, at in self._told_of.items() if now - at < _TELL_AGAIN_S}
         if address not in told and len(told) < _MAX_TOLD:
@@ -382,14 +382,14 @@ class Listener:
 
 
 def _without_mapping(address: str) -> str:
-    """Return an address, with an IPv4 address in its usual form."""
+    """Return an address; an IPv4 address in IPv6 form becomes a plain one."""
     return address[len(_MAPPED) :] if address.startswith(_MAPPED) and "." in address else address
 
 
 async def _listen(host: str, port: int, *, reuse_port: bool) -> list[socket.socket]:
     """Listen on all addresses of a host, on one port; raises OSError.
 
-    The host ``::`` stands for the addresses of both families, as it does in gRPC.
+    The host ``::`` stands for addresses of both families, as in gRPC.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(

@@ -1,6 +1,6 @@
-"""Error details: carry an error and its receipt in a call's trailers, as google.rpc details.
+"""Error details: carry an error and its receipt in a call's trailers, in google.rpc's form.
 
-Converts in both directions, so that a client gets the error that the router raised.
+Errors are converted in both directions, so a client gets the error that the router raised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.v1 import types_pb2
 from baton.wire import types as wire_types
 
 DOMAIN = "baton"
-DETAILS_KEY = "grpc-status-details-bin"  # where gRPC's libraries look for them
+DETAILS_KEY = "grpc-status-details-bin"  # the trailer that gRPC's libraries read
 RECEIPT_KEY = "baton-receipt-bin"
 
 _KINDS: dict[str, type[BatonError]] = {
@@ -49,7 +49,7 @@ _KINDS: dict[str, type[BatonError]] = {
     "ENGINE_DEAD": EngineDeadError,
 }
 _INVALID_REQUEST = "INVALID_REQUEST"
-_MAX_DIGITS = 40  # most digits of two untrusted numbers
+_MAX_DIGITS = 40  # of either number in untrusted metadata
 _REASONS = {kind: reason for reason, kind in _KINDS.items()} | {
     InvalidRequestError: _INVALID_REQUEST
 }
@@ -86,7 +86,7 @@ def details_trailer(code: int, message: str, error: BatonError) -> tuple[str, by
 
 
 def _too_long(field: str, metadata: Mapping[str, str]) -> PromptTooLongError | None:
-    """Return a PromptTooLongError if the metadata describe one, else None."""
+    """Return the PromptTooLongError that the metadata describe, or None."""
     num_tokens, limit = metadata.get("num_tokens", ""), metadata.get("limit", "")
     if metadata.get("code") != PromptTooLongError.code or len(num_tokens + limit) > _MAX_DIGITS:
         return None
@@ -100,7 +100,7 @@ def receipt_trailer(receipt: Receipt) -> tuple[str, bytes]:
 
 
 def receipt_from_trailers(trailers: Mapping[str, str | bytes]) -> Receipt | None:
-    """Return the receipt, or None if it is absent or unreadable."""
+    """Return the receipt, or None if it is missing or unreadable."""
     value = trailers.get(RECEIPT_KEY)
     if not isinstance(value, bytes):
         return None

@@ -1,9 +1,9 @@
-"""HeldCalls: limits what one caller's calls and streams may hold of a server.
+"""HeldCalls: limits how much of a server one caller's calls and streams may hold.
 
     a call whose message has not come      one place, and up to 8 MiB that have arrived
-    a health watch, a reflection stream    one place, as long as the stream lives
+    a health watch, a reflection stream    one place while the stream lives
 
-gRPC bounds both per connection only, and accepts hundreds of connections.
+gRPC bounds both only per connection, and accepts hundreds of connections.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from baton.api.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 
-# Most calls whose messages are read at once, each of up to 8 MiB. The messages of further calls
-# stay with the client until one of these has arrived.
+# Most calls whose messages of up to 8 MiB each are read at the same time. Messages of further calls
+# stay with the client until another message has arrived.
 MAX_COMING = 32
 # Most calls that wait for their turn. Each takes 25 KiB and several times the size of its headers.
 MAX_WAITING = 1024
-# Time for 8 MiB at 64 KiB/s, as over HTTP.
+# Time for 8 MiB at 64 KiB/s, HTTP's slowest allowed rate.
 MESSAGE_TIMEOUT_S = 138.0
 MAX_STREAMS = 512  # health watches per caller
 MAX_MESSAGE_STREAMS = 32  # streams per caller that may bring messages, such as reflection
 
 
 class _Caller:
-    """Hold the places of one caller."""
+    """The places that one caller holds."""
 
     __slots__ = ("num_held", "turns")
 
@@ -37,7 +37,7 @@ class _Caller:
 
 
 class _Places:
-    """Count the places of each caller; forgets callers without any."""
+    """Counts the places of each caller, and forgets callers that hold none."""
 
     def __init__(self, limit: int, what: str) -> None:
         self._limit, self._what = limit, what
@@ -59,10 +59,9 @@ class _Places:
 
 
 class HeldCalls:
-    """Limit how many calls wait for messages, and how many streams are open, per caller of one
-    server.
+    """Limits, for each caller of one server, the calls that wait for messages and open streams.
 
-    Callers are identified by key or certificate; unauthenticated ones by address.
+    Callers are told apart by key or certificate; unauthenticated callers by address.
     """
 
     def __init__(self) -> None:
@@ -71,7 +70,7 @@ class HeldCalls:
         self._message_streams = _Places(MAX_MESSAGE_STREAMS, "reflection streams")
 
     async def only_message(self, caller: str, messages: AsyncIterator[Any]) -> Any:
-        """Return the only message of a call, once it is the caller's turn to send it.
+        """Return the only message of a call; wait for the caller's turn to send it.
 
         Raises:
             InvalidRequestError: no message came, or it is unreadable.
@@ -93,7 +92,7 @@ class HeldCalls:
 
     @contextlib.asynccontextmanager
     async def turn(self, caller: str) -> AsyncIterator[None]:
-        """Wait until the caller may send something long."""
+        """Wait until the caller may send a long message."""
         with self._coming.hold(caller) as holder:
             async with holder.turns:
                 yield
@@ -101,6 +100,6 @@ class HeldCalls:
     def hold_stream(
         self, caller: str, *, has_messages: bool
     ) -> contextlib.AbstractContextManager[object]:
-        """Hold a place for a stream that is no request; raises OverloadedError if there is none."""
+        """Hold a place for a stream that is no request; raises OverloadedError if none is free."""
         places = self._message_streams if has_messages else self._streams
         return places.hold(caller)

@@ -1,6 +1,6 @@
 """MetricsPage: serves a Prometheus page over HTTP, with two paths for probes.
 
-Knows no node: a collector provides the page, a function tells whether the node is ready.
+Knows no node: a collector makes the page, and a function tells whether the node is ready.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from baton.serving.connections import Listener
 logger = logging.getLogger(__name__)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Few clients scrape; others must not burden the node.
+# Few clients scrape; other clients must not burden the node.
 _LIMITS = ConnectionLimits(
     max_connections=64,
     max_connections_per_address=64,
     header_timeout_s=5.0,
-    idle_timeout_s=90.0,  # longer than the pause between two scrapes
+    idle_timeout_s=90.0,  # longer than the pause between scrapes
     stall_timeout_s=10.0,
 )
 
@@ -39,18 +39,18 @@ _LIMITS = ConnectionLimits(
 class MetricsPage:
     """Serves ``/metrics``, ``/health`` and ``/ready`` on the caller's loop until it is closed.
 
-    The last two need no key or certificate, which kubelets and load balancers lack: ``/health``
-    answers while the loop runs, ``/ready`` with 200 or 503.
+    `/health` and `/ready` need no key or certificate, because kubelets and load balancers have
+    none: ``/health`` answers while the loop runs, ``/ready`` with 200 or 503.
 
     Args:
-        collector: called on a thread, by one scrape at a time.
-        access: decides who may look; anybody if not given.
+        collector: makes the page; called on a thread, by one scrape at a time.
+        access: decides who may read the page; None: anybody.
         limits: limits of connections.
         tls: certificates for HTTPS, and CA for client certificates; None: HTTP.
         is_ready: returns the answer of ``/ready``.
 
     Attributes:
-        address: ``host:port`` that it listens on, once started.
+        address: ``host:port`` of the page once it is started.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class MetricsPage:
         self.address = ""
         self._access = access or Access()
         self._is_ready = is_ready
-        # Certificates are optional: probes have none, and callers without a certificate may not
-        # look.
+        # Certificates are optional, because probes have none; a caller without one may not read
+        # the page.
         self._tls = None if tls is None else ServerContext.of(tls, require_client_certs=False)
         self._registry = CollectorRegistry()
         self._registry.register(collector)
@@ -114,7 +114,7 @@ class MetricsPage:
             return web.Response(body=text, headers={hdrs.CONTENT_TYPE: METRICS_TYPE})
 
     def _answer_probe(self, request: web.BaseRequest) -> web.Response | None:
-        """Answer a probe, or return None for other paths."""
+        """Answer a probe; return None for other paths."""
         if request.method not in ("GET", "HEAD"):
             return None
         if request.path == "/health":

@@ -1,4 +1,4 @@
-"""gRPC set-up that every program shares: servers and channels.
+"""gRPC servers and channels, set up alike in all programs.
 
 Only `CallGate` calls `context.abort`.
 """
@@ -33,16 +33,16 @@ from baton.serving.unknown_methods import make_server
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-# A client's message grows on its way to a node, as text becomes token ids.
+# A client's message grows on its way to a node, because text becomes token ids.
 MAX_CLIENT_MESSAGE_BYTES = 8 * 2**20
 MAX_STREAMS = 2048  # most concurrent calls per connection
-# A lower limit for other servers: a call takes 25 to 40 KiB while its answer is not read.
+# Limit of other servers, lower because a call takes 25 to 40 KiB while its answer is unread.
 FEW_STREAMS = 64
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # A vanished machine closes nothing, so pings check it while a call is open.
+    # A machine that vanishes closes no connection, so pings check it while a call is open.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 ]
@@ -56,12 +56,12 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Most calls that wait to be accepted; more are dropped as CANCELLED without a reason.
+    # Most calls that wait to be accepted; gRPC drops further ones as CANCELLED without a reason.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
-    # Compressed, a few kilobytes could become megabytes, and many of them gigabytes.
+    # A few compressed kilobytes could become megabytes, and many messages gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-    # Equal to the guard's limit: between a soft and a hard limit gRPC refuses calls at random.
+    # Both limits are the guard's: between two different limits gRPC would refuse at random.
     ("grpc.max_metadata_size", FrameLimits().max_header_bytes),
     ("grpc.absolute_max_metadata_size", FrameLimits().max_header_bytes),
 ]
@@ -71,7 +71,7 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def _add_reflection(servicer: Any, server: grpc.aio.Server) -> None:
-    """Serve reflection v1alpha and v1, which differ in name only."""
+    """Serve reflection v1alpha and v1, which differ only in their names."""
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -84,7 +84,7 @@ def _add_reflection(servicer: Any, server: grpc.aio.Server) -> None:
 
 
 def bearer(token: str) -> Metadata:
-    """Return metadata with a bearer token; empty for an empty token."""
+    """Return metadata with a bearer token; empty if the token is."""
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
@@ -94,13 +94,13 @@ class RpcServer:
     Args:
         services: full names of the services that `register` adds, for reflection.
         register: adds the servicers to the server.
-        gate: guards all calls; by default anybody on this machine may call.
-        reuse_port: whether other processes may serve on the same port, sharing its connections. If
+        gate: guards all calls; None: anybody on this machine may call.
+        reuse_port: whether other processes may serve on this port, sharing its connections. If
             not, a second server on the port fails to start.
         limits: limits of connections.
         tls: the server's certificates; None: no TLS.
-        require_client_certs: whether clients need a certificate of a CA in ``tls``; if not, none is
-            requested.
+        require_client_certs: whether clients need a certificate of a CA in ``tls``; if not, they
+            are not asked for one.
         max_streams: most concurrent calls per connection.
     """
 
@@ -120,7 +120,7 @@ class RpcServer:
         self._credentials: grpc.ServerCredentials | None = None
         self._front: RpcFront | None = None
         if tls is not None and require_client_certs:
-            # No guard is needed, because unknown clients fail in the handshake.
+            # No guard is needed, because unknown clients fail at the handshake.
             self._credentials = server_credentials(tls, require_client_certs=True)
         else:
             self._front = RpcFront(limits, None if tls is None else ServerContext.for_grpc(tls))
@@ -171,14 +171,14 @@ class RpcServer:
             raise
 
     async def set_serving(self, serving: bool) -> None:
-        """Answer health checks with SERVING or NOT_SERVING, for each service and overall."""
+        """Answer health checks with SERVING or NOT_SERVING, for each service and for the server."""
         status = health_pb2.HealthCheckResponse
         value = status.SERVING if serving else status.NOT_SERVING
         for name in ("", *self._service_names):
             await self._health.set(name, value)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting calls; calls in progress have ``grace_s`` to end."""
+        """Stop accepting calls; running calls have ``grace_s`` seconds to end."""
         await self._health.enter_graceful_shutdown()
         if self._front is not None:
             self._front.stop_accepting()
@@ -218,5 +218,5 @@ def open_sync_channel(
 
 def _tls_options(server_name: str = "") -> list[tuple[str, Any]]:
     named = [("grpc.ssl_target_name_override", server_name.strip("[]"))] if server_name else []
-    # Otherwise a channel with new certificates might reuse a connection with old ones.
+    # Otherwise a channel with new certificates might reuse an old connection.
     return [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1), *named]

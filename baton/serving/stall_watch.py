@@ -15,8 +15,8 @@ class StallWatch:
     Belongs to the task that creates it.
 
     Args:
-        address: the client's, for the log.
-        say: sends an error to the client, in case it reads on.
+        address: address of the client, for the log.
+        say: sends an error to the client, in case it reads again.
 
     Attributes:
         is_sending: whether a message waits for the client to read.
@@ -59,4 +59,4 @@ class StallWatch:
         logger.info("ended a call of %s: %s", self._address, problem)
         assert self._task is not None
         self._last_words = asyncio.ensure_future(self._say(problem))
-        self._task.cancel()  # the task waits for the client, where an exception would not reach it
+        self._task.cancel()  # the task waits for the client, so an exception would not reach it

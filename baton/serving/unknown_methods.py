@@ -1,8 +1,8 @@
-"""Keep calls of unknown gRPC methods away from the loop that accepts all calls.
+"""Keeps calls of unknown gRPC methods away from the loop that accepts all calls.
 
-Since grpcio 1.84 that loop decodes the name of an unknown method. A name that is not UTF-8 raises
-there and ends the loop, and with it the server: anybody could stop a router or node with one call.
-This module answers such calls without decoding the name.
+Since grpcio 1.84 this loop decodes the name of an unknown method. A name that is not UTF-8 raises
+there and ends the loop, and the server with it: one call of anybody could stop a router or node.
+This module answers such calls without decoding their names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HOOK = "_make_request_call_future"
 
 
 class _Server(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
-    """A gRPC server whose own loop sees only calls of registered methods."""
+    """A gRPC server whose own loop only sees calls of registered methods."""
 
     refuse: _Refuse
 
@@ -43,7 +43,7 @@ class _Server(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
 
     async def _refuse_call(self, call: Any) -> None:
         context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
-        # The client may have gone away, or the server may be stopping.
+        # The client may be gone, or the server may be stopping.
         with contextlib.suppress(grpc.aio.BaseError):
             await self.refuse(context)
 
@@ -53,15 +53,15 @@ def make_server(
     refuse: _Refuse,
     options: Sequence[tuple[str, Any]],
 ) -> grpc.aio.Server:
-    """Make a server that refuses all methods but registered ones.
+    """Make a server that refuses all methods except registered ones.
 
     Args:
         interceptor: sees every call of a registered method.
-        refuse: answers every other call.
+        refuse: answers calls of all other methods.
         options: channel arguments.
     """
     server = grpc.aio.server(interceptors=[interceptor], options=options)
-    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where an error is harmless
+    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where an error does no harm
         loop = cygrpc.get_working_loop()
         guarded = _Server(loop, None, (), (interceptor,), tuple(options), None)
         guarded.refuse = refuse

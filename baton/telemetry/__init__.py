@@ -1,1 +1,1 @@
-"""What a process reports: logs, traces, metrics, its ledger of KV blocks, and stack samples."""
+"""Reports of a process: logs, traces, metrics, its ledger of KV blocks, and stack samples."""

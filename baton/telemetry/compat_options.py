@@ -1,9 +1,9 @@
-"""Options to export metrics under the names of other engines, too."""
+"""Options to export metrics under the names of other engines as well."""
 
 from __future__ import annotations
 
 COMPAT_NAMES = ("none", "vllm")
 COMPAT_HELP = (
-    "Show metrics by another engine's names, too, for dashboards and gateways that expect them: "
-    "vllm."
+    "Show metrics also under another engine's names, for dashboards and gateways that expect "
+    "them: vllm."
 )

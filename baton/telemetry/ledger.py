@@ -1,7 +1,7 @@
-"""The ledger: who holds which KV blocks of a node, as plain values. Knows no engine and no wire.
+"""The ledger: the owners of a node's KV blocks, as plain values. Knows no engine and no wire.
 
-Each reference to a block must have an owner in the ledger. A reference without an owner is a leak
-(its block is an orphan). An owner without a reference could lose its block to another.
+Each reference to a block must have an owner in the ledger. A reference without an owner is a leak,
+and its block an orphan. An owner without a reference could lose its block to another owner.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from enum import Enum
 
 
 class BlockOwner(Enum):
-    """The kinds of owners of a reference to a block."""
+    """Kinds of owners of references to blocks."""
 
     REQUEST = "request"  # a request that waits or runs here
-    GRANT = "grant"  # promised to a prefill node, which may write it
-    QUARANTINE = "quarantine"  # its request has ended, but a prefill node may still write it
+    GRANT = "grant"  # promised to a prefill node, which may write the block
+    QUARANTINE = "quarantine"  # of an ended request, but a prefill node may still write the block
     PUSH = "push"  # being pushed to a decode node
-    DRAINING = "draining"  # its request has ended, but a push may still read it
-    STEP = "step in flight"  # its request has ended, but the running step still writes it
-    NULL_BLOCK = "null block"  # placeholder for blocks outside a sliding window; held for ever
+    DRAINING = "draining"  # of an ended request, but a push may still read the block
+    STEP = "step in flight"  # of an ended request, but the running step still writes the block
+    NULL_BLOCK = "null block"  # placeholder for blocks outside a sliding window, held for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockHolding:
-    """References of one owner: one reference to each of these blocks.
+    """The references of one owner: one to each of these blocks.
 
     Attributes:
         state: name of the request's or transfer's state.
@@ -45,11 +45,11 @@ class BlockHolding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """All references to a node's blocks, at a moment between two steps.
+    """All references to a node's blocks, at one moment between two steps.
 
     Attributes:
         num_references: references that the block pool counts.
-        orphans: blocks with more references than owners, which never become free.
+        orphans: blocks with more references than owners; they never become free.
         overdrawn: blocks with more owners than references.
     """
 
@@ -71,7 +71,7 @@ def balance(
     """Compare the owners' holdings with the block pool's counts.
 
     Args:
-        ref_counts: the pool's reference counts; unreferenced blocks may be missing.
+        ref_counts: the pool's reference counts; blocks without references may be missing.
     """
     holdings = tuple(holdings)
     named = Counter(block_id for holding in holdings for block_id in holding.block_ids)
@@ -86,7 +86,7 @@ def balance(
 
 
 def to_ranges(block_ids: Iterable[int]) -> list[tuple[int, int]]:
-    """Return runs of consecutive ids as ``[(first id, number of ids), ...]``; keeps the order."""
+    """Return runs of consecutive ids as ``[(first id, number of ids), ...]``, in given order."""
     ranges: list[tuple[int, int]] = []
     for block_id in block_ids:
         if ranges and sum(ranges[-1]) == block_id:

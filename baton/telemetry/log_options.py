@@ -1,4 +1,4 @@
-"""LogOptions: what a program logs, and in which format."""
+"""LogOptions: which messages a program logs, and in which format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.api.errors import ConfigError
 from baton.options import check_limits, option
 
-# Our packages. Libraries log only from `info` on: debug lines of gRPC and asyncio are noise here.
+# Our packages. Libraries log only from `info` on: debug lines of gRPC and asyncio are noise.
 OURS = (
     "baton", "router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
     "engine", "kvconnector", "models", "baton_kernels",
@@ -29,7 +29,7 @@ class LogOptions:
     log_modules: tuple[str, ...] = option(
         (),
         name="log_module",
-        help="MODULE=LEVEL: lowest level to log for a module and those in it, such as "
+        help="MODULE=LEVEL: lowest level to log for a module and all modules in it, such as "
         "kvconnector.protocol=debug.",
     )
     log_format: str = option(
@@ -49,7 +49,7 @@ class LogOptions:
 
 
 def check_module(field: str, module: str) -> None:
-    """Raise ConfigError unless a module is one of our packages, or inside one."""
+    """Raise ConfigError unless a module is one of our packages or in one of them."""
     if module.split(".")[0] not in OURS:
         known = ", ".join(OURS)
         raise ConfigError(f"{field}: must be one of {known}, or a module in one, got {module!a}")

@@ -1,7 +1,7 @@
 """Logs: lines on standard error, as text for people or as JSON for programs.
 
 A thread writes the lines, so a reader that stops reading delays nobody. Text from others is
-escaped: it cannot begin a line or move a terminal's cursor.
+escaped, so it cannot begin a line or move a terminal's cursor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def set_up_logging(level: str, log_format: str = "text", modules: Sequence[str] 
     """Log to standard error from now on; raises ConfigError for invalid values.
 
     Args:
-        modules: ``MODULE=LEVEL``, for modules with a level of their own.
+        modules: ``MODULE=LEVEL`` entries for modules with levels of their own.
     """
     LogOptions(log_level=level.lower(), log_format=log_format, log_modules=tuple(modules))
     close_logging()
@@ -60,8 +60,8 @@ def change_log_level(level: str, module: str = "") -> str:
     """Change the log level and return the previous one.
 
     Args:
-        module: the module to change, with all modules inside it; empty: all modules, except those
-            with a level of their own.
+        module: module to change, with all modules inside it; empty: all modules but those that have
+            a level of their own.
 
     Raises ConfigError for an unknown level or a module that is not ours.
     """
@@ -85,7 +85,7 @@ def _set_level(level: str) -> None:
 
 
 class _LineWriter(logging.Handler):
-    """Queues lines for a thread that writes them; counts lines lost because the queue is full.
+    """Queues lines for a thread that writes them; counts lines lost when the queue is full.
 
     Attributes:
         num_lost: lines that were not written.
@@ -108,7 +108,7 @@ class _LineWriter(logging.Handler):
         except Exception:  # the arguments do not fit the message, or memory is exhausted
             self.handleError(record)
 
-    # This is not named `close`, because libraries that configure logging close all handlers.
+    # Not named `close`, because libraries that configure logging close all handlers.
     def stop(self) -> None:
         """Write the queued lines and end the thread."""
         with contextlib.suppress(queue.Full):
@@ -179,7 +179,7 @@ def _render_json(logger: Any, name: str, event: Event) -> str:
 
 
 def _parts(event: Event) -> tuple[Event, Event, str]:
-    """Split an event into fields of all lines, its own fields, and its traceback."""
+    """Split an event into the fields that all lines have, its own fields, and its traceback."""
     head = {
         "time": event["time"],
         "level": event["level"],

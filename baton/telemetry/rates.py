@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Return a rate such as ``4.1 GB/s``, in decimal units as usual for networks."""
+    """Return a rate such as ``4.1 GB/s``, in decimal units as is usual for networks."""
     for unit in ("B/s", "kB/s", "MB/s"):
         if bytes_per_s < 999.5:
             return f"{bytes_per_s:.3g} {unit}"

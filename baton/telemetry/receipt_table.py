@@ -6,7 +6,7 @@ from baton.api.outputs import Receipt
 
 
 def receipt_line(receipt: Receipt) -> str:
-    """Return a receipt in one line."""
+    """Return a receipt as one line."""
     parts = [
         f"{receipt.num_prompt_tokens} + {receipt.num_output_tokens} tokens",
         f"TTFT {receipt.ttft_s * 1e3:.0f} ms",

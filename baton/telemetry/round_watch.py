@@ -1,6 +1,6 @@
 """RoundWatch: finds threads of a node that are stuck in one round of work.
 
-If a node's engine hangs, its process still sends beats from other threads. Rounds are measured in
+If a node's engine hangs, other threads of its process still send beats. Rounds are measured in
 beats, not in seconds, so a pause of the whole process does not make its threads look stuck.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Rounds(NamedTuple):
-    """Number of rounds that a thread has ended, and whether it is within one now."""
+    """The number of rounds that a thread has ended, and whether it is in a round now."""
 
     num_ended: int
     in_round: bool
@@ -39,7 +39,7 @@ class RoundWatch:
         self._longest = 0
 
     def tick(self) -> None:
-        """Compare each thread's round with that of the last beat; call once per beat."""
+        """Compare each thread's round with its round at the last beat; call once per beat."""
         rounds = self._rounds()
         for name, now in rounds.items():
             if now.in_round and now == self._last.get(name):
@@ -52,10 +52,10 @@ class RoundWatch:
 
     @property
     def num_rounds(self) -> int:
-        """Return how many rounds all threads together had ended at the last beat."""
+        """Return the number of rounds that all threads together had ended at the last beat."""
         return sum(rounds.num_ended for rounds in self._last.values())
 
     @property
     def longest_round_s(self) -> float:
-        """Return the duration of the longest round that has ended."""
+        """Return the duration of the longest ended round."""
         return self._longest * self._beat_interval_s

@@ -1,9 +1,7 @@
-"""Spans as plain values, and the context that joins spans of several processes to a trace.
+"""Spans as plain values, and the context that joins several processes' spans into a trace.
 
-Spans are made when the work they describe has ended. Knows no exporter.
-
-Spans are made from the times that receipts need anyway. So traces and receipts agree, and requests
-that are not traced cost nothing.
+A span is made when the work that it describes has ended, from times that receipts need anyway. So
+traces and receipts agree, and requests that are not traced cost nothing. Knows no exporter.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
-MAX_STATE_CHARS = 512  # W3C asks to forward at least this many; longer ones are dropped
+MAX_STATE_CHARS = 512  # W3C asks to forward at least this many; longer states are dropped
 
 _PARENT = re.compile(
     r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII | re.DOTALL
@@ -33,7 +31,7 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         trace_id: id of the trace, 16 bytes.
-        span_id: 8 bytes; empty: the trace has no span yet, and the next one becomes its root.
+        span_id: 8 bytes; empty: the trace has no span yet, and its next span is the root.
         is_sampled: whether spans of this trace are kept.
         state: data of other tracing systems, forwarded unchanged.
     """
@@ -44,18 +42,18 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
     state: str = ""
 
     def child(self) -> TraceContext:
-        """Make the context of a new child span."""
+        """Return the context of a new child span."""
         return TraceContext(self.trace_id, random_id(8), self.is_sampled, self.state)
 
     @property
     def traceparent(self) -> str:
-        """The W3C header for calls that this span makes."""
+        """The W3C header that this span's calls carry."""
         flags = _SAMPLED if self.is_sampled else 0
         return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{flags:02x}"
 
 
 class SpanKind(IntEnum):
-    """A span's relation to its parent; OpenTelemetry's numbers."""
+    """A span's relation to its parent, with OpenTelemetry's numbers."""
 
     INTERNAL = 1  # work within one process
     SERVER = 2  # work for a caller in another process
@@ -67,10 +65,10 @@ class Span(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     Attributes:
         parent_id: id of the parent span; empty: no parent.
-        begin_s, end_s: seconds by the clock of the code that made it.
-        links: related spans, and how they are related.
-        events: moments within it, by name.
-        error: why it failed; empty: it did not fail.
+        begin_s, end_s: seconds by the clock of the code that made the span.
+        links: related spans, each with the kind of relation.
+        events: moments within the span, by name.
+        error: why the work failed; empty: it did not fail.
     """
 
     name: str
@@ -86,7 +84,7 @@ class Span(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 # Takes the finished spans of one piece of work; quick and thread-safe. The second argument is the
-# UNIX time of the spans' clock's 0, in nanoseconds.
+# UNIX time at which the spans' clock showed 0, in nanoseconds.
 SpanSink: TypeAlias = Callable[[Sequence[Span], int], None]
 
 
@@ -96,9 +94,9 @@ def zero_of(clock: Callable[[], float]) -> int:
 
 
 def parse_traceparent(header: str, state: str = "") -> TraceContext | None:
-    """Parse the W3C header ``traceparent``; None: it is missing or invalid.
+    """Parse the W3C header ``traceparent``; return None if it is missing or invalid.
 
-    In unknown versions only the fields of version 00 are read, as W3C demands.
+    Of unknown versions only the fields of version 00 are read, as W3C demands.
     """
     found = _PARENT.fullmatch(header) if header else None
     if found is None:

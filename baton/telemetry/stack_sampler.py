@@ -1,7 +1,7 @@
 """Stack sampler: finds out where a running thread spends its time.
 
-Reads the thread's Python stack every few milliseconds, which costs little. C code is not seen; its
-time counts for the Python function that called it.
+Every few milliseconds the sampler reads the thread's Python stack, which costs little. It does not
+see C code; time in C code counts for the Python function that called it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NUM_FUNCTIONS = 40
 
 @dataclass(frozen=True, slots=True)
 class SampledFunction:
-    """A function, and how many samples saw it.
+    """A function and the number of samples that saw it.
 
     Attributes:
-        place: ``file:line`` of its first line, with the last two parts of the file's path.
+        place: ``file:line`` of the function's first line, with the last two parts of the path.
         num_own: samples in the function itself.
         num_total: samples in the function or in functions that it called.
     """
@@ -38,7 +38,7 @@ class SampledFunction:
 
 @dataclass(frozen=True, slots=True)
 class StackProfile:
-    """The functions that a thread was seen in, most frequent first."""
+    """The functions in which a thread was seen, the most frequent first."""
 
     thread: str
     num_samples: int
@@ -78,7 +78,7 @@ def sample_stacks(thread_name: str, seconds: float) -> StackProfile:
 
 
 def _codes(frame: FrameType | None) -> set[CodeType]:
-    """Return the functions on a stack; a recursive function counts once."""
+    """Return the functions on a stack, each once."""
     codes = set()
     while frame is not None:
         codes.add(frame.f_code)

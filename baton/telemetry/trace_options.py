@@ -22,8 +22,8 @@ class TraceOptions:
         1.0,
         least=0,
         most=1,
-        help="Share of requests to trace, among those whose caller has no trace of its own; "
-        "otherwise the caller's sampling decides.",
+        help="Share of requests to trace, among those whose caller has no trace; the sampling in a "
+        "caller's trace decides about its own requests.",
     )
 
     def __post_init__(self) -> None:

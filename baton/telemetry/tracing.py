@@ -1,4 +1,4 @@
-"""Tracing: decides which requests are traced, and takes their spans. Costs nothing if off."""
+"""Tracing: decides which requests are traced, and takes their spans. Costs nothing when off."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Tracing:
     """Traces of one process.
 
     Args:
-        options: where traces are sent; None: nowhere.
+        options: where to send traces; None: nowhere.
         service: name of this program in traces.
-        resource: further attributes of all spans.
+        resource: more attributes for all spans.
         sink: takes the spans instead of an exporter.
 
     Attributes:
@@ -34,12 +34,12 @@ class Tracing:
             self._exporter = SpanExporter(options.trace_endpoint, service, resource or {})
             sink = self._exporter.take
         self.sink = sink
-        # Decide as OpenTelemetry's TraceIdRatioBased does, so that all programs with one ratio
+        # OpenTelemetry's TraceIdRatioBased decides in this way, so programs with equal ratios
         # sample the same traces.
         self._bound = round(options.trace_ratio * 2**64)
 
     def begin(self, traceparent: str, tracestate: str = "") -> TraceContext | None:
-        """Return the parent context of a request's first span; None: the request is not traced.
+        """Return the parent context of a request's first span; None if the request is not traced.
 
         Args:
             traceparent, tracestate: the caller's W3C headers; empty: not sent.
@@ -53,7 +53,7 @@ class Tracing:
         return TraceContext(trace_id) if int.from_bytes(trace_id[8:], "big") < self._bound else None
 
     def counts(self) -> tuple[int, int]:
-        """Return how many spans were exported and dropped."""
+        """Return the numbers of exported and of dropped spans."""
         exporter = self._exporter
         return (0, 0) if exporter is None else (exporter.num_exported, exporter.num_dropped)
 

@@ -1,1 +1,1 @@
-"""Conversion between text and tokens: tokenizer, templates, stop strings, grammars."""
+"""Conversion between text and tokens: tokenizers, chat templates, stop strings, grammars."""

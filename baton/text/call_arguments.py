@@ -1,7 +1,7 @@
-"""Call arguments: turns the argument text that a model wrote into an object for templates.
+"""Call arguments: turn the argument text that a model wrote into an object for templates.
 
-A conversation may contain calls that ``max_tokens`` cut or that a model wrote wrongly, because
-clients send them back unchanged. No such text is an error here.
+Clients send back calls unchanged, so a conversation may contain calls that ``max_tokens`` cut or a
+model wrote wrongly. Such texts are no errors here.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import json
 import re
 from typing import Any
 
-# Name under which the model sees arguments that are no object.
+# Name under which the model sees arguments that form no object.
 WHOLE = "arguments"
 _SIGN = re.compile(r'["\\{}\[\],]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CLOSING = {"{": "}", "[": "]"}
-_ESCAPE_CHARS = {"u": 5}  # number of characters after the backslash, if not 1
+_ESCAPE_CHARS = {"u": 5}  # number of characters after the backslash if it is not 1
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; cut JSON is completed, other text wrapped.
+    """Return a call's arguments as an object; complete cut JSON, and wrap any other text.
 
-    Half a surrogate pair, which no prompt can hold, becomes a replacement character.
+    Half a surrogate pair becomes a replacement character, because no prompt can hold it.
     """
     if not text.strip():
         return {}
     value = _load(text)
-    if isinstance(value, str):  # JSON within JSON, as some clients write it
+    if isinstance(value, str):  # JSON within JSON, which some clients send
         inner = _load(value) if value.strip() else {}
         value = inner if isinstance(inner, dict) else value
     if value is _NO_JSON:
@@ -38,13 +38,13 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def complete_object(text: str) -> dict[str, Any] | None:
-    """Complete the beginning of a JSON object; None if the text is not one.
+    """Complete the beginning of a JSON object; return None if the text is not one.
 
-    Strings, lists and objects that are open at the end are closed. A member whose value has not
-    begun, or is cut within a number or a word, is left out.
+    Closes strings, lists and objects that are open at the end. Leaves out a member whose value is
+    missing, or is cut within a number or a word.
     """
     opened: list[str] = []
-    certain = 0  # end of the part that is complete apart from open brackets
+    certain = 0  # end of the part that only lacks closing brackets
     end = len(text)
     in_string, position = False, 0
     while (found := _SIGN.search(text, position)) is not None:

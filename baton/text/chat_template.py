@@ -1,7 +1,7 @@
 """ChatTemplate: renders a conversation with a checkpoint's Jinja template.
 
-Gives the same text as `transformers`. Checkpoints are not trusted: templates run in Jinja's
-sandbox, and in the router in a process that can be killed.
+The text is the same as from `transformers`. Checkpoints are not trusted: templates run in Jinja's
+sandbox and, in the router, in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 # The largest known templates have 20 kB.
 MAX_TEMPLATE_BYTES = 2**20
 _MAX_SHOWN_CHARS = 500  # most characters of Jinja's message about a broken template
-# Python's errors for code nested too deeply, such as twenty-one nested loops.
+# Errors that Python raises for code that is nested too deeply, such as twenty-one loops.
 _NOT_COMPILED = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 _MORE_TEMPLATES = "additional_chat_templates"
-# Fields for a message's reasoning. Templates read the first; those of gpt-oss the second.
+# Fields for a message's reasoning. Templates read the first field; gpt-oss's read the second.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -42,12 +42,12 @@ _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class ChatTemplate:
-    """Hold the templates of one checkpoint by name; most have one.
+    """The templates of one checkpoint by name; most checkpoints have one.
 
     Args:
         sources: template texts by name; `DEFAULT` for chats, `TOOL_USE` for chats with tools.
         special_tokens: variables of the templates, such as ``bos_token``.
-        origin: where the templates came from, for errors.
+        origin: the source of the templates, to name in errors.
 
     Attributes:
         takes_tools: whether the template uses tools.
@@ -98,7 +98,7 @@ class ChatTemplate:
             "add_generation_prompt": True,
             **(options or {}),
             "messages": [self._as_read(message) for message in messages],
-            "tools": list(tools) or None,  # templates test it for None
+            "tools": list(tools) or None,  # templates test whether tools are None
         }
         try:
             return self._templates[self._name(bool(tools))].render(variables)
@@ -128,10 +128,10 @@ def load_chat_template(
     """Return the checkpoint's own template, or None if it has none.
 
     Args:
-        config: content of its `tokenizer_config.json`.
+        config: content of the checkpoint's `tokenizer_config.json`.
     """
     sources = _named(config.get("chat_template"))
-    if not sources:  # in checkpoints of early 2024
+    if not sources:  # checkpoints of early 2024 have the template elsewhere
         sources = _named(_in_its_own_json(folder))
     if (folder / "chat_template.jinja").is_file():
         sources[DEFAULT] = _read(folder / "chat_template.jinja")
@@ -149,9 +149,9 @@ def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTem
 
 
 def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """Compile a template from a client; raises InvalidRequestError if it does not compile.
+    """Compile a template that a client sent; raises InvalidRequestError if it does not compile.
 
-    May take any time and memory: call it only in a process that can be killed.
+    This may take any time and memory, so call it only in a process that can be killed.
     """
     try:
         return ChatTemplate({DEFAULT: source}, special_tokens, Path("the request"))
@@ -160,7 +160,7 @@ def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> Cha
 
 
 def _named(value: object) -> dict[str, str]:
-    """Return templates by name, from one text or several named ones."""
+    """Return templates by name, given as one text or as several named ones."""
     if isinstance(value, str):
         return {DEFAULT: value}
     if isinstance(value, list):
@@ -185,7 +185,7 @@ def _read(path: Path) -> str:
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop fields that are None, and copy the reasoning to each of its names."""
+    """Drop fields that are None, and copy the reasoning to all of its field names."""
     plain = {name: value for name, value in message.items() if value is not None}
     found = [plain[name] for name in REASONING_FIELDS if name in plain]
     if found:
@@ -194,9 +194,9 @@ def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite call ids to nine letters and digits, consistently for a call and its result.
+    """Rewrite call ids to nine letters and digits; a call and its result keep equal ids.
 
-    Other servers and models make ids in other forms.
+    Other servers and models make longer ids.
     """
     if "tool_call_id" in message:
         message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
@@ -213,7 +213,7 @@ def _short_id(call_id: object) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``: marks an assistant's text for training; ignored here."""
+    """Handle ``{% generation %}``, which marks text for training; the mark is ignored here."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -224,7 +224,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _undeclared(environment: jinja2.Environment, source: str) -> frozenset[str]:
-    """List undeclared variables like `jinja2.meta`, without computing constant expressions."""
+    """List undeclared variables like `jinja2.meta`, but without computing constant expressions."""
     finder = jinja2.meta.TrackingCodeGenerator(environment)
     finder.optimizer = None
     finder.visit(environment.parse(source))
@@ -237,7 +237,7 @@ def _as_it_is(context: jinja2.runtime.Context, value: object) -> object:
 
 
 def _environment() -> jinja2.Environment:
-    """Make the environment that Hugging Face templates are written for."""
+    """Make the environment for which Hugging Face's templates are written."""
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -261,8 +261,8 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
-        # Constant expressions are not evaluated at compile time, where nothing limits them: `{{ "a"
-        # * 10**10 }}` would take that much memory.
+        # Compiling must not evaluate constant expressions, because nothing limits it: `{{ "a" *
+        # 10**10 }}` would take that much memory.
         optimized=False,
         finalize=_as_it_is,
     )

@@ -1,7 +1,8 @@
-"""Continued messages: prompts that end within the last message, which the answer continues.
+"""Continued messages: prompts that end inside the last message, so that the answer continues it.
 
-Templates close messages with tokens of their own. So the text's end is marked before rendering, and
-the rendered text is cut at the mark. A message with only a thought continues the thought.
+Templates close messages with tokens of their own. So the end of the message's text is marked before
+rendering, and the rendered text is cut at the mark. A message that has only a thought continues the
+thought.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from baton.api.errors import InvalidRequestError
 from baton.text.chat_template import REASONING_FIELDS
 
 _MARK = "<<baton: it goes on here>>"
-# Shows whether the template strips trailing blanks; if so, they are stripped here too.
+# Shows whether the template strips trailing blanks; if it does, they are stripped here too.
 _BLANK = " "
 
 
 def with_last_marked(
     messages: Sequence[Mapping[str, Any]], *, thought_tag: str = ""
 ) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield ways to mark the last message's end, best first; a template may drop the mark.
+    """Yield ways to mark the last message's end, best first; a template may drop a mark.
 
     Args:
-        thought_tag: tag that begins a thought in text; empty: none.
+        thought_tag: tag that begins a thought in the text; empty: none.
     """
     *before, last = messages
     thought = next((last[name] for name in REASONING_FIELDS if last.get(name)), "")
@@ -47,7 +48,7 @@ def up_to_mark(text: str) -> str | None:
 
 
 def left_out() -> InvalidRequestError:
-    """Return the error for a message that the template does not show."""
+    """Return the error for a message whose text the template leaves out."""
     return InvalidRequestError(
         "continue_final_message", "the chat template does not show the last message's text"
     )

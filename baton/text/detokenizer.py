@@ -1,7 +1,7 @@
-"""Detokenizer: makes text of a growing output, independent of how it is cut into pieces.
+"""Detokenizer: makes the text of a growing output; cuts between pieces do not change the text.
 
-In most vocabularies each token alone determines the bytes it adds; these are joined and decoded as
-UTF-8. For the few others the library is asked, token by token.
+In most vocabularies a token alone determines the bytes that it adds; these are joined and decoded
+as UTF-8. For the few others, the library decodes token by token.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Protocol
 
 from baton.text.token_pieces import OutputPieces
 
-# A character has at most 4 bytes, so 8 tokens without text do not begin one.
+# A character has at most 4 bytes, so 8 tokens without text cannot be its beginning.
 _HELD_PER_SKIPPED = 8
 _LONG_PIECE_TOKENS = 64
 _CONTEXT_TOKENS = 16
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Python's stand-in for an invalid byte that must be distinguishable later.
+# Python's stand-in for an invalid byte, which must stay recognizable.
 _LONE_BYTE = re.compile("[\udc80-\udcff]")
 
 
 class Decodes(Protocol):
-    """Part of a tokenizer that a `Detokenizer` needs.
+    """The part of a tokenizer that a `Detokenizer` needs.
 
     Attributes:
-        special_token_ids: tokens without text by default.
+        special_token_ids: tokens that have no text by default.
     """
 
     special_token_ids: frozenset[int]
@@ -36,16 +36,16 @@ class Decodes(Protocol):
         ...
 
     def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
-        """Decode tokens by the library, without those in ``skipped``."""
+        """Decode tokens with the library, without those in ``skipped``."""
         ...
 
 
 class Detokenizer:
-    """Make the text of one output; pieces never end within a character.
+    """Make the text of one output; no piece ends inside a character.
 
     Args:
         skip_special_tokens: whether special tokens have no text.
-        shown_token_ids: special tokens that always have a text.
+        shown_token_ids: special tokens that have a text in any case.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Detokenizer:
         self._text = _Window(tokenizer, skipped) if pieces is None else _JoinedPieces(pieces)
 
     def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
-        """Return what ``token_ids`` add to the text; empty while a character is incomplete.
+        """Return the text that ``token_ids`` add; empty while a character is incomplete.
 
-        With ``last``, the rest is returned too, so that all pieces joined are the decoded output.
+        ``last`` also returns the rest, so that all pieces joined are the decoded output.
         """
         return self._text.push(token_ids, last=last)
 
 
 class _JoinedPieces:
-    """Join the bytes of tokens.
+    """Joins the bytes of tokens.
 
     Invalid bytes become replacement characters as in the library's decoder: one for each byte (byte
     fallback), or one for each broken character.
@@ -98,7 +98,7 @@ class _JoinedPieces:
         return self._strip(text) if self._num_to_strip and text else text
 
     def _begin(self, token_ids: list[int]) -> bytes:
-        """Return the first visible token's bytes; remove it and earlier tokens from the list."""
+        """Return the bytes of the first visible token; remove tokens up to it from the list."""
         for index, token_id in enumerate(token_ids):
             if (first := self._pieces.first(token_id)) is not None:
                 self._has_begun = True
@@ -108,7 +108,7 @@ class _JoinedPieces:
         return b""
 
     def _strip(self, text: str) -> str:
-        """Remove what the decoder strips from the beginning of an output."""
+        """Remove what the library's decoder strips from the beginning of an output."""
         start = 0
         while start < len(text) and self._num_to_strip:
             if text[start] != self._pieces.stripped:
@@ -120,7 +120,7 @@ class _JoinedPieces:
 
 
 class _ReplacedText:
-    """Replace a string in a text that comes in pieces; holds back its possible beginning."""
+    """Replaces a string in a text that comes in pieces; holds back its possible beginning."""
 
     def __init__(self, old: str, new: str) -> None:
         self._old = old
@@ -134,31 +134,31 @@ class _ReplacedText:
         return self._new.join([*before, rest[: len(rest) - num_held]])
 
     def _num_begun(self, text: str) -> int:
-        """Return the length of the longest suffix that may begin the string."""
+        """Return the length of the longest suffix of the text that may begin the string."""
         lengths = range(min(len(text), len(self._old) - 1), 0, -1)
         return next((length for length in lengths if self._old.startswith(text[-length:])), 0)
 
 
 class _Window:
-    """Decode a window of recent tokens again with each new token, and return the new text.
+    """Decodes a window of recent tokens again with each new token, and returns the new text.
 
     token ids   [ ...... | shown before | new ]
                          ^ _start       ^ _shown
 
-    Output of bytes that form no characters is decoded ever less often, so that the total work stays
-    a small multiple of the output.
+    If an output's bytes form no characters, it is decoded ever less often, so that the total work
+    stays a small multiple of the output.
     """
 
     def __init__(self, tokenizer: Decodes, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._ids: list[int] = []
-        self._start = 0  # decoding starts a little earlier: some tokens depend on the one before
+        self._start = 0  # decoding starts earlier: tokens may depend on the one before
         self._shown = 0
-        self._look_at = 0  # decode again at this number of ids
+        self._look_at = 0  # number of ids at which to decode again
 
     def push(self, token_ids: Sequence[int], *, last: bool) -> str:
-        # Push one token at a time, so that the grouping of tokens does not matter.
+        # One token at a time, so that the grouping of tokens does not matter.
         texts = [self._push_one(token_id) for token_id in token_ids]
         return "".join([*texts, self._look(last=True)] if last else texts)
 
@@ -180,7 +180,7 @@ class _Window:
         return now[len(before) :]
 
     def _shorten_context(self, now: str) -> None:
-        """Drop old tokens from the context if the new text is the same without them."""
+        """Drop old tokens from the context if the new text does not depend on them."""
         start = len(self._ids) - _CONTEXT_TOKENS
         if now.endswith(self._decode(start, len(self._ids))):
             self._start = start

@@ -1,7 +1,7 @@
-"""GrammarTrials: compiles clients' grammars in worker processes to measure their cost.
+"""GrammarTrials: compiles clients' grammars in worker processes, to bound their cost.
 
-A grammar that passes costs about the same where it is used, because cost depends only on its text
-and the vocabulary.
+A grammar that passes costs about as much on a node, because its cost depends only on its text and
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from baton.text.grammars import (
     make_grammar,
 )
 
-# A schema with hundreds of properties takes hundredths of a second and some megabytes.
+# A schema with hundreds of properties takes hundredths of a second, and some megabytes.
 LIMITS = WorkLimits(cpu_s=1.0, wall_s=30.0, memory_bytes=96 * 2**20)
-# One grammar of each kind, compiled before any request comes.
+# One grammar of each kind, to compile before any request comes.
 SMALL_GRAMMARS = (
     StructuredOutput(json_schema='{"type":"object","properties":{"a":{"type":"string"}}}'),
     StructuredOutput(regex="[a-z]{1,8}"),
@@ -41,7 +41,7 @@ _SIZE = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A grammar that compiles.
+    """A grammar that has compiled.
 
     Attributes:
         grammar: the grammar in the library's form.
@@ -53,12 +53,12 @@ class Trial:
 
 
 class GrammarTrials:
-    """Compile grammars for one checkpoint on trial. Belongs to one event loop.
+    """Compiles grammars for one checkpoint on trial. Belongs to one event loop.
 
     Args:
         model_folder: the checkpoint's folder.
         eos_token_ids: tokens allowed where the output may end.
-        early: template from `fork_trials` or `EarlyGrammars`, if one was made.
+        early: a template from `fork_trials` or `EarlyGrammars`; None: none.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GrammarTrials:
         """
         await self._workers.wait_ready()
         for structured_output in SMALL_GRAMMARS:
-            with contextlib.suppress(InvalidRequestError):  # such as an unknown kind of tokenizer
+            with contextlib.suppress(InvalidRequestError):  # as for an unknown kind of tokenizer
                 await self.run(structured_output)
 
     async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:
@@ -108,10 +108,10 @@ class GrammarTrials:
 
 @dataclass(frozen=True, slots=True)
 class EarlyGrammars:
-    """Hold what a program loaded and forked for grammars before its threads started.
+    """The parts for grammars that a program loaded and forked before its threads started.
 
     Attributes:
-        tokenizer: shared with the template.
+        tokenizer: tokenizer that the template shares.
     """
 
     tokenizer: LLTokenizer

@@ -1,7 +1,7 @@
 """Grammars: convert a StructuredOutput to the grammar library's form, and compile it.
 
-The library is llguidance (docs/adr/0009): Rust, no torch. Texts come from clients, and their cost
-shows only when compiled. So a grammar is first compiled in a process that can be killed
+The library is llguidance (docs/adr/0009): Rust, no torch. Clients write the texts, and compiling is
+the only way to learn their cost. So a grammar is first compiled in a process that can be killed
 (`baton/text/grammar_trials.py`).
 """
 
@@ -24,13 +24,13 @@ from baton.text.schemas.repairs import enforceable_schema
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# More rules make the conversion from GBNF slow; grammars of SQL or C have a few hundred.
+# Most rules: more make the conversion from GBNF slow. Grammars of SQL or C have a few hundred.
 MAX_RULES = 1000
-# Possessive quantifiers keep matching linear in texts of blanks or a single name.
+# Possessive quantifiers keep matching linear even for texts of blanks or one long name.
 _RULE = re.compile(r"^[^\S\n]*+[!?\w.-]++\s*+(?:::=|:)", re.MULTILINE)
 _LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 _MAX_PROBLEM_CHARS = 200
-# JSON is written as by `json.dumps`: free white space would let outputs go on for ever.
+# JSON has the white space of `json.dumps`: with free white space, outputs could go on for ever.
 _JSON_DEFAULTS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -39,7 +39,7 @@ _JSON_DEFAULTS: JsonCompileOptions = {
 
 
 def parser_limits() -> LLParserLimits:
-    """Return limits of one output step's cost: some milliseconds and megabytes.
+    """Return limits of the cost of one output step: some milliseconds and megabytes.
 
     They do not limit the cost of compiling.
     """
@@ -77,7 +77,7 @@ def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLT
 
     Args:
         path: path of its ``tokenizer.json``.
-        eos_token_ids: tokens allowed where the output may end; the tokenizer's own if empty.
+        eos_token_ids: tokens allowed where the output may end; empty: the tokenizer's own.
     """
     if not path.is_file():
         raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
@@ -88,11 +88,11 @@ def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLT
         except ValueError:
             if not ends:
                 raise
-            # Load again if the model names end tokens that its tokenizer does not know.
+            # The model may name end tokens that the tokenizer lacks; load again without these.
             tokenizer = LLTokenizer(str(path))
             known = [token_id for token_id in ends if token_id < tokenizer.vocab_size]
             return LLTokenizer(str(path), eos_token=known) if known else tokenizer
-    except Exception as error:  # the library raises nothing more specific
+    except Exception as error:  # the library raises no more specific class
         problem = f"this checkpoint's tokenizer.json cannot be used: {one_line(str(error))}"
         raise InvalidRequestError("structured_output", problem) from None
 
@@ -116,7 +116,7 @@ def library_errors(structured_output: StructuredOutput) -> Iterator[None]:
         yield
     except InvalidRequestError:
         raise
-    except BaseException as error:  # Rust panics are no Exceptions; signals do not come here
+    except BaseException as error:  # Rust panics are no Exceptions; signals cannot come here
         raise invalid_grammar(structured_output, str(error) or type(error).__name__) from None
 
 
@@ -126,7 +126,7 @@ def invalid_grammar(structured_output: StructuredOutput, problem: str) -> Invali
         problem = "no output can match it"
     lines = " ".join(problem.replace("<non-verbose/>", "").split())
     if len(lines) > _MAX_PROBLEM_CHARS:
-        # The offending text comes first, the problem last.
+        # The offending text comes first and the problem last, so keep both ends.
         lines = f"{lines[: _MAX_PROBLEM_CHARS // 2]} ... {lines[-_MAX_PROBLEM_CHARS // 2 :]}"
     return InvalidRequestError(f"structured_output.{structured_output.kind}", lines)
 
@@ -139,7 +139,7 @@ def one_line(text: str) -> str:
 def _problem_at_start(matcher: LLMatcher) -> str:
     """Return why no output can begin, or "".
 
-    Computes the first masks, which cost most and show most limits, before the first step.
+    Computes the first masks before the first step: they cost most and meet most limits.
     """
     first = matcher.compute_bitmask()
     if not matcher.is_error() and not any(first):

@@ -1,10 +1,11 @@
-"""Quoted Lark: converts a grammar of a text to a grammar of that text inside a JSON string.
+"""Quoted Lark: converts a grammar of texts to a grammar of these texts inside a JSON string.
 
     start: /.+/    matches  say "a"    and converted  say \\"a\\"
 
-Each character has one spelling in the string: a short escape where JSON has one, ``\\u00..`` for
-other control characters, itself otherwise. Escapes begin alike, and the library's lexer looks only
-one byte ahead, so each escape is a lexeme, and terminals that may contain escapes become rules.
+Each character has one spelling in the string: a short escape if JSON has one, ``\\u00..`` for other
+control characters, otherwise itself. All escapes begin with a backslash, but the library's lexer
+looks only one byte ahead. So each escape is a lexeme, and terminals that may contain escapes become
+rules.
 
     /[^x]+y/  ->  (/[^x"\\]/ | ESCAPE) (/[^x"\\]+/ | ESCAPE)* /[^x"\\]*y/
 """
@@ -39,7 +40,7 @@ _IMPORT = re.compile(
 )
 _EXPONENT = r"([eE][+-]?[0-9]+)"
 _FLOAT = rf"(([0-9]+\.[0-9]*|\.[0-9]+){_EXPONENT}?|[0-9]+{_EXPONENT})"
-# Terminals of Lark's library that a grammar may import, as the grammar library defines them.
+# Terminals of Lark's library that a grammar may import, with the library's definitions.
 _COMMON = {
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[a-fA-F0-9]",
@@ -71,12 +72,12 @@ _PLAIN = r'[^"\\\x00-\x1F]'
 _CONTROL_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _CODE = re.compile(r"\\(?:x\{(\w+)\}|u\{(\w+)\}|x(\w{2})|u(\w{4})|U(\w{8}))")
 _PROPERTY = re.compile(r"\\([pP])(?:\{(\^?)(\w+)\}|(\w))")
-# Unicode categories without characters that JSON escapes.
+# Unicode categories in which JSON escapes no character.
 _SAFE_CATEGORY = re.compile(r"[LNMSZ][a-z]?|(?:Letter|Number|Mark|Symbol|Separator)")
 _GROUP = re.compile(r"\((?:\?(?:P?<[A-Za-z]\w*>|(?P<flags>[a-z]*(?:-[a-z]+)?)(?P<end>[:)])))?")
-MAX_CHARS = 16_384  # takes some hundredths of a second
+MAX_CHARS = 16_384  # converting this many takes some hundredths of a second
 _KINDS = ("string", "regex", "range")  # kinds of tokens that match texts
-_SKIP = "quoted-skip"  # name of the rule for ignored texts
+_SKIP = "quoted-skip"  # name of the rule for texts that are ignored
 _MAX_HEAD_TOKENS = 64  # most tokens of a definition before its colon
 _IGNORE, _COLON = ("directive", "%ignore"), ("other", ":")
 _STRINGS = re.compile(r'"((?:\\.|[^"\\])*)"')
@@ -86,8 +87,8 @@ def quoted_lark(text: str) -> str:
     """Convert a Lark grammar to match its texts inside a JSON string.
 
     Raises:
-        InvalidRequestError: the grammar is longer than `MAX_CHARS`, or has a construct that cannot
-            be inside a string, such as a special token.
+        InvalidRequestError: the grammar is longer than `MAX_CHARS`, or has a construct that no
+            string can contain, such as a special token.
     """
     if len(text) > MAX_CHARS:
         raise _refused(f"must have at most {MAX_CHARS} characters, got {len(text)}")
@@ -95,7 +96,7 @@ def quoted_lark(text: str) -> str:
 
 
 class _Grammar:
-    """Convert one grammar, statement by statement.
+    """Converts one grammar, statement by statement.
 
     Args:
         text: the grammar in the library's Lark dialect.
@@ -129,7 +130,7 @@ class _Grammar:
             )
 
     def _check_operators(self, tokens: list[tuple[str, str]]) -> None:
-        """Refuse operators on terminals if the terminal becomes a rule."""
+        """Refuse operators on a terminal that becomes a rule."""
         if _terminal_of(tokens) not in self._mixed:
             return
         for (_, text), (_, after) in itertools.pairwise(tokens):
@@ -137,10 +138,10 @@ class _Grammar:
                 raise _refused(f"{tokens[0][1]}: & and ~ cannot stand on texts that JSON escapes")
 
     def _spaced(self, kind: str, text: str) -> str:
-        """Write a token of a rule, followed by ignored texts after a lexeme."""
+        """Write a token of a rule; ignored texts may follow a lexeme."""
         is_lexeme = kind in _KINDS or (kind == "name" and text.isupper())
         written = self._written(kind, text)
-        # A terminal may have become several lexemes; nothing is ignored between them.
+        # A terminal may have become several lexemes; nothing may be ignored between them.
         return f"({written} {_SKIP})" if is_lexeme else written
 
     def _written(self, kind: str, text: str) -> str:
@@ -155,7 +156,7 @@ class _Grammar:
         return self._parts[kind, text]
 
     def _mixed_terminals(self) -> frozenset[str]:
-        """Return terminals that may match an escape, themselves or through others."""
+        """Return the terminals that may match an escape, directly or through other terminals."""
         users: dict[str, list[str]] = {}
         found: list[str] = []
         for name, tokens in self._terminals.items():
@@ -179,7 +180,7 @@ def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
     is_first = True  # at the beginning of a line
     found: list[tuple[str, str]] = []
     for one in _TOKEN.finditer(text):
-        if one[0] in ('"', "/"):  # otherwise, it is searched again and again
+        if one[0] in ('"', "/"):  # otherwise it would be searched again and again
             shown = text[one.start() : one.start() + 80]
             raise _refused(f"{shown!r}: a text or a regex is not closed")
         found.append((str(one.lastgroup), one[0]))
@@ -203,7 +204,7 @@ def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
 
 
 def _is_defined(tokens: list[tuple[str, str]], start: int) -> bool:
-    """Return whether a definition starts here, from the tokens after the name."""
+    """Return whether a definition begins here, judged by the tokens after the name."""
     depth = 0
     for kind, token in tokens[start : start + _MAX_HEAD_TOKENS]:
         if depth:
@@ -228,7 +229,7 @@ def _refused(problem: str) -> InvalidRequestError:
 
 
 def _imported(token: str) -> Iterator[list[tuple[str, str]]]:
-    """Yield definitions of imported terminals."""
+    """Yield the definitions of imported terminals."""
     found = _IMPORT.fullmatch(token.strip())
     if found is None:
         raise _refused(f"{token.strip()[:80]}: only terminals of common can be imported")
@@ -254,7 +255,7 @@ def _divided(kind: str, token: str) -> tuple[str, str]:
 
 
 def _part_of(kind: str, token: str) -> _Part | None:
-    """Parse a token that matches texts; None for other tokens."""
+    """Parse a token that matches texts; return None for other tokens."""
     if kind not in _KINDS:
         return None
     return _Regex(*_divided(kind, token)).part()
@@ -273,10 +274,10 @@ def _class_char(char: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Part of a regex: plain text, a class of characters, or an expression of rules.
+    """A part of a regex: plain text, a class of characters, or an expression of rules.
 
     Attributes:
-        plain: a regex of unescaped characters; in a class, of one of them.
+        plain: a regex of characters without escapes; of a single one if the part is a class.
         escapes: characters of a class that JSON escapes.
         rule: an expression of rules; empty: none.
     """
@@ -290,7 +291,7 @@ class _Part:
         return not (self.escapes or self.rule)
 
     def as_lark(self) -> str:
-        """Return the part as an expression; a plain part is also valid in a terminal."""
+        """Return the part as an expression; plain parts are also valid in terminals."""
         if self.rule:
             return f"({self.rule})"
         if self.is_plain:
@@ -306,7 +307,7 @@ class _Flags:
 
 
 class _Regex:
-    """Parse a regex into a part."""
+    """Parses a regex into a part."""
 
     def __init__(self, pattern: str, flags: str) -> None:
         self._pattern = pattern
@@ -337,7 +338,7 @@ class _Regex:
         return _Part(rule=_joined(items))
 
     def _item(self) -> _Part | None:
-        """Parse a character, class or group; None for flags that apply from here on."""
+        """Parse a character, class or group; return None for flags, which apply from here on."""
         pattern, start = self._pattern, self._position
         if pattern[start] == "(":
             return self._group()
@@ -381,9 +382,9 @@ _QUANTIFIER = re.compile(r"([*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
 
 
 def _joined(items: list[tuple[_Part, str]]) -> str:
-    """Write a sequence of parts with their quantifiers as an expression of rules."""
+    """Write a sequence of parts and quantifiers as an expression of rules."""
     written: list[str] = []
-    run = before = ""  # consecutive plain parts; plain characters of a class that may precede them
+    run = before = ""  # consecutive plain parts; characters of a class that may come before them
     for index, (part, often) in enumerate([*items, (_Part(rule='""'), "")]):
         if part.is_plain:
             run += part.plain + often
@@ -397,7 +398,7 @@ def _joined(items: list[tuple[_Part, str]]) -> str:
                 written.append(part.as_lark())
             each = f"(/{part.plain}+/ | /{_escapes(part.escapes)}/)"
             written.append(each + ("*" if is_followed else often))
-            # The lexer is greedy: characters before a plain part must belong to its lexeme.
+            # The lexer is greedy, so characters before a plain part must belong to its lexeme.
             before = f"{part.plain}*" if is_followed else ""
         elif index < len(items):
             written.append(part.as_lark() + often)
@@ -415,7 +416,7 @@ def _flagged(state: _Flags, flags: str) -> _Flags:
 
 
 def _atom(atom: str, state: _Flags) -> tuple[str, str]:
-    """Return a regex of an atom's plain characters, and its characters that JSON escapes."""
+    """Return a regex of an atom's plain characters, and the characters that JSON escapes."""
     if atom == ".":
         return _PLAIN, _ESCAPED if state.dot_all else _ESCAPED.replace("\n", "")
     if atom[0] == "[":
@@ -447,14 +448,14 @@ def _class(one: str, state: _Flags) -> tuple[str, str]:
     return f"[{one}&&{_PLAIN}]", escapes
 
 
-# Syntax that Python's `re` reads differently than the library.
+# Syntax that Python's `re` and the library read differently.
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _ANOTHER_CLASS = re.compile(r"\[|&&|--|~~")
 _ANOTHER_ESCAPE = re.compile(r"\\[pPhHQ]|\\[xu]\{")
 
 
 def _char_of(atom: str) -> str:
-    """Return the character of an escape; empty for other kinds of escapes."""
+    """Return the character that an escape stands for; empty for other escapes."""
     if found := _CODE.fullmatch(atom):
         try:
             return chr(int(next(filter(None, found.groups())), 16))
@@ -466,7 +467,7 @@ def _char_of(atom: str) -> str:
 
 
 def _escapes(escaped: str) -> str:
-    """Return a regex of the characters' escapes."""
+    """Return a regex of the escapes of these characters."""
     written = [json.dumps(char)[2:-1] for char in escaped]
     short = "".join(one for one in written if len(one) == 1)
     codes = "|".join(one.removeprefix("u00") for one in written if len(one) > 1)

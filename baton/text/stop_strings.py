@@ -1,6 +1,6 @@
-"""Stop strings: end an output's text before the first stop string, whatever the token borders.
+"""Stop strings: ends an output's text before the first stop string, wherever tokens end.
 
-Torch-free, shared by the router and the offline engine. Knows no request and no stream.
+Needs no torch, so router and offline engine share it. Knows no request and no stream.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from baton.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetokenizeOptions:
-    """How tokens become the text that a client sees.
+    """Options for turning tokens into the text that a client sees.
 
     Attributes:
-        skip_special_tokens: whether the text leaves out special tokens. If not, it shows them all,
-            except one that ended the output.
+        skip_special_tokens: whether the text leaves out special tokens. If not, it shows all of
+            them except the one that ended the output.
         include_stop: whether the text includes the stop string or stop token that ended it.
-        shown_token_ids: special tokens shown in any case.
+        shown_token_ids: special tokens that are always shown.
     """
 
     skip_special_tokens: bool = True
@@ -34,10 +34,10 @@ DEFAULT_TEXT = DetokenizeOptions()
 
 
 class StopStrings:
-    """Find stop strings in a text that comes in pieces, in linear time.
+    """Finds stop strings in a text that comes in pieces, in linear time.
 
-    The stop string that is complete first ends the text; if several are complete at one character,
-    the one that began first. So the result does not depend on the pieces.
+    The stop string that is complete first ends the text; of several that end at one character, the
+    one that began first counts. So cuts between pieces do not change the result.
 
     Args:
         include: whether the text includes the stop string.
@@ -50,16 +50,16 @@ class StopStrings:
         self.found: str | None = None
         self._include = include
         self._searches = [_Search(text) for text in stop]
-        # Suffix of the text so far that may begin a stop string.
+        # The end of the text so far, if it may begin a stop string.
         self._held = ""
 
     @property
     def stopped(self) -> bool:
-        """Return whether a stop string was found; later text is dropped."""
+        """Return whether a stop string was found; if so, later text is dropped."""
         return self.found is not None
 
     def push(self, text: str) -> str:
-        """Return the text to show now, without a possible beginning of a stop string."""
+        """Return the text that may be shown now; hold back what may begin a stop string."""
         if self.stopped:
             return ""
         num_before = len(self._held)
@@ -79,13 +79,13 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """Return the held-back text, because the text ends here."""
+        """Return the held-back text; call at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 class _Search:
-    """Find one string in a text that comes in pieces, by Knuth, Morris and Pratt's method (1977).
+    """Finds one string in a text that comes in pieces, by Knuth, Morris and Pratt's method (1977).
 
     Attributes:
         num_matched: length of the longest suffix of the text that begins the string.
@@ -118,7 +118,7 @@ class _Search:
 
 @functools.lru_cache(maxsize=256)
 def _borders(text: str) -> tuple[int, ...]:
-    """Compute, per prefix, the length of its longest proper suffix that begins the text."""
+    """Return, for each prefix, the length of its longest proper suffix that begins the text."""
     borders = [0] * len(text)
     length = 0
     for index in range(1, len(text)):
@@ -130,12 +130,12 @@ def _borders(text: str) -> tuple[int, ...]:
 
 
 class OutputText:
-    """Make the text of a growing output, which ends at the first stop string.
+    """Makes the text of a growing output; the first stop string ends the text.
 
-    Stop strings count in text added by token number ``min_tokens`` and later ones.
+    Stop strings count from token number ``min_tokens`` on.
 
     Attributes:
-        stopped: whether a stop string was found, by the last token taken.
+        stopped: whether the tokens so far contain a stop string.
         stop_string: the stop string that was found, or None.
         num_tokens: number of tokens taken so far.
     """
@@ -170,9 +170,9 @@ class OutputText:
     def push(
         self, token_ids: Sequence[int], *, last: bool = False, ended_by_token: bool = False
     ) -> str:
-        """Return what ``token_ids`` add to the text that can be shown now.
+        """Return the text that ``token_ids`` add and that may be shown now.
 
-        With ``last``, held-back text is returned too, unless a stop string ends the text.
+        ``last`` also returns held-back text, unless a stop string has ended the text.
 
         Args:
             ended_by_token: whether the last token itself ended the output.

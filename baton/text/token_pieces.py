@@ -1,7 +1,7 @@
-"""Token pieces: convert a vocabulary's spelling of a token to the bytes that it stands for.
+"""Token pieces: convert a vocabulary's spelling of a token to the token's bytes.
 
-Vocabularies are text, so bytes are spelled in an alphabet: that of GPT-2's byte-level BPE ("Ġthe"
-is " the"), or SentencePiece's ("▁the" is " the", "<0xE2>" is a byte).
+Vocabularies are texts, so they spell bytes in an alphabet: GPT-2's byte-level BPE ("Ġthe" is
+" the"), or SentencePiece's ("▁the" is " the", "<0xE2>" is a byte).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Decoders that look at each token alone, or also at whether it is the first.
+# Decoders for which only the token counts, and whether it is the first one.
 _LOCAL = {"Replace", "Metaspace", "WordPiece"}
-_ANCHOR = "x"  # precedes a token, to see what the token adds there
+_ANCHOR = "x"  # decoded before a token, to see what the token adds
 
 
 class LibraryTokenizer(Protocol):
-    """Part of `tokenizers.Tokenizer` that this module uses."""
+    """The part of `tokenizers.Tokenizer` that this module uses."""
 
     @property
     def decoder(self) -> Any: ...
@@ -29,23 +29,24 @@ class LibraryTokenizer(Protocol):
 
 
 def piece_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
-    """Return a function from a piece to its bytes, by the ``decoder`` of a `tokenizer.json`."""
+    """Return a function from a piece to its bytes, for the ``decoder`` of a `tokenizer.json`."""
     if "ByteLevel" in _kinds(decoder):
         return _byte_level_bytes()
     return _sentence_piece_bytes
 
 
 class OutputPieces:
-    """Bytes that tokens add to an output, if each token is independent of the others.
+    """The bytes that tokens add to an output, if neighbouring tokens do not matter.
 
-    Made by `output_pieces`; caches each token.
+    `output_pieces` makes these objects; each token's bytes are cached.
 
     Attributes:
-        has_byte_tokens: whether some tokens are single bytes, for characters without a token.
-        replaced: (old, new) replacements to apply in order to the joined text.
-        stripped: character to remove after that from the beginning, at most ``num_stripped`` times.
+        has_byte_tokens: whether some tokens are single bytes, for characters without tokens.
+        replaced: (old, new) replacements to apply to the joined text, in order.
+        stripped: character to remove afterwards from the text's beginning, at most ``num_stripped``
+            times.
         rewrite: makes the output from the whole joined text, for decoders that need all of it;
-            None: the attributes above suffice.
+            None: the attributes above are enough.
     """
 
     def __init__(
@@ -67,16 +68,16 @@ class OutputPieces:
         self._later = _Memory(lambda token_id: spell(token_id, False) or b"")
 
     def first(self, token_id: int) -> bytes | None:
-        """Return what a token adds at an output's beginning; None: the token has no text."""
+        """Return the bytes of a token that begins an output; None if it has no text."""
         return self._spell(token_id, True)
 
     def later(self, token_ids: Iterable[int]) -> bytes:
-        """Return what tokens add after the first one."""
+        """Return the bytes of tokens that do not begin an output."""
         return b"".join(map(self._later.__getitem__, token_ids))
 
 
 class _Memory(dict[int, bytes]):
-    """A dict that computes and keeps missing values."""
+    """A dict that computes missing values and keeps them."""
 
     def __init__(self, look_up: Callable[[int], bytes]) -> None:
         self._look_up = look_up
@@ -105,7 +106,7 @@ def output_pieces(
 
         return look_up
 
-    if description is None:  # the library then puts blanks between tokens
+    if description is None:  # in this case the library puts blanks between tokens
         return OutputPieces(by_id(lambda piece, first: f"{'' if first else ' '}{piece}".encode()))
     parts, behind = _around_fuse(list(_parts(description)))
     kinds = [str(part.get("type")) for part in parts]
@@ -144,7 +145,7 @@ def output_pieces(
 def _around_fuse(
     parts: list[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Split decoders into those that see tokens and those that see the joined text."""
+    """Split decoders into those that read tokens and those that read the joined text."""
     kinds = [part.get("type") for part in parts]
     if "Fuse" not in kinds:
         return parts, []
@@ -153,7 +154,7 @@ def _around_fuse(
 
 
 def _replaced_text(part: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (old, new) of a Replace decoder of a plain text; None for other decoders."""
+    """Return (old, new) for a Replace decoder of plain text; None for other decoders."""
     pattern = part.get("pattern")
     text = pattern.get("String") if isinstance(pattern, Mapping) else None
     if part.get("type") != "Replace" or not text:
@@ -162,7 +163,7 @@ def _replaced_text(part: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _library_decoder(parts: list[Mapping[str, Any]]) -> Callable[[list[str]], str]:
-    """Return the library's decoder made of some parts of a ``decoder``."""
+    """Return a decoder of the library made from some parts of a ``decoder``."""
     model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
     decoder = {"type": "Sequence", "decoders": parts}
     library = tokenizers.Tokenizer.from_str(
@@ -196,14 +197,14 @@ def _byte_level_bytes() -> Callable[[str], bytes]:
 
     def spell(piece: str) -> bytes:
         found = [alphabet.get(char) for char in piece]
-        # Characters outside the alphabet mean an added token, which is spelled as it is.
+        # A character outside the alphabet means an added token, which is spelled literally.
         return piece.encode() if None in found else b"".join(filter(None, found))
 
     return spell
 
 
 def _byte_level_alphabet() -> dict[str, bytes]:
-    """Return GPT-2's alphabet: printable bytes as themselves, others from U+0100 on."""
+    """Return GPT-2's alphabet: printable bytes stand for themselves, others for U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {chr(byte): bytes([byte]) for byte in printable}

@@ -1,6 +1,6 @@
-"""Tokenizer: converts text to token ids and back; has the checkpoint's chat template.
+"""Tokenizer: converts text to token ids and back, and renders the checkpoint's chat template.
 
-Torch-free, so that router, offline engine and client tests share it.
+Needs no torch, so router, offline engine and client tests share it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.text.detokenizer import Detokenizer
 from baton.text.token_pieces import OutputPieces, output_pieces, piece_decoder
 from baton.text.tool_prompt import with_one_system_turn, with_tools
 
-# Most characters that may become one by normalization (Unicode's NFC and NFKC).
+# Most characters that normalization (Unicode's NFC or NFKC) may turn into one.
 _MAX_SHRINKAGE = 4
 _MAX_TOKEN_ID = 2**24
 _SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
@@ -34,12 +34,12 @@ class Tokenizer:
     """A checkpoint's `tokenizer.json` and chat template.
 
     Args:
-        chat_template: a file to use instead of the checkpoint's own template.
+        chat_template: file to use in place of the checkpoint's template.
 
     Attributes:
         folder, template_file: the arguments, unchanged.
-        chat_template: template of conversations; None if there is none.
-        longest_token_chars: most characters of a text that one token stands for.
+        chat_template: template for conversations, or None.
+        longest_token_chars: most characters of a text that one token can cover.
         special_token_ids: tokens that `decode` leaves out by default.
         takes_tools: whether the chat template uses tools.
     """
@@ -52,14 +52,14 @@ class Tokenizer:
         content = read_file(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-            # Some checkpoints enable these for training; prompts are never cut or padded.
+            # Some checkpoints turn these on for training; prompts are never cut or padded.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # the library raises plain Exception
             raise ModelLoadError(f"tokenizer: {path} is broken: {str(error)[:500]}") from error
         vocabulary = self._tokenizer.get_vocab()
         if (highest := max(vocabulary.values(), default=0)) > _MAX_TOKEN_ID:
-            # To describe itself, the library counts through all ids up to the highest.
+            # The library's description counts through all ids up to the highest.
             problem = f"a token's id must be at most {_MAX_TOKEN_ID}, got {highest}"
             raise ModelLoadError(f"tokenizer: {path}: {problem}")
         added = self._tokenizer.get_added_tokens_decoder()
@@ -88,7 +88,7 @@ class Tokenizer:
 
     @classmethod
     def exists_in(cls, folder: Path) -> bool:
-        """Return whether the checkpoint has a tokenizer; without one it serves token ids only."""
+        """Return whether the checkpoint has a tokenizer; without it only token ids are served."""
         return (folder / "tokenizer.json").is_file()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -97,7 +97,7 @@ class Tokenizer:
         return ids
 
     def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `encode` in about half its time, but hold the GIL throughout."""
+        """Return the ids of `encode` in about half its time, but hold the GIL all the time."""
         ids: list[int] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )[0].ids
@@ -112,16 +112,16 @@ class Tokenizer:
         continues_last: bool = False,
         template: str | None = None,
     ) -> list[int]:
-        """Return a conversation's token ids, up to the beginning of the assistant's answer.
+        """Return a conversation's token ids, up to where the assistant's answer begins.
 
         Args:
-            tools: functions that the model may call, as OpenAI's API describes them.
+            tools: functions that the model may call, in the form of OpenAI's API.
             template_options: additional template variables, such as ``enable_thinking``.
-            continues_last: whether the prompt ends within the last message, for the answer to
-                continue.
-            template: a template to use instead of the checkpoint's; its cost is not limited here.
+            continues_last: whether the prompt ends inside the last message, so that the answer
+                continues it.
+            template: template to use in place of the checkpoint's; its cost is not limited here.
 
-        Raises InvalidRequestError if there is no template or it refuses the messages.
+        Raises InvalidRequestError if there is no template, or if it refuses the messages.
         """
         options: dict[str, Any] = {
             "tools": tools,
@@ -132,7 +132,7 @@ class Tokenizer:
             text = self._render_continued(messages, options)
         else:
             text = self.render_chat(messages, **options)
-        # The template writes the special tokens itself.
+        # The template has written the special tokens already.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -164,7 +164,7 @@ class Tokenizer:
     ) -> str:
         """Return the text that `encode_chat` tokenizes; raises the same errors.
 
-        For a template without tools, they are put into messages (`baton/text/tool_prompt.py`).
+        If the template knows no tools, they are put into messages (`baton/text/tool_prompt.py`).
         """
         chosen = self.chat_template
         if template is not None:
@@ -183,17 +183,17 @@ class Tokenizer:
         try:
             return chosen.render(with_tools(messages, tools), options=template_options)
         except InvalidRequestError:
-            # Some templates take no system message; a client that sent one gets the error.
+            # Some templates accept no system message; a client that sent one gets the error.
             if messages and messages[0].get("role") == "system":
                 raise
         told = with_tools(messages, tools, in_system_message=False)
         return chosen.render(told, options=template_options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, as a `Detokenizer` makes it.
+        """Return the text that a `Detokenizer` makes of token ids.
 
-        The library returns the same text, except with byte fallback, where one invalid byte makes
-        it lose all bytes next to it.
+        The library's text is the same, except with byte fallback, where one invalid byte makes it
+        lose all bytes next to it.
         """
         detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids, last=True)
@@ -209,7 +209,7 @@ class Tokenizer:
         return self._pieces[skipped]
 
     def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
-        """Decode tokens by the library, without those in ``skipped``."""
+        """Decode tokens with the library, without those in ``skipped``."""
         kept = [token_id for token_id in token_ids if token_id not in skipped]
         text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
@@ -220,10 +220,10 @@ class Tokenizer:
         return token_id if token_id in self.special_token_ids else None
 
     def mark_token_id(self, text: str) -> int | None:
-        """Return the id of an added token that grammars must name by id, or None.
+        """Return the id of an added token that grammars must name by its id, or None.
 
-        The grammar library treats added tokens such as ``<tool_call>`` as special, even if the
-        tokenizer does not, so that no text in a grammar matches them.
+        No text in a grammar matches such a token: the grammar library treats added tokens such as
+        ``<tool_call>`` as special even if the tokenizer does not.
         """
         token_id: int | None = self._tokenizer.token_to_id(text)
         if token_id not in self._added_token_ids:
@@ -232,9 +232,9 @@ class Tokenizer:
         return token_id if is_tag or token_id in self.special_token_ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for, which may be parts of characters."""
+        """Return the bytes that a token stands for; they may be parts of characters."""
         piece = self._tokenizer.id_to_token(token_id)
-        if piece is None:  # the model's vocabulary is padded beyond the tokenizer's
+        if piece is None:  # the model's vocabulary is larger than the tokenizer's
             return b""
         if token_id in self._added_token_ids:
             return piece.encode()
@@ -244,7 +244,7 @@ class Tokenizer:
 def _described(decoder: tokenizers.decoders.Decoder | None) -> Any:
     """Return a decoder in the form of `tokenizer.json`, or None.
 
-    Describing the whole tokenizer would take as long as reading it.
+    Only the decoder: describing the whole tokenizer takes as long as reading it.
     """
     return None if decoder is None else json.loads(decoder.__getstate__())
 

@@ -22,9 +22,9 @@ To call one, write its name and its arguments, as JSON, within <tool_call></tool
 
 
 def with_one_system_turn(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """Join the leading system messages; later ones become user messages.
+    """Join the leading system messages, and turn later ones into user messages.
 
-    Many templates allow one system message, at the beginning. Returns None if nothing changes.
+    Many templates allow only one system message, at the beginning. Returns None without changes.
     """
     is_system = [message.get("role") == "system" for message in messages]
     num_first = is_system.index(False) if False in is_system else len(messages)
@@ -48,7 +48,7 @@ def with_tools(
     """Put tools, calls and results into the messages' texts, in Hermes' form.
 
     Args:
-        in_system_message: if False, use the first message, for templates without system messages.
+        in_system_message: False: use the first message, for templates without system messages.
     """
     lines = (json.dumps(tool, ensure_ascii=False) for tool in tools)
     told = f"{_BEFORE}{chr(10).join(lines)}{_BEHIND}"

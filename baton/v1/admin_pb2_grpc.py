@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub(object):
-    """A node is named by its name or its engine id. NOT_FOUND: there is no such node or request.
+    """Requests name a node by its name or its engine id. NOT_FOUND: there is no such node or request.
     """
 
     def __init__(self, channel):
@@ -183,7 +183,7 @@ class AdminStub(object):
 
 
 class AdminServicer(object):
-    """A node is named by its name or its engine id. NOT_FOUND: there is no such node or request.
+    """Requests name a node by its name or its engine id. NOT_FOUND: there is no such node or request.
     """
 
     def ListNodes(self, request, context):
@@ -199,7 +199,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Returns at once; who wants to know the end asks GetNode until it is drained.
+        """Returns at once; to wait for the end, call GetNode until the node is drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,7 +278,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListNames(self, request, context):
-        """What clients may call models. Changes are atomic; running requests end as they began.
+        """Names of models for clients. Changes are atomic; running requests do not change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -327,7 +327,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListQuarantine(self, request, context):
-        """Requests that are refused because nodes died under one like them.
+        """Requests refused because nodes died of an equal request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -340,7 +340,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListNodeRequests(self, request, context):
-        """These are asked of nodes, by the router.
+        """The router passes these on to nodes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -527,7 +527,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin(object):
-    """A node is named by its name or its engine id. NOT_FOUND: there is no such node or request.
+    """Requests name a node by its name or its engine id. NOT_FOUND: there is no such node or request.
     """
 
     @staticmethod

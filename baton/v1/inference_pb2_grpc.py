@@ -85,7 +85,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on with the stream of a resumable request.
+        """Continues the stream of a resumable request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,1 +1,1 @@
-"""Converts protobuf messages from and to the values of `baton.api`."""
+"""Converts values of `baton.api` to protobuf messages and back."""

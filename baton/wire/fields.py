@@ -1,7 +1,7 @@
-"""Copy fields of the same name between plain values and protobuf messages.
+"""Copy fields with equal names between plain values and protobuf messages.
 
-Copies numbers, texts, bytes and flags, alone or repeated. Fields that are messages or enums, and
-fields whose names differ, are given by the caller.
+Numbers, texts, bytes and flags are copied, single or repeated. Callers give the fields that are
+messages or enums, or whose names differ.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _Value = TypeVar("_Value")
 
 
 def to_message(kind: type[_Message], value: object, **others: Any) -> _Message:
-    """Make a message of a value.
+    """Make a message from a value.
 
     Args:
-        others: fields that are not copied.
+        others: fields that are not copied, with their values.
     """
     fields = _common_fields(type(value), kind)  # type: ignore[arg-type]  # classes are hashable
     copied = {one.name: getattr(value, one.name) for one in fields if one.name not in others}
@@ -28,10 +28,10 @@ def to_message(kind: type[_Message], value: object, **others: Any) -> _Message:
 
 
 def from_message(kind: type[_Value], message: Message, **others: Any) -> _Value:
-    """Make a value of a message; fields that the message lacks keep their defaults.
+    """Make a value from a message; fields that the message lacks keep their defaults.
 
     Args:
-        others: fields that are not copied.
+        others: fields that are not copied, with their values.
     """
     copied: dict[str, Any] = {}
     fields = _common_fields(kind, type(message))  # type: ignore[arg-type]  # as above

@@ -1,12 +1,12 @@
 """Counts the parts of a protobuf message before the message is parsed.
 
-Parsing time depends on the number of parts, not of bytes. Megabytes of text take almost no time. As
-many bytes of empty messages take most of a second, in which nothing else is served, and fifty times
-their size in memory.
+Parsing time depends on the number of parts, not of bytes. Megabytes of text take almost no time.
+Empty messages of as many bytes take most of a second, which blocks all other requests, and fifty
+times their size in memory.
 
     [tag len [tag len text] [tag len text] ...]     one for each tag
     [tag len 7 8 9 ...]                             one more for every 16 packed numbers
-    [a number of many bytes ...]                    some more, as they take long to count
+    [a number of many bytes ...]                    some more, because they take long to count
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TypeAlias, Union
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-_NUMBERS_OF_A_PART = 16  # at least this many numbers are parsed in the time of one message
-_LONG_NUMBER, _LONG_TAG = 2, 8  # extra parts that these count
-_NOT_THE_LAST = bytes(range(128, 256))  # bytes of a number before its last byte
+_NUMBERS_OF_A_PART = 16  # parsing takes at least this many numbers in the time of one message
+_LONG_NUMBER, _LONG_TAG = 2, 8  # extra parts for each of these
+_NOT_THE_LAST = bytes(range(128, 256))  # all bytes of a number but the last one
 _MAX_VARINT_BYTES = 10
 
-# Fields of a message by tag: the same for a field that is a message, None for packed numbers. Texts
+# A message's fields by tag: a table for a field that is a message, None for packed numbers. Texts
 # and unknown fields are skipped.
 _Inside: TypeAlias = Mapping[int, Union["_Inside", None]]
 _PASSED_OVER: _Inside = {}
@@ -34,20 +34,20 @@ def count_parts(data: bytes, kind: type[Message], limit: int) -> int:
 
     Args:
         kind: class of the message.
-        limit: counting stops after this many; a larger result means "more than the limit".
+        limit: counting stops above this; a larger result only means "more than the limit".
 
     Raises DecodeError for invalid messages.
     """
     try:
         return _count(data, _inside(kind.DESCRIPTOR), limit)
-    except IndexError:  # the data ends within a field
+    except IndexError:  # the data ends inside a field
         raise DecodeError from None
 
 
 def _count(data: bytes, fields: _Inside, limit: int) -> int:
-    """Count parts in one loop without calls, as it may run hundreds of thousands of rounds."""
+    """Count parts in one loop without calls, for there may be hundreds of thousands of rounds."""
     position, end, num_parts = 0, len(data), 0
-    around: list[tuple[int, _Inside]] = []  # enclosing messages: their ends and fields
+    around: list[tuple[int, _Inside]] = []  # enclosing messages: where each ends, and its fields
     while num_parts <= limit:
         if position >= end:
             if position > end:

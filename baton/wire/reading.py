@@ -1,7 +1,7 @@
-"""Parses messages that others send over gRPC; reports invalid ones as the sender's error.
+"""Parses messages that arrive over gRPC, and reports invalid ones as errors of their sender.
 
-gRPC would answer UNKNOWN with a text of the protobuf library. Long messages are kept as bytes, for
-their receiver to parse in a thread. Knows no service.
+Without this, gRPC would answer UNKNOWN with a text of the protobuf library. Long messages stay
+bytes, for their receiver to parse in a thread. Knows no service.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from google.protobuf.message import DecodeError, Message
 from baton.api.errors import InvalidRequestError
 from baton.wire.parts import count_parts
 
-# Limit for a client's message: parsing takes less than a tenth of a second, in which nothing else
-# is served.
+# Limit for a client's message: parsing takes less than a tenth of a second, which blocks all other
+# requests.
 MAX_PARTS = 2**16 + 2**10
-# Limit for a node's message, which has a part per logprob of a prompt, and thousands of deltas.
+# Limit for a node's message: it has a part per prompt logprob, and thousands of deltas.
 MAX_LINK_PARTS = 2**18 + 2**16
-# Shorter messages cannot have enough parts to matter.
+# Shorter messages cannot have too many parts.
 _SMALL_BYTES = 2**17
-# Messages with fewer parts are parsed and handled at once, in 20 ms at most.
+# Messages with fewer parts are parsed and handled at once, within 20 ms.
 _PARTS_AT_ONCE, _BYTES_AT_ONCE = 2**11, 2**12
-# In messages with more fields, the invalid text is not searched for.
+# In messages with more fields, invalid text is not located.
 _MAX_FIELDS_LOOKED_AT = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A message that takes long to parse, which a thread should do.
+    """A message that takes long to parse, so a thread should parse it.
 
     Attributes:
         data: the message's bytes.
@@ -50,7 +50,7 @@ class Unread:
 
 
 def patient(deserialize: Callable[[bytes], Any], max_parts: int) -> Callable[[bytes], Any]:
-    """Make a deserializer that returns long messages as `Unread`, others as `forgiving` does."""
+    """Make a deserializer that returns long messages as `Unread`, and others like `forgiving`."""
     read = forgiving(deserialize, max_parts)
     kind = _kind_of(deserialize)
 
@@ -68,8 +68,8 @@ def forgiving(
     """Make a deserializer that returns an InvalidRequestError for invalid messages.
 
     Args:
-        max_parts: messages with more parts are refused; see `baton.wire.parts`.
-        max_bytes: most bytes of a message.
+        max_parts: refuse messages with more parts; see `baton.wire.parts`.
+        max_bytes: refuse messages with more bytes.
     """
     kind = _kind_of(deserialize)
     descriptor: Descriptor | None = getattr(kind, "DESCRIPTOR", None)
@@ -102,7 +102,7 @@ def _has_many_parts(data: bytes, kind: type[Message]) -> bool:
     try:
         return count_parts(data, kind, _PARTS_AT_ONCE) > _PARTS_AT_ONCE
     except DecodeError:
-        return False  # parsing will report it
+        return False  # parsing will report the error
 
 
 def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:
@@ -115,11 +115,11 @@ def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:
 
 
 def _field_of_wrong_text(data: bytes, descriptor: Descriptor) -> str:
-    """Return the first text field that is not UTF-8, as ``chat.messages.content``; empty: none."""
+    """Return the first text field that is not UTF-8, as ``chat.messages.content``, or ""."""
     fields_left = [_MAX_FIELDS_LOOKED_AT]
     try:
         return _look(data, descriptor, "", fields_left)
-    except (IndexError, ValueError):  # the data ends within a field
+    except (IndexError, ValueError):  # the data ends inside a field
         return ""
 
 

@@ -1,8 +1,7 @@
-"""Converts the types that all services share, of `proto/baton/v1/types.proto`.
+"""Converts the types of `proto/baton/v1/types.proto`, which all services share.
 
-One function per direction and type, as in `baton.link.wire`; `baton.wire.fields` copies plain
-fields. Raises InvalidRequestError for invalid
-values from a peer or client.
+Each type and direction has a function, as in `baton.link.wire`; `baton.wire.fields` copies plain
+fields. Invalid values from a peer or client raise InvalidRequestError.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def finish_from_proto(number: int) -> FinishReason | None:
 
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Convert the parameters of one output; raises InvalidRequestError for more outputs."""
+    """Convert the parameters of one output; raises InvalidRequestError if they ask for more."""
     if params.n != 1:
         raise InvalidRequestError("n", f"must be 1 for a single stream, got {params.n}")
     ids = params.allowed_token_ids
@@ -66,7 +65,7 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
 
 
 def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Convert sampling parameters; unset fields get our defaults. Raises InvalidRequestError."""
+    """Convert sampling parameters; unset fields get defaults. Raises InvalidRequestError."""
     given = {}
     for field, value in message.ListFields():
         read = _READ_PARAM.get(field.name)
@@ -101,13 +100,13 @@ def _structured_output_from_proto(message: types_pb2.StructuredOutput) -> Struct
     """Convert a structured output; raises InvalidRequestError."""
     kind = message.WhichOneof("kind")
     if kind is None:
-        return StructuredOutput()  # raises an error that names the kinds
+        return StructuredOutput()  # raises the error that names all kinds
     if kind == "choice":
         return StructuredOutput(choice=tuple(message.choice.texts))
     return StructuredOutput(**{kind: getattr(message, kind)})
 
 
-# Readers of the parameters that are no single number or flag.
+# Functions that read parameters other than single numbers or flags.
 _READ_PARAM: dict[str, Callable[[Any], Any]] = {
     "logit_bias": lambda biases: tuple(biases.items()),
     "allowed_token_ids": lambda message: tuple(message.ids),
@@ -186,6 +185,6 @@ def prompt_logprobs_to_proto(
 def prompt_logprobs_from_proto(
     messages: Sequence[types_pb2.TokenLogprobs],
 ) -> tuple[TokenLogprobs | None, ...]:
-    # This iterates, because making all messages first takes twice as long.
+    # Lazily, because making all messages first takes twice as long.
     rest = itertools.islice(messages, 1, None)
     return (None, *map(logprobs_from_proto, rest)) if messages else ()

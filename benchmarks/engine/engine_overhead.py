@@ -1,8 +1,8 @@
 """Measure the share of a decode step outside the model: schedule, fill, plan, sample, update.
 
-One thread, the demo model, the CPU backend; all parts are timed inside the same steps. But a
-busy machine flatters: who shares its caches and cores slows the long forward most. So the shares
-are given twice, of all steps and of the fastest tenth, which is nearest to a quiet machine.
+One thread, the demo model, the CPU backend; all parts are timed inside the same steps. On a busy
+machine the shares look too small, because other processes slow the long forward pass most. So two
+shares are given: of all steps, and of the fastest tenth of the steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAMPLING = {
 MODEL_PARTS = ("forward", "logits")
 OTHER_PARTS = ("schedule", "tell", "fill", "plan", "sample", "update")
 
-Steps = list[dict[str, float]]  # seconds of each part, and "total", of every step
+Steps = list[dict[str, float]]  # a step's seconds by part, and "total"; one entry per step
 
 
 class Stopwatch:
@@ -92,7 +92,7 @@ class DecodeBench:
         self._num_requests = 0
 
     def decode(self, batch_size: int, sampling: str, num_steps: int) -> Steps:
-        """Decode a fresh batch; return its steps without the prefill and the first steps."""
+        """Decode a fresh batch; return its steps except the prefill and the first decode steps."""
         for _ in range(batch_size):
             self._num_requests += 1
             request = Request.create(
@@ -117,7 +117,7 @@ class DecodeBench:
 
 
 def outside(step: dict[str, float]) -> float:
-    """Return the share of a step that is not the model's."""
+    """Return the share of a step's time that is spent outside the model."""
     return 1 - sum(step[part] for part in MODEL_PARTS) / step["total"]
 
 

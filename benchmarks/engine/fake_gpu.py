@@ -1,8 +1,8 @@
-"""A pretended GPU, for timing the host: everything down to the driver's call is real.
+"""Pretended GPU, to time the host's work: all code above the CUDA driver is real.
 
-Tensors lie on the host; Triton compiles for sm_90 and launches through its own code into a driver
-that only counts (`fake_libcuda.c`). Products of matrices, which are the library's, give memory
-that nobody has written. Refuses to know: what is measured, and what anything computes.
+Tensors lie in host memory. Triton compiles for sm_90, and its own launch code calls a driver that
+only counts (`fake_libcuda.c`). Matrix products, which a library would compute, return memory with
+arbitrary content. Refuses to know: what is measured, and what kernels compute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("fake_libcuda.c")
 CAPABILITY = (9, 0)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 _MAX_WATCHED = 8
-# Operators that launch nothing: they only allocate memory or view a tensor.
+# Operators without a launch: they only allocate memory or view a tensor.
 _NOT_LAUNCHED = (  # beginnings of names
     "empty", "view", "slice", "select", "alias", "detach", "as_strided", "unsqueeze", "unbind",
     "transpose", "expand", "permute", "squeeze", "t.default", "split", "new_empty", "lift_fresh",
@@ -36,7 +36,7 @@ _NOT_LAUNCHED = (  # beginnings of names
 
 
 class FakeDriver:
-    """Counts calls that reach the driver; a process makes one."""
+    """Driver that counts its calls; make only one per process."""
 
     def __init__(self) -> None:
         assert os.environ.get("TRITON_INTERPRET", "0") != "1", "nothing is launched there"
@@ -48,7 +48,7 @@ class FakeDriver:
             check=True,
         )  # fmt: skip
         os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-        # This library is loaded already, so the ones that Triton builds find it by its name.
+        # Triton's libraries find this loaded library by its name.
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._library.fake_num_launches.restype = ctypes.c_uint64
         self._library.fake_num_pointer_queries.restype = ctypes.c_uint64
@@ -57,7 +57,7 @@ class FakeDriver:
         self._library.fake_last_parameters.restype = ctypes.POINTER(ctypes.c_uint64)
         self._activate()
         _keep_memory()
-        # Triton 3.6 links it into each kernel's launcher.
+        # Triton 3.6 links this file into each kernel's launcher.
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
     @staticmethod
@@ -81,7 +81,7 @@ class FakeDriver:
 
     @property
     def last_launch(self) -> tuple[int, list[int], list[int]]:
-        """The last launch's function, grid, and the watched parameters, 8 bytes of each."""
+        """Return the last launch's function, its grid, and 8 bytes of each watched parameter."""
         watched = self._library.fake_last_parameters()
         return (
             int(self._library.fake_last_function()),
@@ -91,24 +91,24 @@ class FakeDriver:
 
     @property
     def num_pointer_queries(self) -> int:
-        """Number of look-ups of a tensor's address."""
+        """Return the number of look-ups of a tensor's address."""
         return int(self._library.fake_num_pointer_queries())
 
 
 def _keep_memory() -> None:
-    """Have the host's allocator keep freed memory, as a GPU's does, instead of returning it."""
+    """Make the host's allocator keep freed memory, as a GPU's allocator does."""
     libc = ctypes.CDLL(None)
     for option, value in ((_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1)):
         libc.mallopt(option, value)
 
 
 class Timeline:
-    """The device's busy times, if all launches of a step take equally long.
+    """Busy times of a device whose steps all take equally long.
 
     Attributes:
-        step_s: seconds that a step computes.
-        idle_s: seconds that it waited between steps.
-        busy_s: seconds that it computed.
+        step_s: seconds that the device computes one step.
+        idle_s: seconds that the device waited between steps, in total.
+        busy_s: seconds that the device computed, in total.
     """
 
     def __init__(self, step_s: float) -> None:
@@ -139,7 +139,7 @@ class _Event:
         self._ends_at = ends_at
 
     def synchronize(self) -> None:
-        """Wait as a driver does: without the interpreter's lock."""
+        """Wait without the interpreter's lock, as a driver does."""
         left = self._ends_at - time.perf_counter()
         if left > 0:
             time.sleep(left)
@@ -149,13 +149,13 @@ class _Event:
 
 
 class _Device:
-    """A device that only claims to be a GPU."""
+    """Device that only claims to be a GPU."""
 
     type, index = "cuda", 0
 
 
 class FakeGPU:
-    """A driver, and torch changed to behave as with a GPU.
+    """Fake driver, with torch changed to behave as with a GPU.
 
     Attributes:
         driver: counts launches of Triton's kernels.
@@ -198,7 +198,7 @@ class FakeGPU:
 
         Tensor.to, Tensor.copy_ = counted_to, counted_copy  # type: ignore
         Tensor.pin_memory = lambda tensor: tensor  # type: ignore
-        # Kernels do not run here, so logits hold arbitrary numbers; token ids are used as indices.
+        # Kernels compute nothing here: logits are arbitrary, so token ids are invalid indices.
         vars(engine.worker.worker)["check_numbers"] = lambda *given: None
         for module in (engine.sampling.step_sampler, engine.worker.cuda_graphs):
             module.sample_on_device = (  # type: ignore[attr-defined]
@@ -223,13 +223,13 @@ class FakeGPU:
         return pieces
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Stand in for a library's product: allocate the result only."""
+        """Stand in for a library's matrix product: only allocate the result."""
         self.num_products += 1
         return x.new_empty((*x.shape[:-1], len(weight)))
 
     @contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
-        """Count this thread's launches (Triton's, torch's) and copies; set when the block ends."""
+        """Count this thread's launches (Triton's, torch's) and copies inside the block."""
         found: dict[str, int] = {}
         launches, copies = self.driver.num_launches, self.num_copies
         products = self.num_products
@@ -248,7 +248,7 @@ def _cleared(tensor: Tensor) -> Tensor:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that lists the operators that would launch something."""
+    """Mode that lists the operators that would launch a kernel."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,15 +1,16 @@
 """Measure host microseconds of a decode step and an eager layer, without a GPU (`fake_gpu.py`).
 
-    decode step   the engine as a node runs it, steps ahead, graphs replayed in no time; and of it
-                  the model runner's part: without scheduling, and without taking the tokens
-    eager layer   all of the model's Python but the products of matrices; and of it what launches
-                  Triton's kernels, from the call of an op or of the attention backend on
-    replayed      a step with a prompt that is replayed layer by layer, by layer
+    decode step   an engine that runs ahead as on a node, with graph replays that take no time;
+                  also the model runner's part alone: no scheduling, no taking of tokens
+    eager layer   all Python of the model except matrix products; also the launches of Triton's
+                  kernels alone, from the call of an op or of the attention backend
+    replayed      time per layer of a step that replays a prompt layer by layer
     counts        launches and copies of a step, graph nodes of a layer
-    idle          a device whose steps take as long as said, while another thread computes in Python
+    idle          share of time that a device with steps of a given length waits for the host,
+                  while another thread computes in Python
 
-``--against REV`` measures another revision in the same run, in turns, each in a process of its
-own. No figure here is a GPU's: a real driver's calls come on top of every launch and copy.
+``--against REV`` measures another revision in turns with this one, each in its own process. A real
+GPU takes longer: its driver adds time to every launch and copy.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ from benchmarks.runner.run import Document, Run
 BATCHES = (1, 32, 256)
 CONTEXT = 1000  # tokens of each request
 WARM_UP_STEPS, STEPS = 20, 100
-# Qwen3-0.6B except depth and vocabulary, which change nothing here.
+# Shape of Qwen3-0.6B. Depth and vocabulary are smaller, which changes no figure.
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 8, "num_heads": 16}
 SHAPE |= {"num_kv_heads": 8, "head_dim": 128}
 CHUNK = 128  # tokens per chunk of a prompt
 LAYER_STEPS = 60
-# Milliseconds that the other thread computes at a time; it then sleeps twice as long.
+# Milliseconds of each burst of the other thread, which then sleeps twice as long.
 BURSTS_MS = (0.0, 0.5, 2.0, 5.0)
 DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 2.0, 64
-SWITCH_INTERVALS_MS = (5.0, 0.5)  # the interpreter's own, and a short one
+SWITCH_INTERVALS_MS = (5.0, 0.5)  # CPython's default, and a short one
 Figures = dict[str, float]
-REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # older revisions do not
+REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # older revisions lack chunk replay
 
 
 class Engines:
-    """Engines of the demo model on the fake device, whose prompts have been computed."""
+    """Engines of the demo model on the fake device, with requests whose prompts are computed."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self._gpu = gpu
@@ -96,7 +97,7 @@ class Engines:
 
 
 def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
-    """Summarize the microseconds of a decode step, and of the runner in it."""
+    """Return a decode step's microseconds: the whole step, and the model runner's part."""
     from engine.executors.uniproc import worker_of
 
     engine = engines.decoding(batch)
@@ -115,7 +116,7 @@ def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
 
 @contextmanager
 def timed(*places: tuple[Any, str]) -> Iterator[list[float]]:
-    """Collect seconds of each call of these methods, by their thread's processor time."""
+    """Collect the thread CPU seconds of each call of these methods."""
     seconds: list[float] = []
 
     def around(inner: Any) -> Any:
@@ -147,7 +148,7 @@ def step_counts(gpu: FakeGPU, engines: Engines, batch: int) -> dict[str, int]:
 
 
 class Layers:
-    """A runner of a model of `SHAPE`, whose steps are launched kernel by kernel."""
+    """Runner of a model of `SHAPE` that launches each kernel on its own, without graphs."""
 
     def __init__(self, gpu: FakeGPU, num_layers: int = SHAPE["num_layers"]) -> None:
         from baton.engine_config import EngineConfig
@@ -179,7 +180,7 @@ class Layers:
         )  # fmt: skip
         cache = allocate_kv_cache(spec, 64, torch.device("cpu"))
         self.num_layers = num_layers
-        # (Older revisions, which this measures, too, lack these options.)
+        # Older revisions, which this module also measures, lack these options.
         options_of_runner: dict[str, Any] = {"with_chunks": True} if REPLAYS_CHUNKS else {}
         self.runner = make_model_runner(
             model, cache, spec, options, ("triton",), 1024, with_graphs=True,
@@ -212,7 +213,7 @@ class Layers:
         return StepPlanner(1).plan([ScheduledRequest(request, count)])
 
     def time(self, scheduled: Any) -> dict[str, Figures]:
-        """Return microseconds of a layer, and of its launches."""
+        """Return the microseconds of a layer, and of the kernel launches in a layer."""
         from baton_kernels import dispatch
         from models.decoder import Decoder
 
@@ -225,7 +226,7 @@ class Layers:
         }
 
     def time_replay(self) -> Figures:
-        """Return microseconds per layer of a replayed step with a prompt."""
+        """Return microseconds per layer of a replayed step with a prompt chunk."""
         self.runner.chunk_graphs.capture(self._gpu.capture_pieces)
         step = self.prompt()
         prepared = self.runner.prepare(step, eager=True)
@@ -237,7 +238,7 @@ class Layers:
 
     @torch.inference_mode()
     def _time(self, scheduled: Any, places: list[tuple[Any, str]]) -> Figures:
-        """Return microseconds per layer of the calls of these methods."""
+        """Return microseconds per layer that calls of these methods take."""
         of_layers = []
         with without_collections(), timed(*places) as calls:
             for _ in range(LAYER_STEPS):
@@ -265,7 +266,7 @@ class Layers:
 
 
 def graph_nodes(gpu: FakeGPU) -> Figures:
-    """Count the graph's nodes of each layer, and those of a step besides."""
+    """Count the graph nodes per layer, and the nodes of a step outside layers."""
     few, many = (Layers(gpu, num_layers).count_nodes() for num_layers in (2, 4))
     each = (many - few) / 2
     return {"per layer": each, "besides": few - 2 * each}
@@ -305,7 +306,7 @@ def idle_share(gpu: FakeGPU, engines: Engines, burst_ms: float) -> float:
 
 
 def compute_in_bursts(burst_s: float, stop: threading.Event) -> None:
-    """Run pure Python for a while, then sleep twice as long."""
+    """Compute in pure Python for a burst, then sleep twice as long; repeat until ``stop``."""
     while not stop.is_set():
         until = time.perf_counter() + burst_s
         while time.perf_counter() < until:
@@ -337,7 +338,7 @@ def quantiles(seconds: list[float]) -> Figures:
 
 
 def measure(parts: list[str]) -> dict[str, Any]:
-    """Measure the revision that is imported."""
+    """Measure the revision whose modules this process has imported."""
     gpu = FakeGPU()
     engines = Engines(gpu)
     found: dict[str, Any] = {}
@@ -366,7 +367,7 @@ def measure(parts: list[str]) -> dict[str, Any]:
 
 
 def measure_apart(tree: Path, parts: Sequence[str]) -> dict[str, Any]:
-    """Measure a tree in a process of its own."""
+    """Measure a source tree in its own process."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
         environment = own_environment(tree, OMP_NUM_THREADS="1", TRITON_INTERPRET="0")
         words = call_words("benchmarks.engine.host_overhead:measure_into", file.name, *parts)
@@ -380,21 +381,21 @@ def measure_apart(tree: Path, parts: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def checkout(revision: str) -> Iterator[Path]:
-    """Check out a tree of another revision, and remove it at the end."""
+    """Check out another revision into a temporary folder, which is removed when the block ends."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
         try:
             (tree / ".venv").symlink_to(ROOT / ".venv")
-            shutil.rmtree(tree / "benchmarks")  # this tree's benchmark measures both
+            shutil.rmtree(tree / "benchmarks")  # this tree's benchmarks measure both revisions
             yield tree
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
 def merged(runs: list[Any]) -> Any:
-    """Return each figure's minimum over the rounds, as other work on the machine only adds time."""
+    """Return each figure's minimum over the rounds, because other processes only add time."""
     first = runs[0]
     if isinstance(first, dict):
         return {key: merged([run[key] for run in runs]) for key in first}
@@ -402,7 +403,7 @@ def merged(runs: list[Any]) -> Any:
 
 
 def measure_into(path: str, *parts: str) -> None:
-    """Measure the tree that is imported; write its figures as JSON."""
+    """Measure the imported source tree; write its figures as JSON."""
     Path(path).write_text(json.dumps(measure(list(parts))), encoding="utf-8")
 
 
@@ -415,7 +416,7 @@ def run(
     """Measure this tree, perhaps in turns with another revision.
 
     Args:
-        against: another revision of git.
+        against: git revision to compare with; empty: none.
     """
     with contextlib.ExitStack() as stack:
         trees = {"now": ROOT}

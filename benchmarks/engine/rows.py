@@ -27,7 +27,7 @@ SCHEDULER = Source("scheduler", (
         ratio(f"{_POOL} > baton > median", f"{_POOL} > minimal > median", "")),
 ), "Schedule and update of a step, 256 requests decoding.")  # fmt: skip
 OVERHEAD = Source("engine_overhead", tuple(
-    # The fastest tenth of the steps is judged, as a busy machine distorts the others.
+    # The fastest tenth of the steps is judged, because a busy machine distorts the other steps.
     Row(f"{sampling}, batch {batch}",
         value(f"decode > {sampling}, batch {batch} > share_outside_in_fastest_tenth",
               "{:.1f} %", scale=100),
@@ -96,7 +96,7 @@ STABILITY = Source(
 def _drafts(
     part: str, name: str, batch: int = 1, target: str = "", holds_back: str = "", how: str = ""
 ) -> Row:
-    """Make the row of a comparison; one with other tokens misses every target."""
+    """Make the row of a comparison; a row whose tokens differ misses every target."""
 
     def measure(document: Json) -> Found:
         row = at(document, "parts", part, "rows", f"name={name}{how}, batch={batch}")

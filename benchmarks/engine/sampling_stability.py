@@ -1,8 +1,8 @@
-"""Count how many of a million draws another rounding of the logits changes.
+"""Count the draws of sampling, of a million, that a different rounding of the logits changes.
 
-Once with noise of 3e-7 of each logit, about what another order of a float32 sum gives, for this
-sampler and for the inverse transform of the cumulative distribution, in float64; once with real
-schedules: the same requests in large steps, and in small chunks with preemptions.
+Part one adds noise of 3e-7 times each logit, about what another order of a float32 sum changes. It
+compares this sampler with the inverse transform of the cumulative distribution in float64. Part two
+runs the same requests under two schedules: large steps, and small chunks with preemptions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Draw = Callable[[Tensor, npt.NDArray[np.float64], Words], TokenIds]
 
 
 def invert(logits: Tensor, temperatures: npt.NDArray[np.float64], keys: Words) -> TokenIds:
-    """Draw by the method to compare with: one uniform number per row picks the token."""
+    """Draw tokens by the inverse transform: one uniform number per row picks the token."""
     values = logits.numpy() / temperatures[:, None]
     cumulative = np.exp(values - values.max(axis=1, keepdims=True)).cumsum(axis=1)
     uniforms = (keys[:, 0] + keys[:, 1] * 2.0**-32) * 2.0**-32
@@ -51,7 +51,7 @@ def invert(logits: Tensor, temperatures: npt.NDArray[np.float64], keys: Words) -
 
 
 def changed_by_noise(method: Draw, logits: Tensor, num_draws: int) -> int:
-    """Return how many draws change when noise is added to the logits; rows take turns."""
+    """Return how many draws change when noise is added to the logits; draws use rows in turn."""
     random_numbers = np.random.default_rng(0)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     rounded = logits + logits * noise * RELATIVE_NOISE
@@ -85,7 +85,7 @@ def complete(llm: LLM, num_requests: int) -> list[tuple[int, ...]]:
 
 
 def compare_schedules(num_requests: int) -> dict[str, int]:
-    """Return the draws up to requests' first differences, and the number of differing requests."""
+    """Count draws before each request's first difference, and the requests that differ."""
     outputs = [run_schedule(options, num_requests) for options in SCHEDULES]
     num_draws = num_changed = 0
     for first, second in zip(*outputs, strict=True):
@@ -116,8 +116,8 @@ def run(run: Run, draws: int = 1_000_000, requests: int = 1000) -> Document:
     """Count changed draws.
 
     Args:
-        draws: for 4,096 tokens.
-        requests: per schedule.
+        draws: number of draws with 4,096 tokens.
+        requests: number of requests per schedule.
     """
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)

@@ -1,12 +1,12 @@
 """Measure microseconds per step of `engine.Scheduler`, compared with a minimal scheduler.
 
-The minimal one does what small readable engines do: a deque that waits, a list that runs, a deque
-of free block ids. It has no prefix cache, no remote KV, no priorities: it is the baseline, and
-what Baton costs above it is the price of those.
+The minimal scheduler is the baseline: a deque of waiting requests, a list of running requests, a
+deque of free block ids, as in small readable engines. Baton's extra time is the price of the prefix
+cache, remote KV and priorities, which the baseline lacks.
 
-With ``--nano-vllm PATH``, a checkout of github.com/GeeeekExplorer/nano-vllm, its scheduler takes
-turns with ours where nobody waits: it has a prefix cache, too. Where others wait it does something
-else, admitting them until memory is full.
+``--nano-vllm PATH``, a checkout of github.com/GeeeekExplorer/nano-vllm, adds its scheduler, which
+has a prefix cache, to the loads without waiting requests. With waiting requests nano-vllm works
+differently: it admits requests until memory is full.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GROUP = 16  # blocks per call of the block pool
 
 
 def revision_of(checkout: Path) -> str:
-    """Return the git revision of a checkout, so that a reader can measure it again."""
+    """Return the git revision of a checkout, so that readers can repeat the measurement."""
     command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown: no git checkout, perhaps not the original code"
@@ -55,7 +55,7 @@ def measure_steps(
             for index in range(num_steps):
                 for name, subject in subjects.items():
                     seconds = subject.step()
-                    if index >= num_steps // 10:  # the first ones warm up
+                    if index >= num_steps // 10:  # the first steps warm up
                         samples[load.name][name].append([part * 1e6 for part in seconds])
     return samples
 
@@ -155,8 +155,8 @@ def run(
     """Measure steps and the block pool.
 
     Args:
-        steps: per repetition, at most 240.
-        nano_vllm: a checkout of nano-vllm, to measure side by side.
+        steps: number of steps per repetition, at most 240.
+        nano_vllm: checkout of nano-vllm to compare with.
     """
     shape: dict[str, object] = {
         "num_running": NUM_RUNNING,

@@ -1,6 +1,7 @@
 """Schedulers that the scheduler benchmark compares: Baton's, a minimal one, nano-vllm's.
 
-Each runs the same prompts over a runner that computes nothing. Refuses to know: statistics, tables.
+Each schedules the same prompts, with a runner that computes nothing. Refuses to know: statistics,
+tables.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from engine.core.scheduler import Scheduler
 
 NUM_RUNNING = 256
 NUM_WAITING = 10_000
-NUM_PARKED = 1_000  # part of NUM_WAITING that waits for remote KV
+NUM_PARKED = 1_000  # the part of NUM_WAITING that waits for remote KV
 BLOCK_SIZE = 16
 NUM_BLOCKS = 20_000
 MAX_BATCHED_TOKENS = 2**17  # all prompts fit in the first step
 PROMPT_TOKENS = 256
 WAITING_PROMPT_TOKENS = 64
-OUTPUT_TOKENS = 256  # per request, if requests end
+OUTPUT_TOKENS = 256  # per request, in loads whose requests end
 
 
 # ---------------------------------------------------------------------- the baseline
@@ -50,7 +51,7 @@ class MinimalRequest:
 
 
 class MinimalScheduler:
-    """BASELINE: a minimal scheduler of a paged cache."""
+    """BASELINE: minimal scheduler over a paged cache."""
 
     def __init__(self) -> None:
         self.waiting: deque[MinimalRequest] = deque()
@@ -58,7 +59,7 @@ class MinimalScheduler:
         self.free: deque[int] = deque(range(NUM_BLOCKS))
 
     def schedule(self) -> list[MinimalRequest]:
-        """Give blocks to running requests, then to waiting ones while blocks are free."""
+        """Give free blocks to running requests first, then to waiting requests."""
         index = 0
         while index < len(self.running):
             request = self.running[index]
@@ -100,15 +101,15 @@ class MinimalScheduler:
 
 
 class Subject(Protocol):
-    """A scheduler with a fake runner; one call is one step."""
+    """Scheduler with a fake runner; each call runs one step."""
 
     def step(self) -> tuple[float, float]:
-        """Seconds in schedule and in update; the fake runner is not counted."""
+        """Return the seconds in schedule and in update, without the fake runner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A scheduler's load; with ``turnover``, one request ends and one begins in each step."""
+    """Load of a scheduler; with ``turnover``, one request ends and one begins in each step."""
 
     name: str
     num_waiting: int
@@ -116,7 +117,7 @@ class Load:
     turnover: bool = False
 
     def output_tokens(self, index: int) -> int:
-        """Return the prompt of the running request ``index``."""
+        """Return the number of output tokens of the running request ``index``."""
         return index + 3 if self.turnover else 1_000_000
 
 
@@ -199,12 +200,12 @@ class MinimalSubject:
 
 
 class NanoVllmSubject:
-    """nano-vllm's scheduler, taken from a checkout.
+    """nano-vllm's scheduler, imported from a checkout.
 
-    Imports only the scheduler and its dependencies, not the package, which needs a GPU.
+    Imports the scheduler and its dependencies, but not the whole package, which needs a GPU.
 
     Args:
-        checkout: the folder that has ``nanovllm/`` in it.
+        checkout: the folder that contains ``nanovllm/``.
     """
 
     def __init__(self, load: Load, prompts: Prompts, checkout: Path) -> None:
@@ -215,7 +216,7 @@ class NanoVllmSubject:
         sequences: Any = importlib.import_module("nanovllm.engine.sequence")
         params: Any = importlib.import_module("nanovllm.sampling_params")
         scheduler: Any = importlib.import_module("nanovllm.engine.scheduler")
-        sequences.Sequence.block_size = BLOCK_SIZE  # 256 there
+        sequences.Sequence.block_size = BLOCK_SIZE  # nano-vllm's default is 256
         self.scheduler = scheduler.Scheduler(
             SimpleNamespace(
                 max_num_seqs=NUM_RUNNING,
@@ -243,7 +244,7 @@ class NanoVllmSubject:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts for all subjects; no two are alike, so that there are no cache hits."""
+    """Prompts for all subjects; no two prompts share a prefix, so the prefix cache never hits."""
 
     running: list[list[int]]
     waiting: list[list[int]]
@@ -255,7 +256,7 @@ class Prompts:
         def prompt(num_tokens: int) -> list[int]:
             return draw.choices(range(1, 32_000), k=num_tokens)
 
-        # Staggered, so that every step fills as many blocks as the next one.
+        # Prompt lengths differ, so that every step fills equally many blocks.
         running = [prompt(PROMPT_TOKENS + index % BLOCK_SIZE) for index in range(NUM_RUNNING)]
         return cls(running, [prompt(WAITING_PROMPT_TOKENS) for _ in range(NUM_WAITING)])
 

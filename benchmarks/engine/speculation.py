@@ -1,13 +1,13 @@
-"""Measure tokens per second with and without drafts, on a CPU, greedy.
+"""Measure tokens per second with and without drafts, on a CPU, with greedy sampling.
 
-``ngram`` with SmolLM2-135M-Instruct, whose weights have 4 bits, as they are and in float32: this
-repository's own files, code to be edited and prose to be summarised. Trained heads and layers, and
-a draft model (its first four layers of six), with the demo model: functions that begin. Each
-comparison is made in turns within one run, and told as a ratio of medians; outputs must be equal.
-Beside them `transformers`' own prompt lookup and assisted generation over its plain generation, of
-the same models.
+``ngram`` runs with SmolLM2-135M-Instruct, with its 4-bit weights and with float32 weights, on files
+of this repository: code to edit and prose to summarise. Trained drafters, and a draft model made of
+the first four of six layers, run with the demo model, which completes the beginnings of functions.
+Engines with and without drafts take turns in one run and must give equal outputs; the result is a
+ratio of medians. For comparison, `transformers` runs with prompt lookup and with assisted
+generation, each relative to its plain generation with the same model.
 
-    python -m benchmarks speculation [--part PART]      a part is measured anew, the others stay
+    python -m benchmarks speculation [--part PART]      measure a part, keep the others' results
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EDIT = "Rename the first function of this file, and give back the whole file.\n\
 SUMMARISE = "Summarise this text in its own words, sentence by sentence.\n\n{}"
 TASKS = {"editing code": (CODE, EDIT), "summarising": (PROSE, SUMMARISE)}
 PROMPT_TOKENS = 400  # from each file
-NUM_DRAFTS = 5  # the default; Medusa heads: as many as there are
+NUM_DRAFTS = 5  # the default; Medusa drafts as many tokens as it has heads
 DEMO = ROOT / "examples" / "demo_model"
 PEERS = "transformers"
 PARTS = (*TASKS, "medusa", "eagle", "mtp", "draft_model", PEERS)
@@ -56,7 +56,7 @@ BEGINNINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options: tokens of an output, repetitions, and prompts of each kind."""
+    """Numbers of output tokens, repetitions, and prompts of each kind."""
 
     tokens: int
     repetitions: int
@@ -69,12 +69,11 @@ class Row:
 
     Attributes:
         ratio: tokens per second with drafts, divided by those without.
-        acceptance_length: mean number of tokens that a request gets from a step that checked its
-            drafts.
-        share_computed: share of pairs of step and request in which drafts were checked.
-        step_cost: mean seconds of a step of the engine with drafts, divided by those of the engine
-            without.
-        why: reason of the last number of drafts, if an engine chooses it.
+        acceptance_length: mean number of tokens that a step with checked drafts adds to a
+            request.
+        share_computed: share of (step, request) pairs in which drafts were checked.
+        step_cost: mean seconds of a step with drafts, divided by the mean without drafts.
+        why: the engine's reason for its last number of drafts; empty if the number is fixed.
     """
 
     name: str
@@ -89,7 +88,7 @@ class Row:
 
 
 def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
-    """Return a prompt per file: a chat about the file's beginning."""
+    """Return one chat prompt per file, which quotes the file's beginning."""
     assert llm.tokenizer is not None
     found = []
     for name in files:
@@ -101,13 +100,13 @@ def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
 
 
 def beginnings(llm: LLM, options: Options) -> list[list[int]]:
-    """Return prompts of functions that begin."""
+    """Return prompts that are beginnings of functions."""
     assert llm.tokenizer is not None
     return [llm.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
 
 
 def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[int, ...]]]:
-    """Return tokens per second, and the outputs."""
+    """Return the tokens per second of a call, and its outputs."""
     started = time.monotonic()
     outputs = run()
     return sum(map(len, outputs)) / (time.monotonic() - started), outputs
@@ -126,7 +125,7 @@ def compare(
             outputs += llm.generate(prompts[first : first + batch], params)
         return [output.token_ids for output in outputs]
 
-    complete(plain)  # caches the prompts, so that only decoding is timed
+    complete(plain)  # fills the prefix cache, so that only decoding is timed
     complete(drafting)
     before, num_steps_before = drafting.metrics(), engine_steps(plain, drafting)
     speeds: dict[str, list[float]] = {"plain": [], "drafting": []}
@@ -164,7 +163,7 @@ def engine_steps(*llms: LLM) -> list[int]:
 
 
 def load_peer(model: Path) -> Any:
-    """Load a folder or a GGUF file with `transformers`."""
+    """Load a model folder or GGUF file with `transformers`."""
     where: dict[str, Any] = {"gguf_file": model.name} if model.is_file() else {}
     folder = model.parent if model.is_file() else model
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where)
@@ -173,7 +172,7 @@ def load_peer(model: Path) -> Any:
 def compare_transformers(
     name: str, peer: Any, prompts: list[list[int]], options: Options, **drafts: Any
 ) -> Row:
-    """Measure `transformers` at batch 1 with drafts over without; prompts are computed, too."""
+    """Compare `transformers` at batch 1 with and without drafts, prefills included."""
 
     def complete(**drafts: Any) -> list[tuple[int, ...]]:
         outputs = []
@@ -195,7 +194,7 @@ def compare_transformers(
 
 
 def first_layers(folder: Path, to: Path, num_layers: int) -> Path:
-    """Write a draft model: the first layers of a model."""
+    """Write a draft model that consists of the first layers of a model."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["num_hidden_layers"] = num_layers
     if config.get("layer_types"):
@@ -211,7 +210,7 @@ def first_layers(folder: Path, to: Path, num_layers: int) -> Path:
 def compare_drafters(
     method: str, add: Callable[[Row], None], draft_model: Path, options: Options
 ) -> None:
-    """Measure one of the demo model's drafters that have weights."""
+    """Measure one of the drafters with weights, on the demo model."""
     of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**28}
     plain = LLM(str(DEMO), **of_engine)
     prompts = beginnings(plain, options)
@@ -237,7 +236,7 @@ def compare_ngram(task: str, add: Callable[[Row], None], model: Path, options: O
     add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 1, options))
     add(compare(f"{task}, all drafts", plain, fixed, prompts, 1, options))
     add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 32, options))
-    # Float32 weights, as `transformers` has: reading them takes most of a step.
+    # With float32 weights, as in `transformers`, reading weights takes most of a step.
     del plain, adaptive, fixed
     of_engine["weights"] = "fp32"
     plain, adaptive = LLM(str(model), **of_engine), LLM(str(model), **of_engine, **drafts)
@@ -288,12 +287,12 @@ def measure(part: str, console: Console, options: Options) -> list[Row]:
 def run(
     run: Run, part: Sequence[str] = PARTS, tokens: int = 128, repetitions: int = 3, prompts: int = 4
 ) -> None:
-    """Compare one part after the other; results of other parts are kept.
+    """Measure the chosen parts, one after the other; the results of other parts are kept.
 
     Args:
         part: some of editing code, summarising, medusa, eagle, mtp, draft_model, transformers.
-        tokens: tokens of an output.
-        prompts: prompts of each kind.
+        tokens: number of output tokens per request.
+        prompts: number of prompts of each kind.
     """
     options = Options(tokens, repetitions, prompts)
     parts = run.saved().get("parts", {})

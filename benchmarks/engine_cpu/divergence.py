@@ -1,10 +1,10 @@
-"""Measure how far rounding takes Baton and llama.cpp from float32, from the same GGUF files.
+"""Measure the rounding error of Baton and of llama.cpp with the same GGUF files.
 
-For each file the reference is Baton in float32 with the file's dequantized weights. The results are
-the KL divergence of the next token's distribution from the reference (nats, mean over all
-positions) and how often the most likely token is the same. The scored prompts are windows of this
-repository's own prose, and of code for the demo model. llama.cpp quantizes the files, with its
-usual mixtures. The first run builds llama.cpp from source for this CPU, as `engine_cpu.py` does.
+The reference for each file is Baton in float32 with the file's dequantized weights. Two figures are
+measured: the KL divergence of the next token's distribution from the reference (nats, mean over all
+positions), and how often the most likely token is equal. The scored prompts are windows of this
+repository's prose; for the demo model, of code. llama.cpp quantizes the files with its usual
+mixtures of types. The first run builds llama.cpp for this CPU, as `engine_cpu.py` does.
 
     python -m benchmarks divergence
 """
@@ -33,7 +33,7 @@ from examples.demo import fetch_model
 
 BUILD = ROOT / "build" / "divergence"
 SUBJECTS = Path(__file__).parent / "divergence_subjects.py"
-# A row's name -> the mixture of types that llama.cpp's tool makes for it.
+# Row -> llama.cpp's name of the mixture of types.
 KINDS = {
     "Q4_0": "Q4_0",
     "Q4_1": "Q4_1",
@@ -54,9 +54,9 @@ class Subject:
     Attributes:
         name: name in tables.
         whole: GGUF file from which the other files are made.
-        own_kind: kind of ``whole``, if it is one of ``KINDS``; else "".
-        tokenizer: folder or GGUF file of the model whose tokenizer cuts the texts.
-        texts: names of files to score, from the repository's root.
+        own_kind: kind of ``whole``, if ``KINDS`` contains it; else "".
+        tokenizer: folder or GGUF file of the model whose tokenizer splits the texts.
+        texts: files to score, relative to the repository's root.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Subject:
 
 
 def run_python(peer_python: Path, words: list[str]) -> str:
-    """Run a Python program; return what it printed, or raise CalledProcessError."""
+    """Run Python code with the peer's Python; return its output, or raise CalledProcessError."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run(
         [str(peer_python), *words],
@@ -111,7 +111,7 @@ def write_windows(subject: Subject, num_windows: int, num_tokens: int) -> Path:
 
 
 def make_file(subject: Subject, kind: str, peer: Path) -> Path:
-    """Return the subject's file of a kind; make the file if it does not exist."""
+    """Return the path of the subject's file of this kind; write the file if it is missing."""
     if kind == subject.own_kind:
         return subject.whole
     path = BUILD / f"{subject.whole.stem}-{kind}.gguf"
@@ -151,8 +151,8 @@ def run(
     """Make the files and score them.
 
     Args:
-        tokens: tokens of a window.
-        kinds: kinds of files.
+        tokens: number of tokens of a window.
+        kinds: names in `KINDS` of the files to score.
         models: part of the name of each model to score.
     """
     peer = python_of("llamacpp")

@@ -1,7 +1,7 @@
-"""Score windows of tokens with one engine, from one GGUF file: one side of `divergence.py`.
+"""Score windows of tokens with one engine and one GGUF file; `divergence.py` starts it.
 
-Runs in the Python of its engine, Baton or llama.cpp. Refuses to know: which files are compared, and
-what is reported.
+Runs with the Python of the engine, Baton or llama.cpp. Refuses to know: which files are compared,
+and what is reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-Score = Callable[[list[int]], Array]  # logits of all positions but the last, [n - 1, vocabulary]
+Score = Callable[[list[int]], Array]  # logits of all positions except the last, [n - 1, vocabulary]
 SLICE = 64  # positions compared at a time
 
 
@@ -50,7 +50,7 @@ def baton(path: Path, threads: int, weights: str, dtype: str) -> Score:
 
 
 def llamacpp(path: Path, threads: int, weights: str, dtype: str) -> Score:
-    """Score with llama.cpp and its defaults, with the file's weights as they are."""
+    """Score with llama.cpp, its default options, and the file's weights as stored."""
     import llama_cpp as api
 
     assert (weights, dtype) == ("auto", "float32")
@@ -97,9 +97,9 @@ def log_softmax(logits: Array) -> Array:
 
 
 def compare(logits: Array, reference: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield the divergence from ``reference`` (nats) and whether the most likely token is the same.
+    """Yield KL divergences from the reference (nats), and whether the most likely token is equal.
 
-    Yields ``SLICE`` positions at a time.
+    Each yielded pair covers ``SLICE`` positions.
 
     Args:
         logits: ``[n, vocabulary]``.

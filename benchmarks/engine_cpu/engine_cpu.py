@@ -1,10 +1,10 @@
-"""Compare the engine on a CPU with engines that a user could pick instead, in tokens per second.
+"""Compare Baton on a CPU with other engines, in tokens per second.
 
-A Qwen3 shape of about 125 million random weights, two threads, float32; or, with --shape 0.6B, that
-of Qwen3-0.6B, whose weights are bfloat16, or what an engine makes of them. Every engine runs alone,
-in a process of its own and, peers, in an environment of its own under build/ (installed on demand);
-engines take turns, and the best of the rounds counts, as others on the machine only ever slow one
-down. Refuses to know: how an engine is called, see engine_cpu_subjects.py.
+The checkpoint has random weights: a Qwen3 shape of about 125 million in float32, or the shape of
+Qwen3-0.6B in bfloat16 (--shape 0.6B), which engines may convert. All engines use two threads. Each
+engine runs alone in its own process; a peer also has its own environment under build/, installed
+when needed. Engines take turns, and each one's best round counts, because other processes on the
+machine only slow a round down. Refuses to know: how to call an engine (engine_cpu_subjects.py).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ TRUE_SHAPE = {
 PREFILL = ("prefill 512", "prefill 2048", "prefill 8192")
 DECODE = ("decode 1", "decode 8", "decode 32", "decode 64")
 CASES = PREFILL + DECODE
-DTYPES = {"": "float32", "bf16": "bfloat16"}  # of a subject's unquantized weights, by its suffix
-# Peer: its requirements. torch and transformers are taken from this environment.
+DTYPES = {"": "float32", "bf16": "bfloat16"}  # of unquantized weights, by the subject's suffix
+# Peer -> packages to install. torch and transformers come from this environment.
 PEERS = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),
     "onnxruntime": ("onnxruntime-genai", "onnx", "onnx-ir"),
@@ -63,22 +63,22 @@ PEERS = {
 }
 UNITS_OF_BFLOAT16 = ("avx512_bf16", "bf16")  # CPU features for bfloat16 products, on x86 and Arm
 NOT_OF_TEXT = ("torchvision", "torchaudio", "torchcodec")
-# Built here, with our flags, although a cache may have one that was built without them.
+# Packages that are always built, with our flags: a cached build may lack them.
 BUILT = {"llamacpp": ("--no-cache-dir",)}
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One table: a checkpoint, and its engines, each as "engine weights".
+    """Checkpoint of one table, and the engines to time, each named "engine weights".
 
     Attributes:
-        result: start of the results' file name; the kind of CPU ends the name.
-        folder: folder of the checkpoint, under build/.
-        dtype: config of the checkpoint.
+        result: start of the result file's name, which ends with the kind of CPU.
+        folder: folder of the checkpoint, below build/.
+        dtype: dtype in the checkpoint's config.
         ours: Baton's subjects, which run by default.
-        peers: subjects of each peer, by its name.
-        with_peers: Baton's subjects that need a peer's files, by the peer's name.
-        pairs: names of comparisons, with our weights and the peers' (none: any).
+        peers: subjects by peer.
+        with_peers: Baton's subjects that need a file of a peer, by peer.
+        pairs: comparison name -> Baton's weights, and the peers' weights (empty: any).
     """
 
     result: str
@@ -117,8 +117,8 @@ WORKS = {
         },
     ),
 }  # fmt: skip
-# GCC 12.2 assumes that loading a configuration of matrices reads 8 of its 64 bytes,
-# and drops what llama.cpp writes to the others, so that its first product ends in a fault.
+# GCC 12.2 assumes that loading a matrix configuration reads 8 of its 64 bytes, and drops
+# llama.cpp's writes to the other 56 bytes, so that the first matrix product crashes.
 LOADS_ALL_OF_A_CONFIGURATION = """\
 #if defined(__cplusplus) && defined(__AMX_TILE__)
 #include <immintrin.h>
@@ -131,7 +131,7 @@ RUN_LIMIT_S = 1800
 
 
 def make_checkpoint(work: Work) -> Path:
-    """Make the random checkpoint once, with the demo model's tokenizer, as converters need one."""
+    """Make the random checkpoint once, with a tokenizer (the demo model's) for the converters."""
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     shape = {**work.shape, **ids}
     folder = BUILD / work.folder
@@ -165,7 +165,7 @@ def python_of(peer: str) -> Path:
             stdout=sys.stderr,
             env=build_environment(folder),
         )
-        # Packages made for another torch break transformers, and text models do not need them.
+        # Packages built for another torch break transformers; text models do not need them.
         remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_OF_TEXT]
         subprocess.run(remove, check=True, stdout=sys.stderr)
         ready.touch()
@@ -173,14 +173,14 @@ def python_of(peer: str) -> Path:
 
 
 def build_environment(folder: Path) -> dict[str, str]:
-    """Return the environment for builds from source: see LOADS_ALL_OF_A_CONFIGURATION."""
+    """Return the environment for source builds, which include LOADS_ALL_OF_A_CONFIGURATION."""
     header = folder / "matrices.h"
     header.write_text(LOADS_ALL_OF_A_CONFIGURATION)
     return {**os.environ, "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -include {header}"}
 
 
 def reason_of(error: Exception) -> str:
-    """Return why an engine gave no result: its last line, and the signal that ended it, if any."""
+    """Return why an engine failed: its last line of output, and the signal that ended it."""
     text = getattr(error, "stderr", None) or str(error)
     last = [line for line in text.strip().splitlines() if line.strip()][-1:]
     said = last[0].replace(f"{ROOT}/", "").strip()[:200] if last else "nothing"
@@ -220,8 +220,7 @@ def answer_in(python: Path, *words: object, threads: int) -> Any:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if python == Path(sys.executable):
         environment = own_environment(OMP_NUM_THREADS=str(threads))
-    # What lies beside the script (-P), or where we are called, would shadow packages of theirs
-    # ("kernels").
+    # -P and the other folder keep our modules, such as "kernels", from shadowing a peer's packages.
     BUILD.mkdir(parents=True, exist_ok=True)
     return answer_of([python, "-P", *words], RUN_LIMIT_S, env=environment, cwd=BUILD)
 
@@ -229,9 +228,9 @@ def answer_in(python: Path, *words: object, threads: int) -> Any:
 def measure(
     pythons: dict[str, Path], folder: Path, options: Options
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Return the best tokens per second of each engine and case, and why engines are missing.
+    """Return each engine's best tokens per second by case, and the reasons of missing engines.
 
-    An interrupt (Ctrl-C) ends the run and keeps what was measured.
+    An interrupt (Ctrl-C) ends the run and keeps the results so far.
     """
     best: dict[str, dict[str, float]] = {subject: {} for subject in pythons}
     missing: dict[str, str] = {}
@@ -259,7 +258,7 @@ def measure(
 def compare(
     best: dict[str, dict[str, float]], ours: str, theirs: tuple[str, ...]
 ) -> dict[str, float]:
-    """Return Baton's rate over the best peer's, by case, for given weights (none named: any)."""
+    """Divide Baton's rate by the best peer's, per case, with the given weights (none: any)."""
     own = best.get(f"baton {ours}".strip(), {})
     peers = [
         rates
@@ -274,9 +273,9 @@ def compare(
 
 
 def measure_limits(threads: int) -> dict[str, float]:
-    """Measure the machine's limits: GB/s of reads, GFLOP/s of a large product in torch.
+    """Measure the machine's limits: GB/s of memory reads, GFLOP/s of a large product in torch.
 
-    If the CPU has no products in bfloat16, the figure of float32 stands for them.
+    A CPU without bfloat16 products gets the figure of float32 in place of bfloat16's.
     """
     import torch
 
@@ -309,10 +308,10 @@ def measure_limits(threads: int) -> dict[str, float]:
 def shares_of_limits(
     work: Work, best: dict[str, dict[str, float]], limits: dict[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Return each case's share of what a large product or reading of the weights allows.
+    """Return each case's rate as a share of the limit by large products or by memory reads.
 
-    A prompt's products are those of its linear layers and of attention; a decode of one reads every
-    matrix, and nothing else is counted.
+    A prefill is limited by the products of linear layers and attention; a decode of one request by
+    reading every weight matrix once. All other work is ignored.
     """
     shape = work.shape
     hidden, width = shape["hidden_size"], shape["head_dim"]
@@ -342,7 +341,7 @@ def shares_of_limits(
 
 
 def instruction_set() -> str:
-    """Return the best instruction set that kernels are built for and this CPU has."""
+    """Return the best instruction set of this CPU for which kernels are built."""
     from baton.kernel_library.ahead import INSTRUCTION_SETS, cpu_features
 
     fits = (one.name for one in INSTRUCTION_SETS if cpu_features().issuperset(one.needs))
@@ -351,16 +350,16 @@ def instruction_set() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How engines are timed.
+    """Options for timing engines.
 
     Attributes:
-        shape: the checkpoint, 125M or 0.6B.
-        peers: other engines, or all.
-        rounds: processes of each engine.
-        repetitions: repetitions of each case in a process.
-        tokens: decode steps per case.
-        cases: names of what is timed.
-        only: names of subjects; all others are left out.
+    shape: name of the checkpoint, 125M or 0.6B.
+    peers: other engines to time, or all.
+    rounds: number of processes per engine.
+    repetitions: repetitions of each case in a process.
+    tokens: decode steps per case.
+    cases: names of the cases to time.
+    only: names of the subjects to time; empty: all.
     """
 
     shape: Literal["125M", "0.6B"] = "125M"
@@ -374,7 +373,7 @@ class Options:
 
 
 def run(run: Run, options: Options) -> None:
-    """Install the peers, and measure all engines in turns."""
+    """Install the peers, then measure all engines in turns."""
     work = WORKS[options.shape]
     folder = make_checkpoint(work)
     pythons = {subject: Path(sys.executable) for subject in work.ours}

@@ -1,7 +1,7 @@
-"""One engine in a process of its own: load a checkpoint, time the given cases, print JSON.
+"""Time one engine in its own process: load a checkpoint, time the given cases, print JSON.
 
-Run by engine_cpu.py, perhaps with the Python of another environment, so nothing is imported before
-it is needed. Refuses to know: the other engines, what the times are compared with.
+`engine_cpu.py` runs this script, often with the Python of a peer's environment, so each function
+imports only what it needs. Refuses to know: other engines, and comparisons.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS = 32  # per prompt, before decoding is timed
+PROMPT_TOKENS = 32  # per prompt of a decode case
 Prompts = Sequence[list[int]]
-Generate = Callable[[Prompts, int], object]  # prompts (all of one length), tokens to make of each
+Generate = Callable[[Prompts, int], object]  # prompts of equal length, tokens per prompt
 
 
 def baton(folder: Path, threads: int, weights: str) -> Generate:
     """Load Baton's engine in this process, in the checkpoint's dtype.
 
-    With int8 and int4 weights, inputs are rounded, too. Weights of GGUF (q8_0 and so on) come from
-    the file that llama.cpp's measurement has made.
+    int8 and int4 weights also round the inputs. GGUF weights (q8_0 and others) come from the file
+    that the measurement of llama.cpp wrote.
     """
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
@@ -100,7 +100,7 @@ def vllm(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def onnxruntime(folder: Path, threads: int, weights: str) -> Generate:
-    """ONNX Runtime GenAI; the checkpoint is converted beside itself by its own builder."""
+    """ONNX Runtime GenAI; its own builder converts the checkpoint, into a folder beside it."""
     import subprocess
     import sys
 
@@ -139,11 +139,11 @@ def onnxruntime(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def openvino(folder: Path, threads: int, weights: str) -> Generate:
-    """OpenVINO GenAI's continuous batching; the checkpoint is converted beside itself."""
+    """OpenVINO GenAI with continuous batching; converts the checkpoint into a folder beside it."""
     import subprocess
     import sys
 
-    # Smaller weights are widened: products are made in bfloat16.
+    # int8 and int4 weights are widened, because products are computed in bfloat16.
     kept = {"": "fp32", "bf16": "fp16"}.get(weights, weights)
     precision = "bf16" if weights else "f32"
     converted = folder.parent / f"{folder.name}-openvino-{kept}"
@@ -183,7 +183,7 @@ def openvino(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
-    """llama.cpp, built here for this CPU; the checkpoint is converted beside itself."""
+    """llama.cpp, built for this CPU; converts the checkpoint into a file beside it."""
     import llama_cpp as api
     import numpy as np
 
@@ -201,14 +201,14 @@ def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
         if batch not in contexts:
             options = api.llama_context_default_params()
             options.n_ctx = 8704 if batch == 1 else batch * 256
-            options.n_batch = 8704  # tokens of a call, which it splits into 512
+            options.n_batch = 8704  # tokens per call, which llama.cpp splits into parts of 512
             options.n_seq_max = batch
             options.n_threads = options.n_threads_batch = threads
             contexts[batch] = api.llama_init_from_model(model, options)
         return contexts[batch]
 
     def step(context: Any, tokens: Prompts, position: int) -> list[list[int]]:
-        """Compute each request's tokens from a position on; return each one's next token."""
+        """Compute the requests' tokens, starting at a position; return each next token."""
         total = sum(map(len, tokens))
         batch = api.llama_batch_init(total, 0, 1)
         index = 0
@@ -253,9 +253,9 @@ SUBJECTS: dict[str, Callable[[Path, int, str], Generate]] = {
 
 
 def measure(generate: Generate, case: str, num_tokens: int) -> float:
-    """Tokens per second: ``prefill N`` of one prompt, ``decode B`` of B requests at a time.
+    """Measure tokens per second: ``prefill N`` has one prompt, ``decode B`` has B requests.
 
-    A first run is not counted; for a long prompt it has only the beginning, to save minutes.
+    An uncounted first run warms up; a long prompt is then cut short, which saves minutes.
     """
     kind, _, number = case.partition(" ")
     draw = random.Random(case)
@@ -291,7 +291,7 @@ def main() -> None:
         rounds = range(arguments.repetitions)
         try:
             results[case] = max(measure(generate, case, arguments.tokens) for _ in rounds)
-        except Exception as error:  # an engine may refuse a case: the others still count
+        except Exception as error:  # an engine may refuse one case; time the other cases
             results[case] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     print(json.dumps(results))
 

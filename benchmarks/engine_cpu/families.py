@@ -1,9 +1,9 @@
-"""Compare families of models on a CPU with a dense model, `transformers` and llama.cpp.
+"""Compare model families on a CPU with a dense model, with `transformers` and with llama.cpp.
 
-One row per family, random float32 weights of some hundred million parameters (or fewer, see
-``--layers``). Engines run alone, each in a process of its own, and take turns; the best of the
-rounds counts, as others on the machine only ever slow one down. A family joins by a row in SHAPES.
-Refuses to know: how an engine is called, see engine_cpu_subjects.py.
+Each family is one row: a model with random float32 weights, some hundred million parameters (fewer
+with a smaller ``--layers``). Each engine runs alone in its own process, in turns with the others;
+the best round counts, because other processes only slow a round down. A new family needs a row in
+SHAPES. Refuses to know: how to call an engine (engine_cpu_subjects.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT_CONTEXT = 32
 
 _DENSE: dict[str, Any] = engine_cpu.SHAPE | {"max_position_embeddings": 8192, "eos_token_id": 2}
 _FOUR_OF_SIXTEEN = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
-# Row -> architecture, and its config's fields beyond _DENSE.
+# Row -> architecture, and the config fields that differ from _DENSE.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3ForCausalLM", {}),
     "Mistral, window": ("MistralForCausalLM", {"sliding_window": 1024}),
@@ -55,19 +55,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
             "first_k_dense_replace": 12,
-            "n_routed_experts": 8,  # required in a config, though no layer has them
+            "n_routed_experts": 8,  # the config needs it, though no layer here has experts
             "num_experts_per_tok": 2,
         },
     ),
 }
-# Rows that use as many weights per token as the dense row (of experts, only the chosen ones).
+# Expert rows use as many weights per token (only of the chosen experts) as the dense row.
 DENSE_ROW = "Qwen3"
 EXPERT_ROWS = ("Qwen3-MoE", "Mixtral")
 ATTENTION_ROWS = ("Qwen3", "DeepSeek-V2")
 
 
 def make_checkpoint(row: str, num_layers: int) -> Path:
-    """Make the random checkpoint of a row once; return its folder."""
+    """Make the row's random checkpoint once; return its folder."""
     architecture, others = SHAPES[row]
     shape = _DENSE | others | {"num_hidden_layers": num_layers}
     return random_checkpoint(BUILD / f"{row}-{num_layers}", architecture, shape)
@@ -76,7 +76,7 @@ def make_checkpoint(row: str, num_layers: int) -> Path:
 def measure(
     row: str, pythons: dict[str, Path], options: Options
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Return a row's tokens per second by engine and case, and why peers are missing."""
+    """Return a row's tokens per second by engine and case, and the reasons of missing peers."""
     timing = engine_cpu.Options(
         threads=options.threads, rounds=options.rounds, tokens=options.tokens, repetitions=1,
         cases=CASES,
@@ -88,7 +88,7 @@ def measure(
 
 
 def measure_attention(row: str, options: Options) -> dict[str, float]:
-    """Measure the time that a long context's KV adds to a token, as bytes per second."""
+    """Measure how fast a long context's KV is read, from the time that it adds to a token."""
     folder = make_checkpoint(row, options.layers)
     call = "benchmarks.engine_cpu.families:print_attention"
     numbers = (options.threads, options.tokens, options.context)
@@ -113,7 +113,7 @@ def measure_attention(row: str, options: Options) -> dict[str, float]:
 
 
 def print_attention(folder: str, threads: str, tokens: str, context: str) -> None:
-    """Print as JSON: seconds per token after a short and a long context, and memory bandwidth."""
+    """Print JSON: seconds per token after a short and after a long context, memory bandwidth."""
     import torch
 
     from baton.api.sampling_params import SamplingParams
@@ -149,7 +149,7 @@ def print_attention(folder: str, threads: str, tokens: str, context: str) -> Non
 
 
 def ratios_of(best: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the ratios that have targets."""
+    """Return the ratios for which targets exist."""
     ratios: dict[str, dict[str, float]] = {}
     for row, engines in best.items():
         for engine in PEERS:
@@ -166,13 +166,13 @@ def ratios_of(best: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How families are timed.
+    """Options for timing families.
 
     Attributes:
-        rounds: processes of each engine and row.
+        rounds: processes per engine and row.
         tokens: decode steps per case.
-        context: tokens of the rows of attention.
-        peers: llamacpp is built if need be.
+        context: tokens of the long context in the attention rows.
+        peers: other engines; llamacpp is built if needed.
     """
 
     threads: int = 2

@@ -1,6 +1,6 @@
-"""Write a checkpoint as a GGUF file for llama.cpp, with llama.cpp's library of that name.
+"""Write a checkpoint as a GGUF file for llama.cpp, with the package `gguf`.
 
-Run with the Python of llama.cpp's environment. Refuses to know: which engines read it.
+Runs with the Python of llama.cpp's environment. Refuses to know: which engines read the file.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Mixtral's names of experts' matrices -> the names in other checkpoints.
+# Mixtral's names of expert matrices -> the names in other checkpoints.
 _NAMES_OF_OTHERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """llama.cpp's form of an architecture.
+    """How llama.cpp stores an architecture.
 
     Attributes:
         name: llama.cpp's name of the architecture.
         turns_neighbours: rotary embedding rotates adjacent pairs, not pairs half a head apart.
-        norms_from: number to add to the checkpoint's norm weights.
+        norms_from: number that llama.cpp's files add to the checkpoint's norm weights.
     """
 
     name: str
@@ -39,12 +39,12 @@ FORMS = {
     "Qwen3MoeForCausalLM": Form("qwen3moe"),
     "MixtralForCausalLM": Form("llama", turns_neighbours=True),
     "Gemma3ForCausalLM": Form("gemma3", norms_from=1.0),
-    "DeepseekV2ForCausalLM": Form("deepseek2"),  # its checkpoints have adjacent pairs already
+    "DeepseekV2ForCausalLM": Form("deepseek2"),  # its checkpoints already have adjacent pairs
 }
 
 
 def write_gguf(folder: Path, whole: Path, kept: str) -> None:
-    """Write the checkpoint as GGUF with a vocabulary, matrices in BF16 or all tensors in F32."""
+    """Write the checkpoint as GGUF with a vocabulary; matrices in BF16, or all tensors in F32."""
     import gguf
     import torch
 
@@ -72,7 +72,7 @@ def write_gguf(folder: Path, whole: Path, kept: str) -> None:
 
 
 def as_gguf(folder: Path, weights: str) -> Path:
-    """Convert the checkpoint to a GGUF file beside it, in a type of weights."""
+    """Convert the checkpoint into a GGUF file beside it, with the given type of weights."""
     kept = "bf16" if weights else "f32"
     whole = folder.parent / f"{folder.name}-{kept}.gguf"
     if not whole.exists():
@@ -84,7 +84,7 @@ def as_gguf(folder: Path, weights: str) -> Path:
         kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q4_K_S"}[weights]
         quantize(
             whole, path, kind, pure=True
-        )  # give no tensor a larger type, as other engines give none
+        )  # without a larger type for some tensors, as in other engines
     return path
 
 
@@ -95,7 +95,7 @@ def quantize(whole: Path, path: Path, kind: str, *, pure: bool = False) -> None:
         whole: the file to read, quantized or not.
         path: the file to write.
         kind: name of one of llama.cpp's mixtures of types.
-        pure: every matrix gets the type that gives the mixture its name.
+        pure: give every matrix the type that the mixture is named after.
     """
     import llama_cpp
 
@@ -122,9 +122,9 @@ def _write_vocabulary(writer: Any, folder: Path, size: int) -> None:
 
 
 def _vocabulary_of(folder: Path, size: int) -> tuple[list[str], list[str], int]:
-    """Return tokens, merges, and the number of special tokens at the beginning.
+    """Return the tokens, the merges, and the number of special tokens at the beginning.
 
-    They are the tokenizer's if it has all tokens of the checkpoint; else each token is made up.
+    If the tokenizer has fewer tokens than the checkpoint, all tokens are made up.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -146,7 +146,7 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or config
-    rope = rope.get("full_attention", rope)  # Gemma; llama.cpp knows the rotation of its windows
+    rope = rope.get("full_attention", rope)  # Gemma; llama.cpp knows the rope of windowed layers
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
@@ -169,7 +169,7 @@ def _num_experts(config: dict[str, Any]) -> int:
 
 
 def _write_latents(writer: Any, config: dict[str, Any]) -> None:
-    """Write the fields of latent attention: one KV head, whose values are a part of its key."""
+    """Write the fields of latent attention (MLA): one KV head, with values inside the keys."""
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     writer.add_head_count_kv(1)
     writer.add_kv_lora_rank(rank)
@@ -185,7 +185,7 @@ def _write_latents(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _tensors(folder: Path, config: dict[str, Any], form: Form) -> Iterator[tuple[str, Any]]:
-    """Yield names and tensors in llama.cpp's form; a layer's experts are one tensor."""
+    """Yield names and tensors as llama.cpp stores them; a layer's experts form one tensor."""
     import torch
     from safetensors import safe_open
 
@@ -218,12 +218,12 @@ def _tensors(folder: Path, config: dict[str, Any], form: Form) -> Iterator[tuple
 
 
 def _expert_name(name: str) -> str:
-    """Return the name of the tensor of all experts, given the first expert's name."""
+    """Return the name of the tensor with all experts, given the first expert's name."""
     for own, other in _NAMES_OF_OTHERS.items():
         name = name.replace(f".{own}.", f".{other}.")
     return name.replace("block_sparse_moe", "mlp").replace(".experts.0.", ".experts.")
 
 
 def _with_neighbours(rows: Any, num_heads: int) -> Any:
-    """Reorder heads' rows from halves that rotate together to adjacent pairs."""
+    """Reorder the rows of heads: pairs half a head apart become adjacent pairs."""
     return rows.view(num_heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

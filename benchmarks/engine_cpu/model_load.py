@@ -1,11 +1,11 @@
-"""Measure how long a model takes to load on a CPU, and how far memory grows meanwhile.
+"""Measure the time and the growth of memory while a CPU node loads a model.
 
-A checkpoint of Qwen3-0.6B's shape with random weights, in bfloat16; a fresh process per run, its
-files in the page cache. In turns with another checkout, if one is given:
+The checkpoint has Qwen3-0.6B's shape and random bfloat16 weights. Each load runs in a new process,
+with the files in the page cache. `--other` names another checkout, which takes turns with this one:
 
     python -m benchmarks model_load --other ../before
 
-Refuses to know: how models are loaded; it runs engines of checkouts older than itself.
+Refuses to know: how models are loaded, because older checkouts are measured, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def load_once(weights: str) -> dict[str, float]:
-    """Load in this process; the libraries are imported and built before."""
+    """Load the model in this process, with libraries imported and kernels built before."""
     from baton.engine_config import EngineConfig
     from baton_kernels.dispatch import native_ops
     from engine.worker.host.host_memory import peak_growth
@@ -47,7 +47,7 @@ def load_once(weights: str) -> dict[str, float]:
 
 
 def load_in(checkout: Path, weights: str) -> dict[str, float] | None:
-    """Load in a fresh process of a checkout; None: it does not know these weights."""
+    """Load in a new process of a checkout; return None if the checkout lacks these weights."""
     try:
         found: dict[str, float] = answer_of(
             [sys.executable, "-P", __file__, weights], env=own_environment(checkout)
@@ -59,21 +59,21 @@ def load_in(checkout: Path, weights: str) -> dict[str, float] | None:
 
 
 def medians(runs: list[dict[str, float] | None]) -> dict[str, float] | None:
-    """Summarize the runs of one checkout and format."""
+    """Return medians over the runs of one checkout and format of weights."""
     done = [one for one in runs if one is not None]
     if not done:
         return None
     found = {name: round(statistics.median(one[name] for one in done), 2) for name in done[0]}
-    # Memory of the weights alone: the KV cache's pages have not been written yet.
+    # The memory of the weights only, because no page of the KV cache has been written yet.
     weights_mib = found["kept_mib"] - KV_CACHE_BYTES / MIB
     return {**found, "share": round(found["growth_mib"] / weights_mib, 3)}
 
 
 def run(run: Run, other: Path | None = None, repetitions: int = 3) -> Document:
-    """Load every format in fresh processes.
+    """Load every format of weights in new processes.
 
     Args:
-        other: another checkout, in turns with this one.
+        other: another checkout to compare with.
     """
     from benchmarks.engine_cpu.engine_cpu import WORKS, make_checkpoint
 
@@ -90,5 +90,5 @@ def run(run: Run, other: Path | None = None, repetitions: int = 3) -> Document:
     return {"kv_cache_mib": KV_CACHE_BYTES / MIB, "weights": results}
 
 
-if __name__ == "__main__":  # in a process of its own, perhaps of an older checkout
+if __name__ == "__main__":  # runs in its own process, perhaps of an older checkout
     print(json.dumps(load_once(sys.argv[1])))

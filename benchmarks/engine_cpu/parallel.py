@@ -1,9 +1,9 @@
-"""Measure several ranks on one machine: times of sums, decode, prompts and hand-off.
+"""Measure several ranks on one machine: sums, decode steps, prompts and hand-offs.
 
-Sums are timed in two processes, side by side. Engines have a process each, in turns, and a Qwen3
-shape of about 125 million random weights in float32. Hand-overs are those of the demo model between
-real nodes. Ratios are of medians of one run, and of an engine's best round: others' work on the
-machine makes a round slower, never faster. Parts may be measured in runs of their own.
+Two processes time the sums. Engines, each in its own processes, take turns with a Qwen3 shape of
+about 125 million random float32 weights. Hand-offs of the demo model run between real nodes. Ratios
+compare medians of one run, or best rounds of engines, because other processes only slow a round
+down. `--without` leaves parts out, which keep their earlier results.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from benchmarks.runner.own_process import answer_of, call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 KIBIBYTES = (8, 16, 32, 64)
-# Sums of one transport follow each other, as in a step, so that ranks arrive together.
+# A transport's sums follow each other, as in a step, so that the ranks arrive together.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
-# Threads of all ranks together, ranks of a stage, stages.
+# Threads of all ranks together, ranks per stage, stages.
 ENGINES = {
     "one process, 1 thread": (1, 1, 1),
     "one process, 2 threads": (2, 1, 1),
@@ -48,7 +48,7 @@ LAYOUTS = ("layers", "heads")
 
 
 def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
-    """Time sums as one of two ranks; send medians in microseconds, by transport and KiB."""
+    """Time sums as one of two ranks; send median microseconds by transport and KiB."""
     import torch
 
     from models.parallel.shared_group import share_memory
@@ -102,7 +102,7 @@ def measure_sums() -> dict[str, dict[str, float]]:
 
 
 def run_engine(name: str, folder: Path) -> dict[str, float]:
-    """Measure seconds of a decode step, of a prompt and of idle ranks, in a process of its own."""
+    """Return seconds of a decode step and a prompt, and CPU time of idle ranks, of one engine."""
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
 
@@ -148,7 +148,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Measure the engines in turns; return ``{engine: {figure: values by round}}``."""
+    """Measure the engines in turns; return ``{engine: {figure: one value per round}}``."""
     folder = make_checkpoint(WORKS["125M"])
     found: dict[str, dict[str, list[float]]] = {name: {} for name in ENGINES}
     for _ in range(rounds):
@@ -164,7 +164,7 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def measure_handovers() -> dict[str, dict[str, float]]:
-    """Return medians of exposed transfer in ms, and descriptors per block and rank pair."""
+    """Return the median exposed transfer in ms, and descriptors per block and pair of ranks."""
     from baton import Client, SamplingParams
     from baton.api.outputs import PushReceipt
 
@@ -186,7 +186,7 @@ def measure_handovers() -> dict[str, dict[str, float]]:
                 if number:  # the first one warms up
                     pushes.setdefault((layout, name), []).append(handed.push)
 
-    # The kernel places threads differently at each start, so each layout is started more than once.
+    # The kernel places threads differently at each start, so each layout starts several times.
     for _ in range(NUM_STARTS):
         for layout in LAYOUTS:
             for name in SHAPES:
@@ -210,7 +210,7 @@ def ratios(
     engines: dict[str, dict[str, list[float]]],
     handovers: dict[str, dict[str, float]],
 ) -> dict[str, float]:
-    """Return the ratios that have targets."""
+    """Return the ratios for which targets exist."""
     found: dict[str, float] = {}
     if sums:
         found["sums"] = max(
@@ -260,14 +260,14 @@ def run(
 
 
 def print_engine(name: str, folder: str) -> None:
-    """Print an engine's figures as JSON, in a process of its own."""
+    """Print the figures of an engine as JSON; runs in its own process."""
     print(json.dumps(run_engine(name, Path(folder))))
 
 
 def merge_results(
     environment: Mapping[str, Any], measured: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Add what an earlier run measured of the parts that this one left out, and when."""
+    """Add the earlier results, with their dates, of parts that this run left out."""
     keys = ("date", "git_revision", "load_average")
     when = {key: environment[key] for key in keys}
     parts = {name: figures or before.get(name, {}) for name, figures in measured.items()}

@@ -1,11 +1,11 @@
-"""Measure the perplexity of a real model in every format of weights, on the same text.
+"""Measure the perplexity of a real model on the same text with every format of weights.
 
-SmolLM2-135M-Instruct, computed in float32; the text is this repository's own prose, cut into
-windows that are scored as prompts. Reports each perplexity over that of float32 weights, and how
-often the most likely next token differs. Formats of GPUs are computed by their definition.
+SmolLM2-135M-Instruct computes in float32. Windows of this repository's prose are scored as prompts.
+The results are each format's perplexity divided by that of float32 weights, and how often the most
+likely next token differs. Formats that only GPUs have are computed by their definitions.
 
     python -m benchmarks perplexity
-    python -m benchmarks perplexity --demo    the demo model, whose weights have 16 bits, on code
+    python -m benchmarks perplexity --demo    score code with the demo model (16-bit weights)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from models.gpu.packing import GpuPacker
 
 TEXTS = ("docs/architecture.md", "docs/inside.md", "docs/routing.md", "docs/security.md")
 DEMO_MODEL = ROOT / "examples" / "demo_model"
-# Written after the model was trained.
+# The demo model was trained before these texts were written.
 DEMO_TEXTS = (
     "models/gpu/packing.py",
     "benchmarks/engine_cpu/families.py",
@@ -48,7 +48,7 @@ OTHERS = [
 def score(
     model: str, weights: str, texts: Sequence[str], num_windows: int, num_tokens: int
 ) -> tuple[list[float], list[int]]:
-    """Return each token's log-likelihood, and the most likely token, given the tokens before it."""
+    """Return each token's log-likelihood given the tokens before, and the most likely tokens."""
     with contextlib.ExitStack() as replaced:
         if weights.startswith(ON_GPUS):
             format_ = QuantizedFormat(weights.removeprefix(ON_GPUS))
@@ -75,8 +75,8 @@ def run(run: Run, windows: int = 24, tokens: int = 512, demo: bool = False) -> N
     """Score the text with every format of weights.
 
     Args:
-        tokens: tokens of a window.
-        demo: the demo model, on code.
+        tokens: number of tokens of a window.
+        demo: score code with the demo model.
     """
     model = str(DEMO_MODEL) if demo else fetch_model(run.console, SMOLLM2)
     if model is None:

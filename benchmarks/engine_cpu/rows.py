@@ -9,7 +9,7 @@ from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 _PROMPTS = ("prefill 512", "prefill 2048", "prefill 8192")
 _CASES = (*_PROMPTS, "decode 1", "decode 8", "decode 32", "decode 64")
-# Words for the weights of both sides, by the name of the pair in a file of results.
+# Name of a comparison in the result file -> words for the weights of both sides.
 _PAIRS = {
     "int8 beside int8": "int8, peers in int8",
     "int8 beside any": "int8, peers in any format",
@@ -21,7 +21,7 @@ _PAIRS = {
 
 
 def _words(case: str) -> str:
-    """Say a case's size: a prompt's tokens, or a decode's batch."""
+    """Return words for a case: the tokens of a prefill, or the batch of a decode."""
     kind, _, size = case.partition(" ")
     return f"prefill of {size} tokens" if kind == "prefill" else f"decode, batch {size}"
 
@@ -47,7 +47,7 @@ def _all_beside(
 
 
 def _all_shares(weights: str, dtype: str, prefill: float) -> list[Row]:
-    """Return the rows of cases' shares of what memory bandwidth or a large product allows."""
+    """Return rows with each case's share of the limit by memory reads or large products."""
     of_product = f"FLOP rate divided by that of one large {dtype} matrix multiplication"
     goals = [(case, of_product, prefill) for case in _PROMPTS]
     of_memory = "share of memory's read bandwidth"
@@ -91,7 +91,7 @@ def _of_06b(kind: str) -> Source:
     )
 
 
-# Machine on which each kind of CPU was measured; kinds are the kernels' instruction sets.
+# One table per checkpoint and kind of CPU; kinds are the kernels' instruction sets.
 ENGINE_CPU = (
     _of_125m("x86-64-v4-bf16"),
     _of_125m("x86-64-v3"),

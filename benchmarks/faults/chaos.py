@@ -1,9 +1,9 @@
 """Kill, stop and restart real processes under load; exit 1 when a promise of the hand-off breaks.
 
-A router, two prefill and two decode nodes with NIXL on this machine, the demo model, a continuous
-load whose right answers are known. After each drill: every request had an end, no token was wrong,
-every block of every node is free again, and no process died that was not told to. The numbers of
-the arrows are those of docs/protocol/README.md.
+A router, two prefill and two decode nodes with NIXL run on this machine. They serve the demo model
+under a continuous load with known right answers. After each drill: every request has ended, no
+token was wrong, every block of every node is free, and only the processes that the drill ended have
+died. Arrow numbers are those of docs/protocol/README.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NODE_ARGS = [
     *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
 ]
 RANK_ARGS = ["--tensor-parallel-size", "2"]
-# Arrow of the diagram -> the process that dies, and the point (an option of the connector).
+# Arrow of the diagram -> process to kill, and the point in it (an option of the connector).
 ARROWS = {
     4: [("p0", "Start:send"), ("d0", "Start:recv")],
     5: [("d0", "Grant:send"), ("p0", "Grant:recv")],
@@ -59,13 +59,13 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
-RANK_DETECTION_S = 1.0  # from the signal until the router notices the loss
-FLUSH_INTERVAL_S = 1.0  # cached blocks do not travel, so no drill would hit
+RANK_DETECTION_S = 1.0  # from the signal until the router notices
+FLUSH_INTERVAL_S = 1.0  # cached blocks are not sent, so a drill needs empty caches
 
 
 @dataclass(slots=True)
 class Result:
-    """Result of a drill. ``broken`` lists the promises that did not hold."""
+    """Result of a drill. ``broken`` lists the promises that the drill broke."""
 
     name: str
     counts: dict[str, int] = field(default_factory=dict)
@@ -83,11 +83,11 @@ Action = Callable[[Site], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """Events that happen to a site under load; ``prepare`` runs before the load.
+    """Faults of a deployment under load; ``prepare`` runs before the load starts.
 
     Attributes:
         num_leavers: see `Load`.
-        of_ranks: whether its nodes have two ranks each.
+        of_ranks: whether each node has two ranks.
     """
 
     name: str
@@ -133,7 +133,7 @@ async def stop_one(site: Site, name: str) -> None:
 
 
 async def end_rank(site: Site, name: str, which: int, number: signal.Signals) -> None:
-    """End a rank at a random moment of the load, and start its node again."""
+    """End a rank at a random moment of the load, then restart its node."""
     before = left_behind()
     await site.end_rank(name, which, number)
     await asyncio.to_thread(site.deployment.restart, name)
@@ -146,7 +146,7 @@ async def end_rank(site: Site, name: str, which: int, number: signal.Signals) ->
 
 
 async def abort_storm(site: Site) -> None:
-    """Start 1,000 clients that leave at random moments."""
+    """Start 1,000 clients that disconnect at random moments."""
     seed = site.draw.randrange(2**32)
     storm = Load(site.address, site.cases, 64, seed, leaving=1.0, most=STORM_REQUESTS)
     await storm.run()
@@ -168,7 +168,7 @@ async def wait_for_death(site: Site, name: str, point: str) -> None:
     while process.poll() is None:
         now = time.monotonic()
         if now > begin + 20:
-            process.kill()  # so that the next drill does not meet it
+            process.kill()  # so that the next drill does not meet this node
             raise BatonError(f"{name} never came to where it should die")
         if now > flushed_at + FLUSH_INTERVAL_S:
             with contextlib.suppress(BatonError):  # the node may be dead by now
@@ -182,7 +182,7 @@ async def wait_for_death(site: Site, name: str, point: str) -> None:
 
 
 def drills() -> list[Drill]:
-    """Return all drills; those at arrows only if the nodes can inject faults."""
+    """Return all drills; drills at arrows need nodes that can inject faults."""
     found = [
         Drill("kill -9 of a prefill node", partial(kill_one, name="p0")),
         Drill("kill -9 of a decode node", partial(kill_one, name="d0"), in_short=True),
@@ -237,7 +237,7 @@ def can_inject_faults() -> bool:
 
 
 async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Result:
-    """Run the load and the drill, end the load, then check the promises."""
+    """Run the load with the drill, end the load, then check the promises."""
     result = Result(drill.name)
     site.doomed.clear()
     site.detection_s = None
@@ -296,7 +296,7 @@ async def run_all(
     kv_connector: str,
     method: str = "none",
 ) -> list[Result]:
-    """Run each drill on a whole site; replace a site that cannot be repaired."""
+    """Run all drills on one deployment, and replace the deployment if it cannot be repaired."""
     draft_args = drafting_args(method)
     results: list[Result] = []
     while len(results) < len(chosen):
@@ -305,7 +305,7 @@ async def run_all(
             listen=free_address(),
             num_prefill=2,
             num_decode=2,
-            router_args=["--no-local-prefill"],  # the hand-off should fail
+            router_args=["--no-local-prefill"],  # so that the hand-off can fail
             node_args=[
                 *(*NODE_ARGS, *draft_args, "--kv-connector", kv_connector),
                 *(RANK_ARGS if chosen[len(results)].of_ranks else []),
@@ -353,12 +353,12 @@ def run(
     kv_connector: Literal["nixl", "tls"] = "nixl",
     speculative_method: str = "none",
 ) -> None:
-    """Run the drills; every broken promise is a problem.
+    """Run the drills; every broken promise counts as a problem.
 
     Args:
-        short: two drills, nothing is saved.
-        only: part of the drills' names; nothing is saved.
-        seed: -1: any.
+        short: run two drills, and save nothing.
+        only: part of the names of the drills to run; nothing is saved.
+        seed: seed of the drills; -1: random.
         speculative_method: none, ngram, or a drafter of the demo model.
     """
     seed = random.randrange(2**16) if seed < 0 else seed
@@ -371,7 +371,7 @@ def run(
         for drill in drills()
         if only in drill.name
         and (drill.in_short or not short)
-        and not (drill.of_ranks and method in DRAFTERS)  # these draft with one rank only
+        and not (drill.of_ranks and method in DRAFTERS)  # trained drafters need one rank
     ]
     cases = make_cases(str(DEMO_MODEL), 12 if short else 32, seed)
     given = (concurrency, seed, run.console, kv_connector, method)

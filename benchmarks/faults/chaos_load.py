@@ -1,6 +1,6 @@
-"""A load whose right answers are known: concurrent streams, each compared token by token.
+"""Load with known right answers: concurrent streams, each compared token by token.
 
-Knows the public client only; what happens to the nodes meanwhile is `chaos.py`'s business.
+Uses the public client only; `chaos.py` causes the faults.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from engine.offline.llm import LLM
 
 PATIENCE_S = 0.1
 HUNG_S = 30.0
-RETRY_PAUSE_S = 0.1  # before a client tries again after UNAVAILABLE
-LEAVER_TOKENS = 700  # length of prompts whose client leaves during the hand-off
+RETRY_PAUSE_S = 0.1  # after UNAVAILABLE, until a client tries again
+LEAVER_TOKENS = 700  # prompt length of clients that leave during the hand-off
 VOCABULARY = 4000
-# Most prompts have several chunks, so that watermarks travel.
+# Most prompts have several chunks, so that their KV is sent in several parts.
 CHUNK_TOKENS = 64
-# Outcomes that no fault excuses.
+# Outcomes that are wrong even under faults.
 BROKEN = ("hung", "lost", "wrong")
 
 
 @dataclass(slots=True)
 class Load:
-    """Streams that follow each other in ``concurrency`` lanes until `stop`.
+    """Streams in ``concurrency`` lanes, one after the other in each, until `stop`.
 
     Attributes:
         leaving: share of the requests whose client leaves in the middle.
         most: number of requests after which the load stops by itself.
-        num_leavers: further lanes, whose clients all leave during the hand-off.
+        num_leavers: number of extra lanes in which every client leaves during the hand-off.
     """
 
     address: str
@@ -49,7 +49,7 @@ class Load:
     _stopping: bool = False
 
     async def run(self) -> None:
-        """Run until `stop` is called and each lane's last request has ended."""
+        """Send requests until `stop` is called; return when every lane's last request has ended."""
         async with AsyncClient(self.address) as client:
             lanes = [self._lane(client, lane) for lane in range(self.concurrency)]
             leavers = [self._leaver_lane(client, lane) for lane in range(self.num_leavers)]
@@ -72,14 +72,14 @@ class Load:
     async def _leaver_lane(self, client: AsyncClient, lane: int) -> None:
         draw = random.Random(f"{self.seed}-leaver-{lane}")
         while not self._stopping:
-            # A new prompt, so that all of its KV travels.
+            # A new prompt, so that all of its KV is sent.
             prompt = [draw.randrange(VOCABULARY) for _ in range(LEAVER_TOKENS)]
-            # From before the first chunk to behind the last, be the machine fast or slow.
+            # Between the first chunk and the end of the hand-off, on slow and on fast machines.
             patience_s = PATIENCE_S * 10 ** draw.uniform(-1, 1)
             stream = client.stream(prompt, SamplingParams(max_tokens=2))
-            # With the first token the hand-off is over, or nearly.
+            # At the first token the hand-off is over, or nearly.
             answer = await follow(stream, patience_s=patience_s, leave_after=0)
-            if answer.outcome not in ("left", "hung"):  # others count errors
+            if answer.outcome not in ("left", "hung"):  # errors are counted elsewhere
                 await asyncio.sleep(RETRY_PAUSE_S)
             self.answers.append(replace(answer, outcome="left"))
 
@@ -92,7 +92,7 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
     leave_after, patience_s = None, HUNG_S
     if draw.random() < leaving:
         leave_after = draw.randrange(len(case.expected))
-        if draw.random() < 0.5:  # at a random time, mostly before token 1
+        if draw.random() < 0.5:  # leave at a random time, mostly before token 1
             patience_s = draw.uniform(0.0, PATIENCE_S)
     stream = client.stream(case.prompt, case.params)
     answer = await follow(stream, case, patience_s=patience_s, leave_after=leave_after)
@@ -114,10 +114,10 @@ async def under_load(load: Load) -> AsyncIterator[None]:
 def certain_answers(
     model: str, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **options: Any
 ) -> list[tuple[int, ...] | None]:
-    """Return the answers of one process; None for an answer that may hang on a rounding.
+    """Return each request's answer; None: the answer depends on rounding.
 
-    With other requests in the batch, sums are taken in another order. An answer is certain if the
-    engine gives it in company and alone.
+    Other requests in a batch change the order of sums. An answer is certain if a request gets it
+    both in a batch and alone.
     """
     llm = LLM(model, dtype="float32", device="cpu", kv_cache_bytes=2**28, **options)
     together = [one.token_ids for one in llm.generate(list(prompts), params)]

@@ -1,6 +1,6 @@
-"""Site: a deployment whose processes can be killed, stopped, restarted and inspected.
+"""Site: a deployment with processes to kill, stop, restart and inspect.
 
-Knows processes and the admin services; not what a drill is, nor what the load asks.
+Knows processes and the admin services. Refuses to know: drills, and what clients ask.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from benchmarks.runner.programs import admin_of
 from engine.executors.multiproc import RANKS_PREFIX
 
 READY_TIMEOUT_S = 60.0
-FREE_TIMEOUT_S = 10.0  # "within seconds"
+FREE_TIMEOUT_S = 10.0  # the promise is "within seconds"
 DETECTION_TIMEOUT_S = 2.0  # until the router notices a dead or stopped node
 STOP_S = 5.0
-ORPHAN_TIMEOUT_S = 3.0  # until a node's processes end after one died
+ORPHAN_TIMEOUT_S = 3.0  # from a process's death until its node's other processes end
 
 
 def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDeploymentConfig:
-    """Return two prefill nodes and some decode nodes of the demo model, with little room each.
+    """Return a config with two prefill and some decode nodes, with small KV caches.
 
     Args:
-        node_args: more arguments of each node.
+        node_args: additional arguments of each node.
     """
     room = ["--dtype", "float32", "--num-blocks", "600", "--max-num-requests", "32"]
     return LocalDeploymentConfig(
@@ -52,14 +52,14 @@ def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDepl
 
 
 class Site:
-    """One deployment, its load, and the faults done to it."""
+    """One deployment, its load, and its faults."""
 
     def __init__(self, deployment: LocalDeployment, cases: list[Case], seed: int) -> None:
         self.deployment = deployment
         self.address = deployment.config.listen
         self.cases = cases
         self.draw = random.Random(seed)
-        self.doomed: set[str] = set()  # nodes that should die in this drill
+        self.doomed: set[str] = set()  # nodes that this drill kills
         self.detection_s: float | None = None
         self.undetected: list[str] = []
 
@@ -82,7 +82,7 @@ class Site:
         await self.watch_detection(name)
 
     async def end_rank(self, name: str, which: int, number: signal.Signals) -> None:
-        """Kill or stop one of a node's ranks (0: the leader); the whole node must end."""
+        """Kill or stop one rank of a node (0: the leader); the whole node must end."""
         self.doomed.add(name)
         processes = ranks_of(self.deployment.child(name).process.pid)
         os.kill(processes[which], number)
@@ -113,7 +113,7 @@ class Site:
         self.undetected.append(name)
 
     async def restart(self, name: str, *more_arguments: str) -> None:
-        """Start a node again, at the address it had."""
+        """Start a node again, at its old address."""
         nodes = await asyncio.to_thread(list_nodes, self.address) or {}
         listen = [] if name == "router" else ["--listen", nodes.get(name) or free_address()]
         await asyncio.to_thread(self.deployment.restart, name, *listen, *more_arguments)
@@ -123,7 +123,7 @@ class Site:
         await asyncio.to_thread(self.deployment.wait_ready, READY_TIMEOUT_S)
 
     async def repair(self) -> None:
-        """Start ended processes again, and wait until all are connected."""
+        """Restart ended processes, and wait until all are connected."""
         for child in list(self.deployment.children):
             if child.process.poll() is not None:
                 await self.restart(child.name)
@@ -131,7 +131,7 @@ class Site:
 
 
 async def wait_until_free(site: Site) -> tuple[float | None, str]:
-    """Return the seconds until all blocks of living nodes are free, or what stays held."""
+    """Return the seconds until all blocks of living nodes are free, or which blocks stay held."""
     begin = time.monotonic()
     while True:
         alive = {c.name for c in site.deployment.children if c.process.poll() is None}
@@ -144,7 +144,7 @@ async def wait_until_free(site: Site) -> tuple[float | None, str]:
 
 
 def held_blocks(router: str, alive: set[str]) -> str:
-    """List blocks in use on living nodes, and nodes that have not joined; empty: all is well."""
+    """List blocks in use on living nodes, and nodes that have not joined; empty: neither."""
     nodes = list_nodes(router) or {}
     found = [f"{name} has not joined" for name in sorted(alive - nodes.keys())]
     for name in nodes:
@@ -175,10 +175,10 @@ def list_nodes(router: str) -> dict[str, str] | None:
 
 
 def ranks_of(node: int) -> list[int]:
-    """Return the process ids of a node's ranks, the leader first, given the leader's."""
+    """Return the process ids of all of a node's ranks, the leader first, given the leader's id."""
     others = []
     for child in psutil.Process(node).children():
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # the process has ended meanwhile
             if "engine.executors.rank_process" in child.cmdline():
                 others.append(child.pid)
     return [node, *sorted(others)]
@@ -193,7 +193,7 @@ def is_running(pid: int) -> bool:
 
 
 def left_behind() -> set[str]:
-    """List files in shared memory and meeting folders that ended processes left behind."""
+    """List the shared-memory files and rendezvous folders of ended processes."""
     return {str(path) for path in (*Path("/dev/shm").iterdir(), *abandoned_folders(RANKS_PREFIX))}
 
 

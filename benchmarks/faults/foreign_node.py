@@ -1,16 +1,16 @@
-"""Start a node with other weights next to the right ones: no token of it may be served.
+"""Start a node with wrong weights next to right nodes: clients must get no token from it.
 
-A router with the demo model, two real decode nodes with its weights and one with others that only
-`weights` tells apart. Every answer is compared, token by token, with that of one process. Orders:
+A router serves the demo model with two right decode nodes and a foreign one, which differs only in
+its weights. Every answer is compared, token by token, with that of one process. Orders of events:
 
-    foreign first     it joins an empty router, the right ones follow
-    foreign last      it joins beside the right ones
-    foreign drained   it comes, is drained, serves again, under load
-    right drained     each right one in turn is drained and serves again
-    router restarted  all of them come back in any order
-    all right drained the foreign one takes over: then every token must be that of its model
+    foreign first     the foreign node joins an empty router, then the right nodes join
+    foreign last      the foreign node joins after the right nodes
+    foreign drained   the foreign node joins, is drained and resumed, all under load
+    right drained     each right node in turn is drained and resumed
+    router restarted  all nodes join again, in any order
+    all right drained the foreign node takes over; every token must then be its model's
 
-Exit 1 if a token differs, a request fails, or the foreign node got one that it should not have.
+Exit 1 if a token differs, a request fails, or the foreign node gets a request in another order.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ NUM_CASES = 24
 MAX_TOKENS = 32
 CONCURRENCY = 4
 JOIN_TIMEOUT_S = 120.0
-SETTLED_S = 2.5  # until the router has settled which nodes it serves
+SETTLED_S = 2.5  # until the router has decided which nodes serve
 TOKENS_PER_ORDER = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request, and its answers by the right and by the foreign model."""
+    """A request, with the answers of the right and of the foreign model."""
 
     prompt: list[int]
     params: SamplingParams
@@ -111,7 +111,7 @@ class Fleet(Programs):
 async def ask_all(
     fleet: Fleet, cases: Sequence[Question], order: Order, least: int, *, is_foreign: bool = False
 ) -> None:
-    """Send requests until this many more tokens came; compare each token."""
+    """Send requests until ``least`` more tokens have arrived; compare each token."""
     goal = order.num_tokens + least
     turn = itertools.cycle(cases)
 
@@ -138,7 +138,7 @@ async def ask_all(
 
 @contextlib.asynccontextmanager
 async def load(fleet: Fleet, cases: Sequence[Question], order: Order) -> AsyncIterator[None]:
-    """Send requests while something happens, and for a while afterwards."""
+    """Send requests while the block runs, and for a while afterwards."""
     running = asyncio.create_task(ask_all(fleet, cases, order, TOKENS_PER_ORDER))
     try:
         yield
@@ -151,7 +151,7 @@ async def foreign_first(fleet: Fleet, cases: Sequence[Question], order: Order) -
     fleet.begin("foreign")
     await fleet.wait_for("foreign")
     async with AsyncClient(fleet.address) as client:
-        with contextlib.suppress(BatonError):  # failing is no error while no node serves
+        with contextlib.suppress(BatonError):  # requests may fail while no node serves
             case = cases[0]
             answer = await client.generate(case.prompt, case.params, timeout_s=3)
             order.errors.append(f"answered before a right node was there: {answer.token_ids}")
@@ -213,7 +213,7 @@ ORDERS: dict[str, Callable[[Fleet, Sequence[Question], Order], Awaitable[None]]]
 
 
 def make_foreign_model(folder: Path) -> Path:
-    """Write a copy of the demo model with the rows of its largest tensor moved by one."""
+    """Write a copy of the demo model whose largest tensor has its rows shifted by one."""
     foreign = folder / "foreign_model"
     shutil.copytree(DEMO_MODEL, foreign)
     path = foreign / "model.safetensors"
@@ -260,7 +260,7 @@ async def play_orders(foreign: Path, cases: list[Question], console: Console) ->
 
 
 def run(run: Run, seed: int = 1) -> Document:
-    """Play all orders."""
+    """Play all orders of events."""
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         foreign = make_foreign_model(Path(folder))
         cases = make_cases(foreign, seed)

@@ -1,9 +1,10 @@
-"""Kill nodes, break links and stop processes under load: no innocent request may be refused.
+"""Kill nodes, cut links and stop processes under load: harmless requests must all succeed.
 
-Runs a router, two prefill and two decode nodes with NIXL on this machine, with the demo model and
-requests whose right answers are known. Every request must be complete and right. A request that
-kills each node that computes it (`--inject-faults poison=`) must be refused after at most two
-nodes. `innocents_virtual.py` does the same to simulated nodes, with many seeds.
+A router, two prefill and two decode nodes with NIXL run on this machine. They serve the demo model
+to requests with known answers; every request must complete with the right tokens. A killer request
+(`--inject-faults poison=`) kills each node that computes it; the router must refuse the killer
+after at most two nodes. `innocents_virtual.py` runs these drills on simulated nodes, with many
+seeds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Row = dict[str, Any]
 
 
 class Proxy:
-    """A TCP proxy in front of the router that can break and refuse connections."""
+    """TCP proxy in front of the router that can cut and refuse connections."""
 
     def __init__(self, target: str) -> None:
         self.address = free_address()
@@ -47,13 +48,13 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def serve(self) -> None:
-        """Carry bytes until cancelled."""
+        """Forward bytes until cancelled."""
         host, port = split_address("proxy", self.address)
         async with await asyncio.start_server(self._carry, host, port) as server:
             await server.serve_forever()
 
     async def cut(self, seconds: float) -> None:
-        """Break all connections, and refuse new ones for some seconds."""
+        """Cut all connections, and refuse new ones for some seconds."""
         self._is_cut = True
         for writer in self._writers:
             writer.transport.abort()
@@ -89,9 +90,9 @@ class Scene:
     """A deployment under load.
 
     Attributes:
-        proxies: proxy in front of the router, by the name of the node that dials through it.
-        num_kills: kills of the drill, in turns.
-        num_deaths: nodes that ended; each is started again at once.
+        proxies: proxies in front of the router, by the name of the node that dials the proxy.
+        num_kills: number of kills in the drill that kills nodes in turns.
+        num_deaths: number of nodes that ended; each is restarted at once.
     """
 
     site: Site
@@ -101,7 +102,7 @@ class Scene:
     doings: list[str] = field(default_factory=list)
 
     async def supervise(self) -> None:
-        """Restart nodes that ended, as a service manager does."""
+        """Restart ended nodes, as a service manager does."""
         while True:
             await asyncio.sleep(POLL_S)
             for child in list(self.site.deployment.children):
@@ -110,7 +111,7 @@ class Scene:
                     self.num_deaths += 1
 
     async def kill(self, name: str) -> None:
-        """Kill a node, and wait until another node has its name."""
+        """Kill a node, and wait until a new node has taken its name."""
         self.site.deployment.child(name).process.kill()
         num_deaths = self.num_deaths
         while self.num_deaths == num_deaths:  # noqa: ASYNC110
@@ -119,11 +120,11 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """Events that happen to a deployment under load.
+    """Faults of a deployment under load.
 
     Attributes:
         through_proxies: whether the first node of each role dials the router through a proxy.
-        poisoned: the role that the killer kills ("p", "d" or "").
+        poisoned: role whose nodes the killer kills ("p", "d" or "").
     """
 
     name: str
@@ -134,7 +135,7 @@ class Drill:
 
 
 async def kill_in_turns(scene: Scene) -> None:
-    """Kill a prefill and a decode node in turns, each a moment after all nodes are together."""
+    """Kill a prefill and a decode node in turns, each soon after all nodes have joined."""
     draw = scene.site.draw
     for number in range(scene.num_kills):
         await scene.site.wait_ready()
@@ -145,14 +146,14 @@ async def kill_in_turns(scene: Scene) -> None:
 
 
 async def break_links_twice(scene: Scene) -> None:
-    """Break the links of a prefill and of a decode node for 0.3 s, ten times in turns."""
+    """Cut the link of a prefill and of a decode node in turns for 0.3 s, ten times."""
     for number in range(10):
         await scene.proxies["pd"[number % 2] + "0"].cut(0.3)
         await asyncio.sleep(scene.site.draw.uniform(0.3, 2.5))
 
 
 async def stand_still(scene: Scene) -> None:
-    """Have a prefill node, and then a decode node, stand still for 3 s, three times."""
+    """Stop a prefill node and then a decode node for 3 s, three times."""
     draw = scene.site.draw
     for _ in range(3):
         for role in "pd":
@@ -167,7 +168,7 @@ async def cut_the_only_decode_node(scene: Scene) -> None:
 
 
 async def send_killer(scene: Scene) -> None:
-    """Send a request that kills nodes, and send it once more when it was refused."""
+    """Send a request that kills nodes, and send it again after its refusal."""
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     async with AsyncClient(scene.site.address) as client:
         for number in range(2):
@@ -191,7 +192,7 @@ def drills() -> list[Drill]:
 
 
 async def run_drill(drill: Drill, cases: list[Case], options: Options, seed: int) -> Row:
-    """Run a drill under load; return what became of all requests."""
+    """Run a drill under load; return the outcomes of all requests."""
     poison = ["--inject-faults", f"poison={KILLER}"]
     config = LocalDeploymentConfig(
         model=str(DEMO_MODEL),
@@ -260,13 +261,13 @@ def problems_of(drill: Drill, row: Row) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options: the drills to run, and the load.
+    """Drills to run, and the load.
 
     Attributes:
-        only: part of the drills' names.
+        only: part of the names of the drills to run.
         seeds: seeds of the drills; by default a random one.
-        kills: kills in the drill of kills.
-        requests: fewest requests of a drill.
+        kills: number of kills in the drill that kills nodes in turns.
+        requests: smallest number of requests of a drill.
     """
 
     only: str = ""

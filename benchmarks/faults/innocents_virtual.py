@@ -1,9 +1,9 @@
-"""Kill and stop simulated nodes on virtual time: no innocent request may be refused.
+"""Kill and stop simulated nodes on virtual time: harmless requests must all succeed.
 
-Runs the real dispatcher and pool over simulated nodes on virtual time (`virtual_fleet.py`). The
-same seed gives the same run every time, and many seeds cost little. After each drill every request
-must be complete and have the right tokens. A request that kills the nodes that compute it must be
-refused after at most two nodes. `innocents.py` does the same to real processes.
+The real dispatcher and pool run over simulated nodes (`virtual_fleet.py`). A seed gives the same
+run every time, and many seeds cost little. In each drill every request must complete with the right
+tokens. A killer request kills each node that computes it; the dispatcher must refuse the killer
+after at most two nodes. `innocents.py` runs these drills on real processes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Fault = Callable[["Site"], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """Events that happen to a fleet under load.
+    """Faults of a fleet under load.
 
     Attributes:
         nodes: numbers of prefill and decode nodes.
         seconds: time in which the requests arrive.
-        kills_at: role ("p" or "d") of the nodes that a killer kills, and the index of the output
+        kills_at: role ("p" or "d") of the nodes that the killer kills, and the index of the output
             token at which they die; None: no killer.
     """
 
@@ -68,7 +68,7 @@ class Site:
 
     Attributes:
         killed_by_killer: names of the nodes that the killer killed.
-        refusals: texts of the errors that requests ended with.
+        refusals: texts of the errors with which requests ended.
     """
 
     drill: Drill
@@ -82,13 +82,13 @@ class Site:
     jobs: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def kill(self, name: str) -> None:
-        """Kill a node, and restart it a little later."""
+        """Kill a node, and restart the node a little later."""
         await self.joined.cluster.kill(name)
         await asyncio.sleep(RESTART_S)
         await self.joined.cluster.restart(name)
 
     def is_deadly(self, name: str, event: NodeEvent) -> bool:
-        """Return whether the event that a node is about to send kills it; if so, kill it."""
+        """Return whether the event that a node is about to send is deadly; if so, kill the node."""
         if self.drill.kills_at is None or not isinstance(event, tuple):
             return False
         role, index = self.drill.kills_at
@@ -117,7 +117,7 @@ class Site:
 
 
 async def kill_in_turns(site: Site) -> None:
-    """Kill prefill and decode nodes in turns, at any moment."""
+    """Kill prefill and decode nodes in turns, at random moments."""
     num_prefill, num_decode = site.drill.nodes
     for number in range(NUM_KILLS):
         await asyncio.sleep(site.draw.uniform(0.2, 2.0) * site.drill.seconds / NUM_KILLS)
@@ -129,7 +129,7 @@ async def kill_in_turns(site: Site) -> None:
 
 
 async def break_links_twice(site: Site) -> None:
-    """Break two links for 0.3 s, one after the other; both processes go on."""
+    """Cut two links for 0.3 s, one after the other; both processes keep running."""
     await asyncio.sleep(site.draw.uniform(0.2, 0.4) * site.drill.seconds)
     for name in site.draw.sample(sorted(site.joined.links), 2):
         site.joined.links[name].break_for(0.3)
@@ -137,7 +137,7 @@ async def break_links_twice(site: Site) -> None:
 
 
 async def stand_still(site: Site) -> None:
-    """Have a prefill and a decode node stand still for 3 s, one a little later than the other."""
+    """Stop a prefill node and, a little later, a decode node, for 3 s each."""
     await asyncio.sleep(site.draw.uniform(0.2, 0.4) * site.drill.seconds)
     for name in (f"sim-{role}{site.draw.randrange(2)}" for role in "pd"):
         await site.joined.cluster.stall(name, 3.0)
@@ -181,7 +181,7 @@ def drills() -> list[Drill]:
 
 
 async def run_drill(drill: Drill, seed: int) -> Row:
-    """Run a drill under load; return what became of all requests."""
+    """Run a drill under load; return the outcomes of all requests."""
     site = Site(drill, random.Random(f"{drill.name} {seed}"))
     cluster = joined_cluster(*drill.nodes, OPTIONS, local_prefill=False, is_dropped=site.is_deadly)
     async with cluster as site.joined:
@@ -228,11 +228,11 @@ def problems_of(drill: Drill, row: Row) -> list[str]:
 
 
 def run(run: Run, seeds: int = 20, only: str = "") -> Document:
-    """Run every drill with many seeds.
+    """Run every drill with every seed.
 
     Args:
         seeds: number of seeds.
-        only: part of the drills' names.
+        only: part of the names of the drills to run.
     """
     results: Row = {}
     for drill in drills():

@@ -1,9 +1,9 @@
-"""Compare descriptors, threads and memory before and after many faults; exit 1 if they grow.
+"""Compare descriptors, threads and memory before and after many faults; exit 1 if they grew.
 
-Runs a router, two prefill and two decode nodes with NIXL on this machine, with the demo model and
-streams with known answers. The first run stops p0 and d0 in turns. The second is a soak with a
-fault at regular intervals: p1 and d1 are killed and restarted, p0 and d0 stand still. The router,
-p0 and d0 survive; their descriptors, threads and memory are compared at rest.
+A router, two prefill and two decode nodes with NIXL serve the demo model on this machine, to
+streams with known answers. The first run stops p0 and d0 in turns. The second run, a soak, causes a
+fault at regular intervals: p1 and d1 are killed and restarted, p0 and d0 are stopped for a while.
+The descriptors, threads and memory of the survivors (the router, p0, d0) are compared at rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.runner.run import Run
 
 SURVIVORS = ("router", "p0", "d0")
 STANDSTILL_S = 3.0
-NUM_WARM_UP = 2  # standstills before the first count, as each process opens some files once
+NUM_WARM_UP = 2  # standstills before the first count, because processes open some files once
 CONCURRENCY = 6
 NUM_LOOKS = 5
 SAMPLE_S = 5.0
@@ -52,12 +52,12 @@ class Usage:
 
 
 def look(site: Site) -> dict[str, Usage]:
-    """Read the usage of the processes that survive."""
+    """Read the usage of the survivors."""
     return {name: Usage.of(site.deployment.child(name).process.pid) for name in SURVIVORS}
 
 
 def open_files(site: Site) -> dict[str, Counter[str]]:
-    """List the files of the survivors' descriptors, and the other ends of their sockets."""
+    """Count the survivors' open files and sockets, with the other ends of sockets."""
     found = {}
     for name in SURVIVORS:
         pid = site.deployment.child(name).process.pid
@@ -77,7 +77,7 @@ async def look_at_rest(site: Site) -> dict[str, Usage]:
     await site.repair()
     await wait_until_free(site)
     looks = []
-    for _ in range(NUM_LOOKS):  # the client's own connection counts at the router, too
+    for _ in range(NUM_LOOKS):  # this client's connection adds descriptors to the router
         await asyncio.sleep(1.0)
         looks.append(look(site))
     return {name: min((one[name] for one in looks), key=order) for name in SURVIVORS}
@@ -89,20 +89,20 @@ def order(usage: Usage) -> tuple[int, int, float]:
 
 
 async def stand_still(site: Site, name: str) -> None:
-    """Stop a node for longer than its router and its peers wait."""
+    """Stop a node for longer than the timeouts of the router and its peers."""
     await site.stand_still(name, STANDSTILL_S)
     await site.wait_ready()
 
 
 async def stand_still_often(site: Site, number: int) -> list[str]:
-    """Have p0 and d0 stand still in turns."""
+    """Stop p0 and d0 in turns."""
     for index in range(number):
         await stand_still(site, SURVIVORS[1 + index % 2])
     return ["stands still"] * number
 
 
 async def soak(site: Site, minutes: float, every_s: float) -> list[str]:
-    """Cause a fault at regular intervals; returns the list of faults."""
+    """Cause a fault at regular intervals; return the list of faults."""
     begun_at, done = time.monotonic(), list[str]()
     while (due := (len(done) + 1) * every_s) < minutes * 60:
         await asyncio.sleep(max(0.0, begun_at + due - time.monotonic()))
@@ -120,7 +120,7 @@ async def soak(site: Site, minutes: float, every_s: float) -> list[str]:
 
 
 async def sample(site: Site, samples: list[dict[str, Usage]]) -> None:
-    """Take a sample now and then, until cancelled."""
+    """Take samples at intervals, until cancelled."""
     while True:
         await asyncio.sleep(SAMPLE_S)
         samples.append(look(site))
@@ -162,13 +162,13 @@ async def measure(site: Site, what: str, options: Options) -> dict[str, object]:
 
 
 async def warm_up(site: Site) -> None:
-    """Serve for a while, so that growth with the first requests is over."""
+    """Serve for a while, so that the growth with the first requests is over."""
     load = Load(site.address, site.cases, CONCURRENCY, 0, leaving=0.0, most=200)
     await load.run()
 
 
 def quarters(samples: list[dict[str, Usage]], name: str) -> list[list[float]]:
-    """Cut a process's resident memory under load into four parts of equal length."""
+    """Split a process's resident memory under load into four equally long parts."""
     values = [one[name].resident_mib for one in samples]
     size = max(1, len(values) // 4)
     return [part for start in range(0, 4 * size, size) if (part := values[start : start + size])]
@@ -190,11 +190,11 @@ def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options: lengths of the runs.
+    """Lengths of the runs.
 
     Attributes:
         every: seconds between two faults.
-        only: name of the only run to do.
+        only: name of the run to do; empty: both.
     """
 
     standstills: int = 20

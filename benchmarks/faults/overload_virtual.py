@@ -1,8 +1,8 @@
-"""Play three times too much load on virtual time: the overload drill of `resilience.py`.
+"""Overload simulated nodes three times on virtual time: the overload drill of `resilience.py`.
 
-The real gate, dispatcher and policy over simulated nodes in one process (`virtual_fleet.py`), and
-the same requests. Of a seed the same numbers come every time, however busy the machine; what the
-router's own processor time does to deadlines is not seen here, and refusals take no time.
+The real gate, dispatcher and policy run over simulated nodes in one process (`virtual_fleet.py`),
+with the same requests. A seed gives the same numbers every time, on any machine. Not measured: the
+effect of the router's own processor time on deadlines; refusals take no time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEEDS = (1, 2, 3, 4, 5)
 DEADLINE_S = 5.0
 SATURATE_S, SETTLE_S, BEFORE_S, AFTER_S = 10.0, 3.0, 10.0, 20.0
 NO_DEADLINE_S = 1e6
-# Steady loads; the one with most deadlines kept shows what the fleet can do in time.
+# Steady loads; the best of them shows how many deadlines per second the fleet can keep.
 STEADY, STEADY_S = (0.6, 0.7, 0.8, 1.0, 1.2, 1.5), 40.0
 LEAST_KEPT, LEAST_GOODPUT = 0.99, 0.9
 
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 class Gated:
-    """A router with its gate, and drawn requests to it."""
+    """Router with its gate, and random requests."""
 
     def __init__(self, pool: NodePool, seed: int) -> None:
         gate = Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
@@ -48,7 +48,7 @@ class Gated:
         self._draw = random.Random(seed)
 
     def load(self, timeout_s: float = DEADLINE_S) -> OpenLoad:
-        """Make a load of drawn requests with this deadline."""
+        """Make a load of random requests with this deadline."""
         return OpenLoad(lambda: self._ask(timeout_s), self._draw)
 
     async def _ask(self, timeout_s: float) -> Answer:
@@ -57,7 +57,7 @@ class Gated:
 
 
 def is_kept(answer: Answer) -> bool:
-    """Return whether a request ended well and within its deadline."""
+    """Return whether a request completed within its deadline."""
     return answer.outcome == "complete" and answer.total_s <= DEADLINE_S
 
 
@@ -70,7 +70,7 @@ def is_local(answer: Answer) -> bool:
 async def run_drill(
     seed: int, fleet: tuple[int, int], overload_s: float, *, local_prefill: bool
 ) -> Row:
-    """Saturate the fleet, then send half, three times and half of the saturated rate."""
+    """Saturate the fleet; then send half, three times and half of the saturated rate."""
     async with joined_fleet(*fleet, OPTIONS, local_prefill=local_prefill) as pool:
         gated = Gated(pool, seed)
         rate = await gated.load(NO_DEADLINE_S).saturate(16 * sum(fleet), SATURATE_S)
@@ -88,7 +88,7 @@ async def run_drill(
 async def run_steady(
     seed: int, fleet: tuple[int, int], rate: float, *, local_prefill: bool
 ) -> float:
-    """Deadlines kept per second of a steady load with the gate; the first quarter is run-up."""
+    """Return the deadlines kept per second under a steady load, after a quarter of run-up."""
     async with joined_fleet(*fleet, OPTIONS, local_prefill=local_prefill) as pool:
         gated = Gated(pool, seed)
         for seconds in (STEADY_S / 3, STEADY_S):
@@ -136,7 +136,7 @@ def problems_of(row: Row) -> list[str]:
 
 
 def run_fleet(name: str, options: Options) -> Row:
-    """Run all seeds, and measure how much work of steady loads is done in time."""
+    """Run all seeds, and compare with the deadlines that steady loads keep."""
     fleet, local_prefill = FLEETS[name], not options.no_local_prefill
     rows: dict[str, Row] = {}
     for seed in options.seeds:
@@ -171,7 +171,7 @@ class Options:
 
 
 def run(run: Run, options: Options) -> Document:
-    """Play every fleet with every seed."""
+    """Run every fleet with every seed."""
     results = {name: run_fleet(name, options) for name in options.fleets}
     for name, result in results.items():
         run.problems += [f"{name}: {problem}" for problem in result.get("problems", ())]

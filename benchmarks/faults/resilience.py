@@ -1,11 +1,11 @@
 """Run two drills with a real router: nodes that die under load, and three times too much load.
 
     deaths     simulated nodes vanish and come back, 1,000 times: no request may fail
-    overload   0.5, 3 and 0.5 times the capacity: what is accepted keeps its deadline, what is
-               not is refused at once, and then all is as before
+    overload   0.5, 3 and 0.5 times the capacity: accepted requests keep their deadlines, other
+               requests are refused at once, and afterwards times are as before
 
-The router, the nodes and this client are three processes. What the client measures is late by as
-much as its own timers are, and by other load on the machine: both are printed.
+The router, the nodes and this client are three processes. Late timers of the client and other load
+on the machine make the client's measurements too long, so both are printed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.programs import SimFleet, admin_of
 from benchmarks.runner.run import Run
 
-TIME_SCALE = 5.0  # slower than an H100 with an 8B model: fewer steps load the machine less
+TIME_SCALE = 5.0  # slower than an H100 with an 8B model, so that steps load the machine less
 SETTLE_S = 3.0
 BUSY = 0.5  # share of the capacity in use while nodes die
-# Offered load, as a multiple of what the nodes complete with 32 open requests per pair and no
-# deadlines. As a multiple of what they complete in time, the values are 0.7 and 4 (log).
+# Offered load, as a multiple of the rate that the nodes complete with 32 open requests per pair
+# and no deadlines. As a multiple of the rate that they complete in time: 0.7 and 4 (log).
 NORMAL, OVERLOAD = 0.5, 3.0
 WINDOW_S = 5
-NORMAL_TTFT = 1.5  # up to this multiple of the earlier median counts as recovered
-# About the requests per second of one pair of these nodes; sets the load of the deaths drill.
+NORMAL_TTFT = 1.5  # times the earlier median; up to this counts as recovered
+# Requests per second of one pair of these nodes, roughly; sets the load of the deaths drill.
 PAIR_RATE = 3.5
 
 PHASES = ("before", "overload", "after")
@@ -62,7 +62,7 @@ class Sizes:
     overload_s: float = 60.0
     after_s: float = 20.0
     timeout_s: float = 5.0
-    # Promises. (A quick run does not check times and exact numbers, which depend on the machine.)
+    # Promises. A quick run skips times and exact numbers, which depend on the machine.
     least_kept: float = 1.0
     refusal_limit_s: float = 0.05
 
@@ -82,7 +82,7 @@ QUICK = Sizes(
 
 
 class Site(SimFleet):
-    """A router and simulated nodes, and what the router says of itself."""
+    """Router over simulated nodes, and the router's figures of itself."""
 
     def num_deaths(self) -> int:
         """Return how many nodes have died so far."""
@@ -116,7 +116,7 @@ async def run_deaths(sizes: Sizes, seed: int) -> Row:
     kill = sizes.deaths_per_s * 60 / (2 * pairs)  # per node and minute
     faults = f"kill={kill:g},restart_s={sizes.restart_s:g},seed={seed}"
     with Site(pairs, pairs, "--time-scale", TIME_SCALE, "--faults", faults) as site:
-        await asyncio.to_thread(site.wait_ready, 0.5)  # some are dead already
+        await asyncio.to_thread(site.wait_ready, 0.5)  # some nodes are dead already
         num_before = site.num_deaths()
         async with AsyncClient(site.address) as client, watch_lag() as lags:
             load = make_load(client, read_limits(DEMO_MODEL).vocab_size, seed)
@@ -140,7 +140,7 @@ async def run_deaths(sizes: Sizes, seed: int) -> Row:
                 "longest_pause_s": round(max(a.longest_gap_s for a in load.answers), 2),
                 "open_requests_after": site.stats().num_open,
                 "open_legs_after": site.num_open_legs(),
-                # Evenly over the drill, so that a leak shows as a slope.
+                # Samples at equal intervals over the drill, so that a leak shows as a slope.
                 "router_rss_mib": [round(rss[(len(rss) - 1) * i // 9], 1) for i in range(10)],
                 "router_cpu_s": round(sum(site.router.cpu_times()[:2]), 1),
                 "client_lag_ms_p99": _ms(_quantile(lags, 0.99)),
@@ -192,7 +192,7 @@ async def run_overload(sizes: Sizes, seed: int) -> Row:
 async def play_phases(
     load: OpenLoad, rate: float, seconds: Sequence[float]
 ) -> tuple[dict[str, list[Answer]], float]:
-    """Send half, three times and half of a rate; return the answers, and when overload ended."""
+    """Send half, three times and half of a rate; return the answers, and the overload's end."""
     clock, begins = asyncio.get_running_loop().time, list[float]()
     for factor, duration_s in zip((NORMAL, OVERLOAD, NORMAL), seconds, strict=True):
         begins.append(clock())
@@ -228,9 +228,9 @@ def _phase(answers: list[Answer], sizes: Sizes) -> Row:
 
 
 def normal_again_s(before: Sequence[Answer], after: Sequence[Answer], ended_at: float) -> int:
-    """Seconds after the overload from which on the median TTFT of each `WINDOW_S` is as before.
+    """Return the seconds after the overload until each `WINDOW_S` has a normal median TTFT.
 
-    (Some single seconds are slow by chance, without any overload.)
+    Some single seconds are slow by chance, without any overload, so windows are judged.
     """
     limit_s = NORMAL_TTFT * statistics.median(sent.ttft_s or math.inf for sent in before)
     by_second: dict[int, list[float]] = {}
@@ -270,7 +270,7 @@ def problems_of_overload(row: Row, sizes: Sizes) -> list[str]:
 
 
 def _outcomes(answers: list[Answer]) -> Row:
-    """Count outcomes, and give an example of each that is neither complete nor refused."""
+    """Count outcomes, with an example of each that is neither complete nor refused."""
     counts = Counter(answer.outcome for answer in answers)
     odd = {a.outcome: a.detail for a in answers if a.outcome not in ("complete", "refused")}
     return {
@@ -299,11 +299,11 @@ def run(
     only: Sequence[Literal["deaths", "overload"]] = ("deaths", "overload"),
     seed: int = 1,
 ) -> None:
-    """Run the drills; nothing is saved of a quick run or of one drill alone.
+    """Run the drills; a quick run, or a run of one drill, saves nothing.
 
     Args:
-        quick: some 40 s in all.
-        deaths: number of nodes that die; 0: the usual one.
+        quick: run some 40 s in all.
+        deaths: number of nodes that die; 0: the default.
     """
     sizes = QUICK if quick else Sizes()
     sizes = dataclasses.replace(sizes, deaths=deaths or sizes.deaths)

@@ -1,4 +1,4 @@
-"""Draw requests to simulated nodes, whose right answers are known, and watch a client's lag."""
+"""Send random requests with known answers to simulated nodes, and watch a client's lag."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from baton import AsyncClient, SamplingParams
 from benchmarks.runner.answers import Answer, Case, OpenLoad, follow
 from sim_node.sim_model import output_tokens
 
-HUNG_S = 60.0  # after the deadline, or after sending if there is none
+HUNG_S = 60.0  # after the deadline, or after sending without a deadline
 PROMPT_TOKENS = (400, 1600)
 OUTPUT_TOKENS = (20, 60)
-# One in three requests ends at a stop token, long before its max_tokens.
+# A third of the requests end at a stop token, long before max_tokens.
 _STOPS, _ROOM = 1 / 3, 4
 _LAG_INTERVAL_S = 0.01
 
@@ -34,10 +34,10 @@ def draw_case(draw: random.Random, vocab_size: int) -> Case:
 def make_load(
     client: AsyncClient, vocab_size: int, seed: int, timeout_s: float | None = None
 ) -> OpenLoad:
-    """Make a load of drawn requests.
+    """Make a load of random requests.
 
     Args:
-        timeout_s: each request's deadline; None: the router's usual one.
+        timeout_s: deadline of each request; None: the router's default.
     """
     draw = random.Random(seed)
 
@@ -51,7 +51,7 @@ def make_load(
 
 @contextlib.asynccontextmanager
 async def watch_lag() -> AsyncIterator[list[float]]:
-    """Record how late this process's timers fire, which is the error of a client's times."""
+    """Record how late this process's timers fire: the error of the client's times."""
     lags: list[float] = []
 
     async def watch() -> None:

@@ -1,4 +1,4 @@
-"""Rows of the page about faults and overload: what becomes of requests when nodes die."""
+"""Rows of the page about faults and overload: outcomes of requests when nodes die."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Stop nodes for a while, or kill two together, under load: a pause and no error; else exit 1.
+"""Stop nodes for a while, or kill two at once, under load; exit 1 if a request fails.
 
-A router, two prefill and three decode nodes with NIXL on this machine, the demo model, streams with
-known answers. Seeds give the load and the moment. After each drill: every request
-is complete and right, and every block of every node that lives is free again.
+A router, two prefill and three decode nodes with NIXL serve the demo model on this machine, to
+streams with known answers. Seeds choose the load and the moment of the fault. After each drill
+every request is complete and right, and every block of every living node is free.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ async def run_drill(site: Site, drill: str, concurrency: int, seed: int) -> Row:
 async def run_seed(
     drills: list[str], cases: list[Case], concurrency: int, seed: int, console: Console
 ) -> list[Row]:
-    """Run all drills on one deployment, which is repaired before each."""
+    """Run all drills on one deployment, which is repaired before each drill."""
     rows = []
     with LocalDeployment(demo_deployment(3, NODE_ARGS)) as deployment:
         site = Site(deployment, cases, seed)
@@ -102,7 +102,7 @@ def run(
     """Run the drills with every seed.
 
     Args:
-        only: part of the drills' names; nothing is saved.
+        only: part of the names of the drills to run; nothing is saved.
     """
     drills = [drill for drill in DRILLS if only in drill]
     cases = make_cases(str(DEMO_MODEL), 32, first_seed)

@@ -1,10 +1,10 @@
-"""Let one tenant ask ten times its share, and measure what the others notice of it.
+"""Let one tenant send ten times its share, and measure how much slower the others become.
 
-Three parts. On virtual time, with the router's own gate, dispatcher and
-policy over simulated nodes: the others' times to the first token, alone and beside the greedy one,
-and, as a control, with all in one queue as without keys. And with a router process, a process of
-simulated nodes and clients with keys: how long the greedy one waits for each refusal. And with
-real nodes, one of each role: the others' times again.
+Three parts. On virtual time, the router's gate, dispatcher and policy run over simulated nodes:
+the others' times to the first token are measured alone, beside the greedy tenant, and, as a
+control, with all tenants in one queue, as without keys. With processes (a router, simulated nodes,
+clients with keys): how long a refusal of the greedy tenant takes. With two real nodes: the others'
+times to the first token again.
 
     python -m benchmarks fair_share --save
 """
@@ -61,13 +61,13 @@ OUTPUT_TOKENS = (16, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Fleet, load and length of a scene.
+    """Fleet, load and length of a run.
 
     Attributes:
         fleet: numbers of prefill and decode nodes.
-        seconds: duration of the load that is measured.
-        fair: whether tenants have keys; without keys all count as one tenant.
-        others_load: the other tenants' load, as a part of their shares.
+        seconds: duration of the measured load.
+        fair: whether tenants have keys; without keys all requests count as one tenant's.
+        others_load: load of the other tenants, as a part of their shares.
     """
 
     fleet: tuple[int, int]
@@ -81,14 +81,14 @@ class Scene:
 async def send_all(
     loads: Mapping[str, OpenLoad], rates: Mapping[str, float], seconds: float
 ) -> None:
-    """Send requests of all tenants for so long; drop the greedy one's queue at the end."""
+    """Send all tenants' requests for some seconds; then drop the greedy tenant's queue."""
     await asyncio.gather(*(loads[name].arrive(rate, seconds) for name, rate in rates.items()))
     await asyncio.gather(*(loads[name].finish() for name in rates if name != "greedy"))
     await loads["greedy"].cancel()
 
 
 def make_load(router: VirtualRouter, scene: Scene, tenant: str) -> OpenLoad:
-    """Make a load of a tenant's requests, whose prompts nobody has cached."""
+    """Make a load of a tenant's requests, whose prompts are in no cache."""
     draw = random.Random(f"{scene.seed} {tenant}")
     principal = Principal(name=tenant, tenant=tenant) if scene.fair else ANYBODY
 
@@ -104,7 +104,7 @@ def make_load(router: VirtualRouter, scene: Scene, tenant: str) -> OpenLoad:
 
 
 async def play(scene: Scene) -> dict[str, list[Answer]]:
-    """Play a scene; return each tenant's answers of requests that came after the warm-up."""
+    """Play a scene; return each tenant's answers to the requests after the warm-up."""
     options = SimOptions(block_size=64, num_blocks=6_500)
     async with joined_fleet(*scene.fleet, options, local_prefill=False) as pool:
         capacity = Capacity(lambda: pool.fleet, clock=pool.clock)
@@ -188,7 +188,7 @@ def running(num_simulated: tuple[int, int] | None) -> Iterator[dict[str, AsyncCl
     """Run a router with keys and its nodes; yield a client of each tenant.
 
     Args:
-        num_simulated: numbers of simulated prefill and decode nodes; None: a real one of each.
+        num_simulated: numbers of simulated prefill and decode nodes; None: two real nodes.
     """
     address, token = free_address(), secrets.token_urlsafe(32)
     made = {name: draw_key() for name in (*OTHERS, "greedy")}
@@ -214,7 +214,7 @@ def running(num_simulated: tuple[int, int] | None) -> Iterator[dict[str, AsyncCl
 
 
 async def ask(client: AsyncClient) -> Answer:
-    """Send a prompt that no node has cached."""
+    """Send a prompt that is in no node's cache."""
     prompt = [random.randrange(900) for _ in range(8)] + [1] * (PROMPT_TOKENS - 8)
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
     return await follow(client.stream(prompt, params, timeout_s=60))
@@ -231,7 +231,7 @@ async def wait_ready(client: AsyncClient) -> None:
 async def send(
     clients: Mapping[str, AsyncClient], rates: Mapping[str, float], seconds: float
 ) -> dict[str, list[Answer]]:
-    """Send requests of these tenants; return each one's answers."""
+    """Send requests of these tenants; return the answers by tenant."""
     loads = {
         name: OpenLoad(partial(ask, client), random.Random()) for name, client in clients.items()
     }
@@ -243,7 +243,7 @@ async def run_processes(seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with running((16, 4)) as clients:
         await wait_ready(clients["t1"])
-        rates = dict.fromkeys(OTHERS, 2.0)  # 16 nodes do 56 prompts of 1,500 tokens a second
+        rates = dict.fromkeys(OTHERS, 2.0)  # 16 nodes compute 56 prompts of 1,500 tokens a second
         for name, more in (("alone", {}), ("beside", {"greedy": 112.0})):
             answers = await send(clients, rates | more, seconds)
             found[name] = describe(answers)
@@ -263,7 +263,7 @@ async def run_processes(seconds: float) -> dict[str, Any]:
 
 
 async def run_nodes(seconds: float) -> dict[str, Any]:
-    """Run rounds alone and beside a greedy tenant in turns; return the times of all rounds."""
+    """Measure rounds alone and beside a greedy tenant in turns; return the times of all rounds."""
     answers: dict[str, dict[str, list[Answer]]] = {"alone": {}, "beside": {}}
     with running(None) as clients:
         await wait_ready(clients["t1"])
@@ -295,10 +295,10 @@ def run(
     process_seconds: float = 30.0,
     parts: Sequence[Literal["virtual", "processes", "nodes"]] = ("virtual", "processes", "nodes"),
 ) -> None:
-    """Measure parts one after the other; each has a file of results.
+    """Measure the chosen parts, one after the other; each has its own file of results.
 
     Args:
-        seconds: virtual time.
+        seconds: length of the part on virtual time.
         others_load: the other tenants' load, as a part of their shares.
     """
     for part in parts:

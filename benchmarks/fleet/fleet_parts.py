@@ -1,4 +1,4 @@
-"""Make the router's ledgers of fleets without real nodes, for measurements of policies."""
+"""Make the router's ledgers and fleets without nodes, to measure policies."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_fleet(
     *,
     may_self_prefill: bool = True,
 ) -> Fleet:
-    """Make a fleet in which every pair is connected, with ``bandwidth`` bytes per second each."""
+    """Make a fleet in which all pairs are connected, each at ``bandwidth`` bytes per second."""
     reach = {p.engine_id: {d.engine_id: bandwidth() for d in decodes} for p in prefills}
     alone = decodes if may_self_prefill else ()
     return Fleet(prefills, decodes, reach, self_prefilling=alone)
@@ -61,7 +61,7 @@ def make_fleet(
 def open_legs(
     placement: Placement, query: RouteQuery, loads: dict[str, NodeLoad]
 ) -> list[tuple[NodeLoad, Account]]:
-    """Count a placement as the router does; return each node with its account."""
+    """Count a placement in the nodes' ledgers, as the router does; return nodes and accounts."""
     num_tokens = query.num_prompt_tokens
     num_uncomputed = max(num_tokens - placement.num_cached_tokens, 1)
     opened = []

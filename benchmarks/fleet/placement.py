@@ -1,9 +1,9 @@
-"""Measure microseconds per placement decision, by policy and fleet size.
+"""Measure microseconds per placement, by policy and fleet size.
 
-Every decision is for a request of its own length; in three of ten, three tenths of all nodes have
-some of its prompt. Half as many nodes of each role; each pair has a bandwidth of its own. What a
-decision places stays open for a while, so that nodes differ. Wall time includes
-whatever else this machine was doing; CPU time does not.
+Every decision is for a request with a new length; for three of ten requests, three tenths of the
+nodes have a part of the prompt cached. Half of the nodes have each role; each pair has its own
+bandwidth. Placed requests stay open for a while, so that loads differ between nodes. Wall time
+includes the time that other processes take; CPU time does not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def measure(name: str, num_nodes: int, num_decisions: int) -> dict[str, float]:
     policy = POLICIES.load(name)()
     placed: collections.deque[list[tuple[NodeLoad, Account]]] = collections.deque()
     walls, cpus = [], []
-    for number in range(num_decisions + num_nodes):  # the first ones fill the fleet
+    for number in range(num_decisions + num_nodes):  # the first requests fill the fleet
         query = make_query(draw, list(loads), number)
         wall, cpu = time.perf_counter(), time.thread_time()
         placement = policy.pick(query, fleet)

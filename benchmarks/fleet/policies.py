@@ -1,9 +1,9 @@
-"""Compare routing policies: the real router over simulated fleets, on virtual time.
+"""Compare routing policies: the real router over simulated fleets on virtual time.
 
-Fleets of 8+8 to 256+256 nodes (a 70B model on two H100 each, `sim_node/timing.py`), four kinds of
-traffic (`policies_traffic.py`) at 75 % of capacity, two seeds. What is real and what is not:
-`virtual_fleet.py`. The first fifth of each trace is not measured. Of a run the same numbers come
-every time, however busy the machine.
+Fleets have 8+8 to 256+256 nodes (a 70B model on two H100 each, `sim_node/timing.py`), with four
+kinds of traffic (`policies_traffic.py`) at 75 % of capacity, and two seeds. `virtual_fleet.py` says
+which parts are real. The first fifth of each trace is not measured. A run gives the same numbers
+every time, on any machine.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from sim_node.timing import preset
 
 LOAD = 0.75
 SEEDS = (1, 2)
-# Blocks of 64 tokens, as hashing blocks takes most of the time here.
+# Blocks of 64 tokens, because hashing smaller blocks would take most of the time.
 OPTIONS = SimOptions(
     timing=preset("h100-70b"), block_size=64, num_blocks=6500, max_num_batched_tokens=2048
 )
-# Nodes of each role: requests of a trace.
+# Number of nodes of each role -> number of requests of a trace.
 SIZES = {8: 300, 32: 400, 64: 400, 256: 1000}
 PAIRS_ONLY = "cost, pairs only"
 POLICIES = ("cost", "prefix_aware", "least_tokens", "round_robin")
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Return the computed tokens of the prompt, on the node that computed it."""
+        """Return how many tokens of the prompt its node computed, without the cached tokens."""
         receipt = self.answer.receipt
         if receipt is not None and receipt.prefill is not None:
             return receipt.prefill.num_computed_tokens
@@ -79,13 +79,13 @@ class Outcome:
 async def play(
     trace: Sequence[TraceRequest], policy: str, num_nodes: int, *, local_prefill: bool
 ) -> list[Outcome]:
-    """Send a trace through a router with so many nodes of each role, until all is done."""
+    """Send a trace through a router over ``num_nodes`` of each role, until all requests end."""
     loop = asyncio.get_running_loop()
     async with joined_fleet(num_nodes, num_nodes, OPTIONS, local_prefill=local_prefill) as pool:
         router = VirtualRouter(pool, policy)
 
         async def ask(request: TraceRequest) -> Outcome:
-            # The tokens of a block are unique to its id, and quick to make.
+            # Quick to make, and unique to the block's id.
             text = b"".join(one.to_bytes(8) * (BLOCK_TOKENS // 8) for one in request.hash_ids)
             prompt = list(text[: request.input_length])
             params = SamplingParams(max_tokens=request.output_length, ignore_eos=True, seed=1)
@@ -137,7 +137,7 @@ def summarize(runs: Sequence[tuple[float, list[Outcome]]]) -> Row:
 
 
 def verdict(rows: dict[str, Row]) -> str:
-    """Return the figures in which cost loses clearly to the best other policy; empty: none."""
+    """Return the figures in which cost clearly loses to the best other policy; empty: none."""
     cost, others = rows["cost"], [row for name, row in rows.items() if not name.startswith("cost")]
     lost = [
         name
@@ -176,8 +176,8 @@ def run(
     """Run every policy over every fleet and kind of traffic.
 
     Args:
-        only: part of a traffic's name; nothing is saved.
-        main: four policies, not all.
+        only: part of the names of the traffic to run; nothing is saved.
+        main: run four policies, not all.
     """
     jobs = make_jobs(sizes, only, {} if main else OTHERS)
     results: dict[str, dict[str, Row]] = {}

@@ -1,8 +1,8 @@
-"""The traffic of `policies.py`: made-up traces at a given share of what a fleet can do.
+"""The traffic of `policies.py`: synthetic traces at a given share of a fleet's capacity.
 
-A fleet's capacity is that of its busier role, if every block of a prompt were computed once in the
-whole fleet and never again, and if decode nodes filled their batches up to the limit for the time
-per token. No fleet reaches that: what is popular has to be computed on several nodes.
+The capacity is that of the busier role under two assumptions: the fleet computes each block of a
+prompt only once, and decode nodes fill their batches up to the limit for the time per token. No
+real fleet reaches this capacity, because several nodes have to compute popular blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sim_node.timing import TimingModel
 
 TTFT_LIMIT_S, TPOT_LIMIT_S = 2.0, 0.04
 KV_TOKENS = 26_000 * 16  # per node
-NUM_CORRECTIONS = 4  # of the rate, because a session brings more work the longer it is open
+NUM_CORRECTIONS = 4  # of the rate: a session brings more work the longer it is open
 
-Starts = Callable[[random.Random, float], Iterator[float]]  # session starts, at a rate per s
+Starts = Callable[[random.Random, float], Iterator[float]]  # session starts, at a rate
 
 
 def poisson(chance: random.Random, rate_per_s: float) -> Iterator[float]:
@@ -33,13 +33,13 @@ def gamma_bursts(chance: random.Random, rate_per_s: float) -> Iterator[float]:
 
 
 def on_off(chance: random.Random, rate_per_s: float) -> Iterator[float]:
-    """Yield arrivals at twice the rate for a second on average, then none for a second."""
+    """Yield arrivals at twice the rate for about a second, then none for about a second."""
     return on_off_arrivals(chance, rate_per_s=2 * rate_per_s, mean_on_s=1.0, mean_off_s=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Workloads and their shares of sessions; ``groups_per_node`` is for those with groups."""
+    """Workloads and their shares of the sessions; ``groups_per_node`` is for grouped workloads."""
 
     name: str
     workloads: tuple[tuple[float, Workload], ...]
@@ -86,7 +86,7 @@ def make_trace(
 ) -> list[TraceRequest]:
     """Make about ``num_requests`` requests at a share of the capacity of ``num_nodes`` per role.
 
-    It ends as the last session begins. The load is that of what is measured.
+    The trace ends with the start of the last session. The share is of its measured part.
     """
     num_sessions, rate_per_s = num_requests, float(num_nodes)
     for _ in range(NUM_CORRECTIONS):
@@ -97,12 +97,12 @@ def make_trace(
 
 
 def num_unmeasured(num_requests: int) -> int:
-    """Return the number of first requests that do not count: caches and estimates are cold."""
+    """Return the number of first requests that are not measured: caches are still cold."""
     return num_requests // 5
 
 
 def load_of(trace: list[TraceRequest], num_nodes: int, timing: TimingModel) -> float:
-    """Return the load of the busier role from the first measured request to the end."""
+    """Return the busier role's load, from the first measured request to the end."""
     first = num_unmeasured(len(trace))
     measured_s = (trace[-1].timestamp_ms - trace[first].timestamp_ms) / 1000
     work_s = max(sum(prefill_work_s(trace, timing)[first:]), decode_work_s(trace[first:], timing))
@@ -110,7 +110,7 @@ def load_of(trace: list[TraceRequest], num_nodes: int, timing: TimingModel) -> f
 
 
 def prefill_work_s(trace: list[TraceRequest], timing: TimingModel) -> list[float]:
-    """Return a prefill node's time for each request, if each block were computed once."""
+    """Return a prefill node's seconds for each request, if each block is computed once."""
     known: set[int] = set()
     work_s = []
     for request in trace:
@@ -126,13 +126,13 @@ def prefill_work_s(trace: list[TraceRequest], timing: TimingModel) -> list[float
 
 
 def decode_work_s(trace: list[TraceRequest], timing: TimingModel) -> float:
-    """Return a decode node's time, with batches as large as memory and time per token allow."""
+    """Return a decode node's seconds, with batches as large as memory and time per token allow."""
     num_outputs = sum(request.output_length for request in trace)
     num_kv_steps = sum(
         (request.input_length + request.output_length / 2) * request.output_length
         for request in trace
     )
-    context = num_kv_steps / num_outputs  # tokens of a request in a step, on average
+    context = num_kv_steps / num_outputs  # mean tokens of a request in a step
     per_request_s = timing.decode_s_per_request + context * timing.decode_s_per_kv_token
     batch = min((TPOT_LIMIT_S - timing.decode_step_s) / per_request_s, KV_TOKENS / context)
     return num_outputs * (timing.decode_step_s + batch * per_request_s) / batch

@@ -1,8 +1,8 @@
-"""Measure the simulator's CPU time per token and per idle node, without a router's work.
+"""Measure the simulator's CPU time per token and per idle node, without a router.
 
-Simulated nodes join a sink: the router's end of the protocol that gives each pair of nodes its
-streams and reads what comes back without a look at it. CPU time is of the simulator's process only,
-so that a busy machine changes it little.
+Simulated nodes join a sink: a minimal router that gives each pair of nodes its streams and drops
+the answers unread. Only the simulator process's CPU time counts, so a busy machine changes it
+little.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from sim_node.timing import preset
 PROMPT = list(range(200))
 ENDLESS = SamplingParams(max_tokens=10**6)
 SETTLE_S = 6.0
-# Pairs of nodes, streams, time scale.
+# Number of pairs of nodes, number of streams, time scale.
 ROWS = ((1, 256, 1.0), (16, 1024, 1.0), (256, 4096, 10.0))
 
 
 class Sink(node_pb2_grpc.NodeLinkServicer):
-    """A router that only receives tokens."""
+    """Router that only receives tokens."""
 
     def __init__(self, num_streams: int, begin: Event) -> None:
         self._num_streams = num_streams
@@ -66,7 +66,7 @@ class Sink(node_pb2_grpc.NodeLinkServicer):
             yield wire.command_to_proto(await queue.get())
 
     async def beat(self) -> None:
-        """Send heartbeats, and start the streams when it is time."""
+        """Send heartbeats, and start the streams when ``begin`` is set."""
         while True:
             await asyncio.sleep(BEAT_INTERVAL_S)
             for queue in self._queues.values():
@@ -93,7 +93,7 @@ class Sink(node_pb2_grpc.NodeLinkServicer):
 
 
 def run_sink(address: str, num_streams: int, begin: Event) -> None:
-    """Run the sink in its process, which ends with its parent."""
+    """Run the sink in a process that ends with its parent."""
 
     async def serve() -> None:
         sink = Sink(num_streams, begin)
@@ -138,7 +138,7 @@ async def measure(
     return {
         "num_nodes": 2 * num_pairs,
         "num_streams": num_streams,
-        # Fewer: sink or simulator stalled so long that a link counted as dead.
+        # Fewer than asked for: the sink or simulator stalled so long that a link counted as dead.
         "num_streams_at_end": num_running,
         "time_scale": time_scale,
         "idle_cpu_share": round(idle[1] / idle[2], 3),
@@ -162,7 +162,7 @@ def run(run: Run, seconds: float = 10.0, rows: Sequence[int] = tuple(range(len(R
 
     Args:
         seconds: per measurement.
-        rows: numbers of rows.
+        rows: indexes of the rows to measure.
     """
     found = []
     for num_pairs, num_streams, time_scale in (ROWS[index] for index in rows):

@@ -1,7 +1,7 @@
-"""A router and simulated nodes in one process, on a clock that jumps from event to event.
+"""Router and simulated nodes in one process, on a clock that jumps from event to event.
 
-The router's dispatcher, node pool, prefix index and policy, and the simulator's nodes, as they are;
-in place of gRPC, messages are handed over `MESSAGE_S` later, in their order.
+The router's dispatcher, node pool, prefix index and policy and the simulator's nodes are real. In
+place of gRPC, messages arrive `MESSAGE_S` later, in order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from sim_node.options import SimOptions
 from sim_node.virtual_time import VirtualTimeLoop
 
 MESSAGE_S = 0.0005
-REDIAL_S = 0.5  # as in `RouterLink`
+REDIAL_S = 0.5  # the same as in `RouterLink`
 MODEL = {"vocab_size": 1024, "max_position_embeddings": 131_072}
 TIMEOUT_S = 1e6
 
@@ -60,10 +60,10 @@ def on_virtual_time(playing: Coroutine[Any, Any, T]) -> T:
 
 
 class VirtualRouter:
-    """A router's dispatcher over a pool, which answers in this process and on virtual time.
+    """Dispatcher over a pool, which answers calls in this process on virtual time.
 
     Args:
-        cpu_clock: the dispatcher's clock of its own processor time; None: the virtual one.
+        cpu_clock: clock of the dispatcher's processor time; None: the virtual clock.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class VirtualRouter:
         """Make a call.
 
         Args:
-            request_id: empty: a new one.
+            request_id: id of the request; empty: a new id.
             terms: fields of `Terms`.
         """
         return Call(
@@ -103,7 +103,7 @@ class VirtualRouter:
         )
 
     async def ask(self, case: Case, **options: Any) -> Answer:
-        """Send a request whose answer is known, and follow it; options are those of `call`."""
+        """Follow a request with a known answer to its end; options are those of `call`."""
         return await follow(
             self.dispatcher.run(self.call(case.prompt, case.params, **options)), case
         )
@@ -116,7 +116,7 @@ class PoolLinks:
     """Link nodes to a pool in the same process, in place of `RouterLinks`.
 
     Args:
-        is_dropped: returns whether an event is lost before it leaves the node.
+        is_dropped: returns whether an event is lost on its way to the router.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class PoolLinks:
             self._away_s, self._node = REDIAL_S, self._make_node()
 
     def break_for(self, away_s: float) -> None:
-        """Break the link now; the node's same process joins again after a delay."""
+        """Break the link now; the same node process joins again after a delay."""
         self._away_s = away_s
         self._broken.set()
 
@@ -168,7 +168,7 @@ class PoolLinks:
         lane = self._make_lane(self._submit)
 
         def send(command: RouterCommand) -> None:
-            if not isinstance(command, RouterBeat):  # beats belong to the link
+            if not isinstance(command, RouterBeat):  # the link itself handles heartbeats
                 lane(command)
 
         return Node(self._registration, send, hang_up=self._broken.set)
@@ -177,7 +177,7 @@ class PoolLinks:
         self._pool.on_event(self._node, _as_rows(event) if isinstance(event, tuple) else event)
 
     def _make_lane(self, take: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that delivers messages a little later, in order."""
+        """Return a function that delivers messages `MESSAGE_S` later, in order."""
         lane: deque[Any] = deque()
 
         def put(item: Any) -> None:
@@ -188,7 +188,7 @@ class PoolLinks:
 
 
 def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
-    """Split simulated nodes' deltas as `wire.split_step` does, in less time."""
+    """Split simulated nodes' deltas as `wire.split_step` does, only faster."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
         if delta.prefill or delta.decode or delta.error or delta.finish_reason:
@@ -212,7 +212,7 @@ async def joined_fleet(
 
 @dataclass(frozen=True, slots=True)
 class JoinedCluster:
-    """Simulated nodes, the pool that they have joined, and their links by name."""
+    """Simulated nodes, the pool that they have joined, and links by node name."""
 
     pool: NodePool
     cluster: SimCluster
@@ -232,7 +232,7 @@ async def joined_cluster(
 
     Args:
         local_prefill: whether decode nodes may compute prompts themselves.
-        is_dropped: returns whether an event is lost before it leaves the node of this name.
+        is_dropped: returns whether an event of the node with this name is lost.
     """
     links: dict[str, PoolLinks] = {}
     with tempfile.TemporaryDirectory() as folder:

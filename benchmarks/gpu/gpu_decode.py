@@ -1,9 +1,9 @@
-"""Parts of the GPU suite about speed: decode steps at one context, and nano-vllm's workload.
+"""Parts of the GPU suite about speed: decode steps at one context length, nano-vllm's workload.
 
-Floors are bytes over bandwidth: streamed weights (the layers and the output head) and the KV of all
-requests, over what a copy on this device moves in this run. Idle is the share of steady decode
-between the end of one replay and the start of the next, by CUDA events right around each: the
-device waits for the host there, but for the copies of the next step, some microseconds.
+A floor is the bytes that a step must read (weights of the layers and the output head, all requests'
+KV) divided by this device's copy bandwidth, measured in the same run. Idle is the share of a steady
+decode between the end of one graph replay and the start of the next, measured by CUDA events: the
+device waits for the host then, except for copies of some microseconds.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ NANO_REQUESTS, NANO_LENGTH, NANO_TEMPERATURE = 256, 1024, 0.6
 
 
 class ReplayTimer:
-    """Puts CUDA events around each replay of an engine's graphs from now on.
+    """Records CUDA events around each later replay of an engine's graphs.
 
-    The copies before a replay are left out: the device reaches an event that is recorded before
-    them as soon as it has nothing else to do, and waiting for the host would count as work.
+    The copies before a replay are outside the events. Otherwise an idle device would pass the first
+    event early, and its wait for the host would count as work.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -56,9 +56,10 @@ class ReplayTimer:
         self._events.append((start, end))
 
     def take_ms(self) -> tuple[list[float], list[float]]:
-        """Return milliseconds of each replay since the last call, and between replays.
+        """Return milliseconds of each replay since the last call, and of the gaps between replays.
 
-        Waits for the device."""
+        Waits for the device.
+        """
         torch.cuda.synchronize()
         events, self._events = self._events, []
         busy = [start.elapsed_time(end) for start, end in events]
@@ -96,7 +97,7 @@ def measure_decode(device: str, report: Report) -> bool:
 
 
 def measure_few_bits(device: str, report: Report) -> bool:
-    """Measure milliseconds per decode step of the 8B shape, by format of linear layers."""
+    """Measure milliseconds per decode step of the 8B shape, by format of the linear layers."""
     on_gpu = device != "cpu"
     weights = ("auto", *WEIGHTS) if on_gpu else ("auto", "int4")
     for name in weights:
@@ -115,8 +116,9 @@ def measure_few_bits(device: str, report: Report) -> bool:
 
 
 def measure_invariant(device: str, report: Report) -> bool:
-    """Measure milliseconds per decode step and prompt of the 8B shape; compare results in a batch
-    with those alone.
+    """Measure decode steps and a prompt with batch_invariant, in ms, for the 8B shape.
+
+    Also compares results of requests in a batch with the results alone.
     """
     on_gpu = device != "cpu"
     context, batches = (CONTEXT, BATCHES["8B"]) if on_gpu else (20, (1, 3))
@@ -129,7 +131,7 @@ def measure_invariant(device: str, report: Report) -> bool:
                 engine, timer, batch, context
             )[0]
         prompt = list(range(context))
-        _run(engine, [prompt], [1])  # compiles what prompts need
+        _run(engine, [prompt], [1])  # compiles the kernels for prompts
         report[f"{name}, prompt: ms"] = _run(engine, [prompt], [1]) * 1e3
         del engine, timer
         gc.collect()
@@ -139,7 +141,7 @@ def measure_invariant(device: str, report: Report) -> bool:
 def _engine(
     shape: str, device: str, batches: Sequence[int], context: int, **options: str | bool
 ) -> Engine:
-    """Make an engine with room for the largest batch of these requests."""
+    """Make an engine with room for the largest of these batches."""
     tokens = context + STEPS + WARM_STEPS + 16
     return make_engine(
         shape,
@@ -157,7 +159,7 @@ def _engine(
 def _time_decode(
     engine: Engine, timer: ReplayTimer, batch: int, context: int
 ) -> tuple[float, float, float]:
-    """Return milliseconds of a steady step, of its replay, and between replays (0: none)."""
+    """Return the milliseconds of a steady step, of its replay, and between replays (0: none)."""
     add_decoding(engine, batch, context, STEPS + WARM_STEPS + 8)
     for _ in range(WARM_STEPS):
         engine.step()
@@ -181,7 +183,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _weight_bytes(engine: Engine) -> int:
-    """Return the bytes of weights that every step reads: all but an embedding with its own head."""
+    """Return the bytes of weights that each step reads: all except an untied embedding."""
     model = worker_of(engine.executor).runner._model
     assert isinstance(model, torch.nn.Module)
     weights = {name: p.numel() * p.itemsize for name, p in model.named_parameters()}
@@ -195,7 +197,7 @@ def _kv_bytes(engine: Engine) -> float:
 
 
 def measure_nano(device: str, report: Report) -> bool:
-    """256 requests at once, prompts and outputs of 100 to 1024 tokens, as nano-vllm draws them."""
+    """Measure nano-vllm's workload: 256 requests, prompts and outputs of 100 to 1024 tokens."""
     on_gpu = device != "cpu"
     shape, num_requests = ("0.6B", NANO_REQUESTS) if on_gpu else ("tiny", 4)
     shortest, longest = (100, NANO_LENGTH) if on_gpu else (3, 12)
@@ -218,7 +220,7 @@ def measure_nano(device: str, report: Report) -> bool:
     report["KV blocks"] = engine.num_blocks
     report["graphs"] = len(worker_of(engine.executor).runner.decode_graphs.sizes)
     report["prompt tokens"], report["output tokens"] = sum(map(len, prompts)), sum(lengths)
-    _run(engine, [prompts[0]], [8])  # compiles what prompts need
+    _run(engine, [prompts[0]], [8])  # compiles the kernels for prompts
     timer = ReplayTimer(engine)
     wall_s = _run(engine, prompts, lengths)
     report["seconds"] = wall_s
@@ -231,7 +233,7 @@ def measure_nano(device: str, report: Report) -> bool:
 
 
 def _run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Run the requests; return seconds from the first request to the last token."""
+    """Run the requests; return the seconds from the first request to the last token."""
     vocab_size, started = engine.model_config.vocab_size, time.perf_counter()
     for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         token_ids = [token_id % vocab_size for token_id in prompt]

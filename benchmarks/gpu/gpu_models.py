@@ -1,6 +1,6 @@
-"""Models of real shapes with made-up weights, made on the device, and requests for them.
+"""Models with real shapes and random weights, made on the device, and requests for them.
 
-Figures measured with them depend only on shapes. Refuses to know: what is measured.
+Use them only for figures that depend on nothing but shapes. Refuses to know: what is measured.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def make_engine(shape: str, device: str, **options: Any) -> Engine:
 def make_request(
     name: str, prompt: list[int], engine: Engine, max_tokens: int, temperature: float = 0.0
 ) -> Request:
-    """Make a request that runs until it has ``max_tokens`` tokens."""
+    """Make a request that runs until it has ``max_tokens`` output tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
     return Request.create(
         name,
@@ -102,7 +102,7 @@ def make_request(
 
 
 def add_decoding(engine: Engine, batch: int, context: int, max_tokens: int) -> None:
-    """Add requests with computed prompts; their KV is what the cache holds (zeros)."""
+    """Add requests whose prompts count as computed; their KV is all zeros."""
     draw = random.Random(0)
     for row in range(batch):
         prompt = [draw.randrange(2, 500) for _ in range(context)]
@@ -124,7 +124,7 @@ def _load(
     ranks: Ranks = ALONE,
     cache: WeightsCache | None = None,
 ) -> CausalLM:
-    """Stand in for `load_model` with random weights, for one rank."""
+    """Stand in for `load_model`: make random weights for a single rank."""
     if ranks is not ALONE or ops is not None:
         raise ValueError("ranks, ops: a shape of this suite is one process's, with the fastest ops")
     config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)

@@ -1,7 +1,8 @@
-"""Part of the GPU suite: KV over NIXL between two processes on one device, against a copy there.
+"""Part of the GPU suite: send KV over NIXL between two processes on one device.
 
-One process registers a cache and waits; the other writes all of its own blocks into it, in blocks
-of 16 and of 128 tokens of Qwen3-8B's shape. Refuses to know: the hand-off's protocol.
+One process registers a cache and waits; the other writes all its blocks into that cache, in blocks
+of 16 and of 128 tokens of Qwen3-8B's shape. A copy on the device is measured for comparison.
+Refuses to know: the hand-off's protocol.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PATIENCE_S = 30.0
 
 
 def measure_push(device: str, report: Report) -> bool:
-    """Measure payload in GB/s; a copy on the device moves twice as many bytes."""
+    """Measure GB/s of payload; a copy on the device reads and writes each byte."""
     on_gpu = device != "cpu"
     tokens = TOKENS if on_gpu else 256
     report["copy on the device, GB/s of payload"] = copy_gb_per_s(device, 2**29) / 2
@@ -69,7 +70,7 @@ def make_cache(device: str, block_size: int, tokens: int) -> torch.Tensor:
 
 
 def digest(kv_cache: torch.Tensor, places: npt.NDArray[np.int32]) -> float:
-    """Return a sum that shows whether block i is at ``places[i]``; exact, as elements are small."""
+    """Return a sum that tells whether block i is at ``places[i]``; exact for small elements."""
     sums = kv_cache.flatten(1).sum(dim=1, dtype=torch.float64).cpu().numpy()
     return float((sums * (places + 1)).sum())
 
@@ -91,7 +92,7 @@ def _push(
 
 @contextmanager
 def _receiver(device: str, block_size: int, tokens: int, folder: str) -> Iterator[None]:
-    """Run the other process."""
+    """Run the receiving process."""
     call = call_words("benchmarks.gpu.gpu_push:receive", device, block_size, tokens, folder)
     child = subprocess.Popen(call, env=own_environment())
     try:
@@ -108,12 +109,12 @@ def _read(path: Path) -> bytes:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path.name}: the other process has not written it")
         time.sleep(0.01)
-    time.sleep(0.05)  # it is written in one piece, but not at once
+    time.sleep(0.05)  # the file appears at once, but its content may come later
     return path.read_bytes()
 
 
 def receive(device: str, num_tokens_of_block: str, num_tokens: str, path: str) -> None:
-    """Offer a cache to the sending process, let NIXL work, and compare what came."""
+    """Offer a cache to the sending process, poll NIXL meanwhile, and check the received blocks."""
     block_size, tokens, folder = int(num_tokens_of_block), int(num_tokens), Path(path)
     if device != "cpu":
         torch.cuda.set_device(torch.device(device).index or 0)

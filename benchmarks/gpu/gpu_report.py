@@ -1,7 +1,7 @@
-"""Report: figures of a part of the GPU suite, written to a file from the first one on.
+"""Report: figures of a part of the GPU suite, written to a file one by one.
 
-A part that is stopped or crashes the device leaves its figures. Imports nothing that a
-bare machine with torch might lack.
+The file keeps the figures of a part that is stopped or crashes the device. Imports only packages
+that a machine with nothing but torch has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Report:
 
     def __setitem__(self, name: str, figure: object) -> None:
         self.figures[name] = round(figure, 4) if isinstance(figure, float) else figure
-        whole = self._path.with_suffix(".part")  # a kill leaves the previous file whole
+        whole = self._path.with_suffix(".part")  # a kill leaves the previous file complete
         whole.write_text(json.dumps(self.figures), encoding="utf-8")
         whole.replace(self._path)
         print(f"{name}: {self.figures[name]}", flush=True)

@@ -1,28 +1,28 @@
-"""Run all that needs a GPU in ten minutes: right tokens, and what a step costs.
+"""Check tokens and measure steps on a GPU: everything that needs a GPU, in ten minutes.
 
-    engine     the engine on the device gives the tokens that it gives on the CPU, in float32
-    graphs     replayed steps that run ahead give the tokens of eager steps in turn
-    decode     a decode step of Qwen3-0.6B and 8B shapes at context 1k: time, floor, idle share
-    push       600 MB of KV over NIXL between two processes, against a copy on the device
+    engine     the engine on the device gives the same tokens as on the CPU, in float32
+    graphs     replayed steps that run ahead give the same tokens as eager steps one by one
+    decode     decode steps of Qwen3-0.6B and 8B shapes, context 1k: time, floor, idle share
+    push       600 MB of KV over NIXL between two processes, and a copy on the device
     split      prefill and decode processes on the device, KV in its memory, NIXL: same tokens
     nano       nano-vllm's workload on Qwen3-0.6B's shape: tokens per second
-    kernels    the small Triton kernels against copies and torch's ops (kernels_gpu.py)
-    attention  paged attention in Triton against the best of libraries (attention_gpu.py)
-    products   weights of 4 and 8 bits against the vendor's bfloat16 (quantized_gpu.py)
-    few bits   decode steps of the 8B shape with such weights
-    quantized  the engine's tokens with such weights against those of their definition, split too
-    company    with batch_invariant: requests alone and with others, in one process and split
-    invariant  what that costs: decode steps and a prompt of the 8B shape
+    kernels    small Triton kernels compared with copies and torch's ops (kernels_gpu.py)
+    attention  Triton's paged attention compared with the best library (attention_gpu.py)
+    products   4- and 8-bit weights compared with the vendor's bfloat16 (quantized_gpu.py)
+    few bits   decode steps of the 8B shape with 4- and 8-bit weights
+    quantized  tokens with 4- and 8-bit weights compared with their definitions, split too
+    company    with batch_invariant: requests alone and in a batch, in one process and split
+    invariant  the cost of batch_invariant: decode steps and a prompt of the 8B shape
     ops        kernels and attention backends against their definitions (tests/kernels, bf16 too)
 
-What is worth most comes first. Each part has a share of the time and all that those before it left
-over, and never any of what those behind it need: every part is reached.
+The most important parts come first. Each part may use its own share of the time and what earlier
+parts left over, but not the shares of later parts, so every part is started.
 
-Each part is a process of its own with a time limit: a crash, a hang or a broken device in one of
-them costs no other. What a part had found before it ended so is kept. A part whose packages are
-missing says which ("not run"), and never counts as passed. `--device cpu` tries the suite itself on
-tiny shapes and writes nothing unless `--out` is given. Needs torch alone to start;
-tools/gpu_wheelhouse.sh brings the packages of the parts to a machine without a registry.
+Each part is a process with a time limit, so that a crash, a hang or a broken device costs no other
+part; figures found before are kept. A part with missing packages names them ("not run") and never
+passes. `--device cpu` tries the suite on tiny shapes and writes nothing unless `--out` is given.
+Starting needs only torch; tools/gpu_wheelhouse.sh brings the parts' packages to machines without a
+package index.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from benchmarks.gpu.gpu_report import Report
 from benchmarks.runner.own_process import call_words, end_group, own_environment
 from benchmarks.runner.run import Run
 
-LOG_LINES = 40  # last lines of a part's output to keep
+LOG_LINES = 40  # last lines of a part's output that are kept
 KEY_WIDTH, VALUE_WIDTH = 44, 70
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A function ``(device, report) -> whether all was right`` of a module beside this one."""
+    """Function ``(device, report) -> whether all results were right`` of a module here."""
 
     module: str
     function: str
     share_s: float
 
 
-# The shares add up to the budget. `ops` compiles for every test, in as many processes as there are
-# cores; it is last, as the parts before it are the faster to tell that something is wrong.
+# The shares add up to the budget. `ops` compiles kernels for every test, in one process per core;
+# it is last, because earlier parts find errors faster.
 PARTS = {
     "engine": Part("gpu_tokens", "check_engine", 70),
     "graphs": Part("gpu_tokens", "check_graphs", 40),
@@ -78,13 +78,13 @@ PARTS = {
     "ops": Part("gpu_tokens", "check_ops", 85),
 }
 BUDGET_S = 570.0
-LEAST_S = 5.0  # too short even for a process to start
+LEAST_S = 5.0  # less than a process needs to start
 
 
 def run_parts(
     names: Sequence[str], device: str, budget_s: float
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Run the parts; yield each name and result, also for parts that no time is left for."""
+    """Run the parts; yield each name and result, also for parts without any time left."""
     deadline = time.monotonic() + budget_s
     for index, name in enumerate(names):
         limit_s = limit_of(names[index:], deadline - time.monotonic())
@@ -96,9 +96,10 @@ def run_parts(
 
 
 def limit_of(names: Sequence[str], left_s: float) -> float:
-    """Return the seconds for the first of these parts, given those left for all parts.
+    """Return the seconds for the first of these parts, given the seconds left for all of them.
 
-    All that the others have no share of; where there is less than all shares, its part of it.
+    The first part gets all time outside the other parts' shares; if the time left is less than all
+    shares, it gets its proportional part.
     """
     share, others = PARTS[names[0]].share_s, sum(PARTS[name].share_s for name in names[1:])
     return max(left_s - others, left_s * share / (share + others))
@@ -124,7 +125,7 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
         figures = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
         result: dict[str, object] = {"ok": False, **figures}
         if returned != "0":
-            result["ok"] = False  # a part that fails after its last figure failed
+            result["ok"] = False  # a part that fails after its last figure has failed
             if "failed" not in result and "not run" not in result:
                 result["failed"] = (
                     f"exit code {returned}" if returned.lstrip("-").isdigit() else returned
@@ -137,7 +138,7 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
 
 
 def run_child(name: str, device: str, path: str) -> None:
-    """Run a part in this process, and report to a file."""
+    """Run a part in this process, and write its report to a file."""
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     report = Report(Path(path))
     report["ok"] = False
@@ -146,7 +147,7 @@ def run_child(name: str, device: str, path: str) -> None:
         function = getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), part.function)
         report["ok"] = bool(function(device, report))
     except Exception as error:
-        missing = error.__cause__ or error  # the original error may be its cause
+        missing = error.__cause__ or error  # the cause may be the original error
         if isinstance(missing, ModuleNotFoundError):
             report["not run"] = f"no module {missing.name}" if missing.name else str(missing)
             return
@@ -156,7 +157,7 @@ def run_child(name: str, device: str, path: str) -> None:
 
 
 def print_table(results: dict[str, dict[str, object]]) -> None:
-    """Print one line per figure, without a library for tables, as a bare machine has none."""
+    """Print one line per figure, without a table library, which a GPU machine may lack."""
     print(f"\n{'part':<10} {'':<8} {'figure':<{KEY_WIDTH}} value")
     for name, result in results.items():
         state = "ok" if result["ok"] else "not run" if "not run" in result else "FAILED"
@@ -173,13 +174,13 @@ def run(
     budget: float = BUDGET_S,
     out: Path | None = None,
 ) -> None:
-    """Run parts of the suite; what the ended ones found is saved after each.
+    """Run parts of the suite, and save the results after each part.
 
     Args:
-        device: cuda, cuda:N, or cpu, which tries the suite itself and saves nothing.
-        only: names of parts.
-        budget: seconds for all parts.
-        out: write the JSON here as well.
+    device: cuda, cuda:N, or cpu, which tries the suite on tiny shapes and saves nothing.
+    only: names of the parts to run.
+    budget: seconds for all parts.
+    out: file for a second copy of the JSON.
     """
     if unknown := set(only) - set(PARTS):
         raise SystemExit(f"only: must be of {', '.join(PARTS)}, got {', '.join(unknown)}")

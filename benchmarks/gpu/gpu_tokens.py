@@ -1,6 +1,6 @@
-"""Parts of the GPU suite that check results, on the demo model.
+"""Parts of the GPU suite that check results, most of them with the demo model.
 
-The tests of ops are those of `tests/`, run there.
+The checks of ops run the tests in `tests/`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton_kernels.quantized import QuantizedFormat
 from benchmarks.gpu.gpu_report import Report
 from engine.executors.uniproc import worker_of
 
-Row = dict[str, float | str]  # as in gpu_timing.py, whose imports a bare machine lacks
+Row = dict[str, float | str]  # the same as in gpu_timing.py, whose imports may be missing
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "demo_model")
 TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 40]
@@ -40,7 +40,7 @@ OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
 def check_ops(device: str, report: Report) -> bool:
-    """Check all Triton ops and attention backends against the reference; in bf16 on a GPU."""
+    """Test all Triton ops and attention backends against the reference; on a GPU in bf16, too."""
     for module in ("pytest", "pytest_timeout"):
         if find_spec(module) is None:
             raise ModuleNotFoundError(name=module)
@@ -50,7 +50,7 @@ def check_ops(device: str, report: Report) -> bool:
         "--timeout=60", "-o", "addopts=--import-mode=importlib", "-W", "ignore",
         "--ignore=tests/kernels/test_aot.py", *tests,
     ]  # fmt: skip
-    if find_spec("xdist") is not None:  # compiling takes most of the time
+    if find_spec("xdist") is not None:  # parallel, because compiling takes most of the time
         command += ["--numprocesses", str(min(len(os.sched_getaffinity(0)), MAX_PROCESSES))]
     counts, failed = Counter[str](), list[str]()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
@@ -68,7 +68,7 @@ def check_ops(device: str, report: Report) -> bool:
 
 
 def outcome_of(line: str) -> tuple[str, str] | None:
-    """Read test and outcome from a line of pytest, from one process or several; None: neither."""
+    """Parse test and outcome from a line of pytest, with or without xdist; None: neither."""
     alone = re.match(r"(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line)
     if alone:
         return alone[1], alone[2]
@@ -90,9 +90,9 @@ def check_engine(device: str, report: Report) -> bool:
 
 
 def check_graphs(device: str, report: Report) -> bool:
-    """Compare tokens of eager steps with those of replayed steps, of steps ahead, and of both.
+    """Compare tokens of eager steps with those of replayed steps, of running ahead, and of both.
 
-    In float32 they must be the same; in bfloat16 padding may change how a product is rounded.
+    In float32 they must be equal; in bfloat16 padding may change how a product is rounded.
     """
     from engine import LLM
 
@@ -116,7 +116,7 @@ def check_graphs(device: str, report: Report) -> bool:
 
 
 def check_split(device: str, report: Report) -> bool:
-    """Compare the split system's tokens, with KV in device memory, with those of one process."""
+    """Compare the tokens of a split deployment, with KV in device memory, with one process's."""
     from engine import LLM
 
     options = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
@@ -175,10 +175,10 @@ def measure_products(device: str, report: Report) -> bool:
 
 
 def check_quantized(device: str, report: Report) -> bool:
-    """Compare tokens with 4- and 8-bit weights with those of their definition; also split.
+    """Compare tokens with 4- and 8-bit weights with those of the definitions; also split.
 
-    Where inputs are rounded, a bit of a sum may become a step of the next layer's inputs: there the
-    prompts' logprobs are compared.
+    With formats that round inputs, a rounding error may change the next layer's inputs by a whole
+    step. For these formats the prompts' logprobs are compared.
     """
     from baton_kernels import reference
     from baton_kernels.dispatch import ops_for
@@ -207,16 +207,16 @@ def check_quantized(device: str, report: Report) -> bool:
 
 
 def check_company(device: str, report: Report) -> bool:
-    """Compare tokens and logprobs bit by bit, of requests alone and in a batch; also split.
+    """Compare requests alone with requests in a batch, bit by bit: tokens and logprobs; also split.
 
-    With ``batch_invariant``, which a CPU always is.
+    Uses ``batch_invariant``; CPUs always compute so.
     """
     from engine import LLM
 
     dtype = "bfloat16" if device != "cpu" else "float32"
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kv_cache_bytes": KV_BYTES}
     options |= {"batch_invariant": True, "prefix_cache": False}
-    # Prompts have up to four parts of keys. Sampling parameters differ, so that the requests of a
+    # Prompts have up to four parts of keys. Different sampling parameters make the requests of a
     # step take different code paths.
     lengths = [3 + 231 * row for row in range(9)]
     prompts = [[(31 * row + 7 * i) % 4000 for i in range(n)] for row, n in enumerate(lengths)]
@@ -251,7 +251,7 @@ def _mean_difference(one: Completion, other: Completion) -> float:
 
 
 def _all_right(rows: Iterable[Row], report: Report, kept: list[Row] | None = None) -> bool:
-    """Report each row at once, and keep it; return whether there are rows, and none has failed."""
+    """Report each row at once, and keep it; return whether there are rows and none has failed."""
     kept = [] if kept is None else kept
     for row in rows:
         report[f"{row.get('part', 'attention')}: {row['what']}"] = ", ".join(

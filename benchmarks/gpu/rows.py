@@ -7,7 +7,7 @@ import re
 from benchmarks.page.measures import at, ratio, value
 from benchmarks.page.rows import Found, Json, Measure, Measurement, Row, Source, Subject
 
-LARGE_KV_BYTES = 512e6  # below, a launch is a part of the time
+LARGE_KV_BYTES = 512e6  # below, launch time matters
 FUSED = ("add_rms_norm", "norm_rotary_store", "silu_mul")
 _FIGURE = re.compile(r"([^,]+) (-?[0-9.]+)(?:, |$)")
 _DECODE = re.compile(r"decode (\d+)/(\d+), batch (\d+), context (\d+)")
@@ -24,7 +24,7 @@ def _figures(document: Json, part: str, words: str) -> dict[str, dict[str, float
 
 
 def _least(part: str, words: str, figure: str, form: str = ".2f") -> Measure:
-    """Make a row of the range of a figure, whose least is judged."""
+    """Return a measure that shows a figure's range and judges its smallest value."""
 
     def measure(document: Json) -> Found:
         rows = _figures(document, part, words).items()

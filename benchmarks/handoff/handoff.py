@@ -1,9 +1,9 @@
-"""Measure the hand-off from a prefill to a decode node, from the receipts of real requests.
+"""Measure the hand-off from a prefill node to a decode node, from receipts of real requests.
 
-A router, one prefill node and one decode node on this machine, the demo model, NIXL; one request
-at a time, so that nothing but the hand-over stands between token 1 and token 2. A decode node
-that serves one request at a time rests in between, and a rested core is slow: so a control takes
-the same first step in one process, without any transfer, once rested and once busy.
+A router, one prefill node and one decode node with NIXL serve the demo model on this machine, one
+request at a time, so that only the hand-off lies between token 1 and token 2. The decode node rests
+between requests, and a core is slow after a rest. So a control takes the same first decode step in
+one process, without a transfer: once after a rest and once without.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ FILES = {
     "transports": "kv_transports",
 }
 OUTPUT_TOKENS = 16
-REST_S = 0.1  # pause of the control; about what a prefill takes
+REST_S = 0.1  # pause of the control, about as long as a prefill
 
 
 def measure(num_requests: int) -> dict[int, list[Receipt]]:
-    """{prompt tokens: receipts}; the lengths take turns, and the first round warms up."""
+    """Return {prompt tokens: receipts}; lengths take turns, and the first round warms up."""
     draw = random.Random(0)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     receipts: dict[int, list[Receipt]] = {length: [] for length in PROMPT_LENGTHS}
@@ -54,7 +54,7 @@ def measure(num_requests: int) -> dict[int, list[Receipt]]:
 
 
 def measure_control(num_requests: int) -> dict[int, dict[str, dict[str, float]]]:
-    """Return milliseconds from commit to token 2, rested and busy, by prompt tokens."""
+    """Return milliseconds from commit to token 2, after a rest and without, by prompt tokens."""
     config = EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**28)
     engine = make_engine(DEMO_MODEL, config)
     engine.kv_memory.tensor.zero_()
@@ -150,14 +150,14 @@ def run(
     families: Sequence[str] = tuple(SHAPES),
     block_sizes: Sequence[int] = BLOCK_SIZES,
 ) -> None:
-    """Measure parts of the hand-off; each has a file of results.
+    """Measure the chosen parts of the hand-off; each has its own file of results.
 
     Args:
-        parts: costs of a hand-off; macs: keyed digests; hybrids: layers with states; transports:
-            NIXL against TLS sockets.
-        requests: per prompt length; fewer of long prompts, of hybrids and per transport.
-        families: families of the hybrids part.
-        block_sizes: block sizes of the hybrids part.
+    parts: costs of a hand-off; macs: keyed digests; hybrids: layers with states; transports:
+        NIXL compared with TLS sockets.
+    requests: number per prompt length; smaller for long prompts, hybrids and transports.
+    families: model families of the part hybrids.
+    block_sizes: block sizes of the part hybrids.
     """
     for part in parts:
         if part == "costs":
@@ -173,7 +173,7 @@ def run(
 
 
 def measure_costs(run: Run, num_requests: int) -> dict[str, object]:
-    """Measure hand-offs one by one and by push mode, and ranges of memory after an hour."""
+    """Measure single hand-offs, hand-offs by push mode, and ranges of memory after an hour."""
     receipts, control = measure(num_requests), measure_control(num_requests)
     lengths = summarize(receipts, control)
     run.show("median", lengths)

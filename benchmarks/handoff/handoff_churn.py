@@ -1,8 +1,8 @@
-"""Measure ranges of memory per transfer after an hour of requests that come, grow and go.
+"""Measure ranges of memory per transfer after an hour in which requests come, grow and end.
 
-Two block pools at 90 % occupancy, with the requests' clock simulated: nothing is computed. Each
-request takes its prompt's blocks on both, grows on the decode node, and leaves both at random
-times. Both ways of allocating see the same requests.
+Two block pools are 90 % full; nothing is computed, and the clock is simulated. A request takes its
+prompt's blocks on both nodes, grows on the decode node, and frees both at random times. Both ways
+to allocate get the same requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 1000, 300
 
 @dataclass(slots=True)
 class _Held:
-    """Blocks that a request holds on both nodes."""
+    """Blocks of a request on both nodes."""
 
     p: list[int]
     d: list[int]
@@ -46,10 +46,10 @@ class _Churn:
     num_events: int = 0
     allocate_s: float = 0.0
     num_allocated: int = 0
-    next_blocks: int = 1  # blocks of the request that waits for room
+    next_blocks: int = 1  # number of prompt blocks of the next request
 
     def fill(self, now: float) -> list[tuple[int, int]]:
-        """Begin requests up to the occupancy; yield each transfer's blocks and ranges of memory."""
+        """Fill the pools with requests; yield each transfer's numbers of blocks and ranges."""
         transfers: list[tuple[int, int]] = []
         spare = int(NUM_BLOCKS * (1 - OCCUPANCY))
         while True:
@@ -59,12 +59,12 @@ class _Churn:
             self.next_blocks = self._draw_blocks()
             started = time.perf_counter()
             p = self.p.allocate(num_blocks, extents=self.extents)
-            d = self.d.allocate(num_blocks + 1, extents=self.extents)  # and one for decoding
+            d = self.d.allocate(num_blocks + 1, extents=self.extents)  # and one block for decoding
             self.allocate_s += time.perf_counter() - started
             assert p is not None
             assert d is not None
             self.num_allocated += len(p) + len(d)
-            pairs = sorted(zip(p, d, strict=False))  # as the sender orders them
+            pairs = sorted(zip(p, d, strict=False))  # in the sender's order
             transfers.append((num_blocks, count_runs([a for a, _ in pairs], [b for _, b in pairs])))
             num_output = self.draw.expovariate(1 / MEAN_OUTPUT_TOKENS)
             held = _Held(p, d, int(num_output / BLOCK_SIZE))
@@ -96,7 +96,7 @@ class _Churn:
 
 
 def measure_churn(hours: float = 1.0) -> dict[str, object]:
-    """Return ranges per transfer in the last tenth of the time, and their cost, per way."""
+    """Return the ranges per transfer in the last tenth of the time, and the cost, by way."""
     results: dict[str, object] = {}
     for name, extents in (("oldest first", False), ("extents", True)):
         churn = _Churn(extents)

@@ -1,9 +1,9 @@
-"""Measure the hand-over of hybrids: models with state layers and attention layers.
+"""Measure the hand-off of hybrid models, which have state layers and attention layers.
 
-A router, a prefill and a decode node, small random checkpoints, one request at a time; prompts in
-chunks, with several block sizes. Each prompt comes twice: new, and with a new end behind what both
-nodes have cached of it. A dense model takes the same prompts, for comparison.
-Refuses to know: speed of the models, tokens (tests compare those).
+A router, a prefill and a decode node serve small random checkpoints, one request at a time, with
+chunked prompts and several block sizes. Each prompt comes twice: new, and cached with a new end. A
+dense model gets the same prompts, for comparison. Refuses to know: the models' speed, and tokens,
+which tests compare.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.runner.deployments import deployed, receipt_of
 from benchmarks.runner.environment import summary
 
 PROMPT_LENGTHS = (1024, 4096, 16384)
-BLOCK_SIZES = (64, 256)  # a block has to hold a state: Granite needs 48 tokens of this shape
+BLOCK_SIZES = (64, 256)  # Granite's state of this shape needs 48 tokens' memory
 CHUNK_TOKENS = 512
 NEW_END_TOKENS = 200  # added to a cached prompt
 OUTPUT_TOKENS = 8
@@ -38,7 +38,7 @@ _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 4,
 }
 _THREE_TO_ONE = ["linear_attention"] * 3 + ["full_attention"]
-# Row -> architecture, and its config's fields beyond _SHAPE.
+# Row -> architecture, and the config fields that differ from _SHAPE.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3 (dense)": ("Qwen3ForCausalLM", {"head_dim": 64}),
     "Qwen3.5": (
@@ -71,8 +71,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def measure(row: str, block_size: int, num_requests: int) -> dict[str, Any]:
-    """Return figures of receipts by prompt length, for new prompts and for cached ones that
-    continue with new tokens."""
+    """Return receipt figures by prompt length: of new prompts, of cached ones with a new end."""
     draw = random.Random(0)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     receipts: dict[int, dict[str, list[Receipt]]] = {
@@ -103,13 +102,13 @@ def measure(row: str, block_size: int, num_requests: int) -> dict[str, Any]:
 
 
 def figures(receipts: list[Receipt]) -> dict[str, Any]:
-    """Return medians of the requests of one kind."""
+    """Return the medians for requests of one kind."""
     exposed, computed_on_d, pushed, chunks, cached, num_bytes = [], [], 0, [], [], []
     for receipt in receipts:
         prefill, decode = receipt.prefill, receipt.decode
         assert decode is not None
         if prefill is None or not decode.push.transport:
-            continue  # the decode node computed a short rest itself
+            continue  # the decode node computed the short new end itself
         pushed += 1
         exposed.append(decode.push.exposed_transfer_s * 1e3)
         computed_on_d.append(decode.num_prompt_tokens_computed)
@@ -131,7 +130,7 @@ def figures(receipts: list[Receipt]) -> dict[str, Any]:
 def measure_hybrids(
     families: Sequence[str], block_sizes: Sequence[int], num_requests: int
 ) -> dict[str, object]:
-    """Measure families by block size, and prompts of each kind and length."""
+    """Measure families by block size, with prompts of each kind and length."""
     results: dict[str, dict[str, Any]] = {
         row: {str(size): measure(row, size, num_requests) for size in block_sizes}
         for row in families

@@ -1,9 +1,9 @@
-"""Compare how push modes hide a hand-over behind the computation, with equal requests in one run.
+"""Compare how well push modes hide the hand-off behind the prefill, with equal requests.
 
-Also measures how soon, and at what cost, a decode node continues.
+Also measures when, and at what cost, a decode node continues.
 
-The checkpoint is random, since only its prompts' lengths and bytes per token count. One
-router, prefill and decode node per mode, all running; the requests go to them in turn.
+The checkpoint is random, because only prompt lengths and bytes per token matter. Each mode has a
+router, a prefill node and a decode node; all modes run at once and get requests in turns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LENGTHS = (256, 1024, 4096, 16384)  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way for KV to travel: push mode, more options of nodes, and UCX's transport."""
+    """How KV is sent: the push mode, further node options, and UCX's transport."""
 
     push: str
     node_args: tuple[str, ...] = ()
@@ -56,8 +56,8 @@ MODES = {
     "layers, digests": Way("layers", ("--kv-digests",)),
 }
 MAC_MODES = {name: MODES[name] for name in ("layers", "layers, digests")}
-# NIXL as it chooses on one host (a copy by the kernel), and held to TCP, which it has between hosts
-# without RDMA.
+# NIXL with its own choice of transport on one host (a copy by the kernel), and restricted to TCP,
+# its choice between hosts without RDMA.
 TRANSPORTS = {"nixl": ((), ""), "nixl, tcp": ((), "tcp"), "tls": (TLS, "")} | {
     "tls, digests": ((*TLS, "--kv-digests"), "")
 }
@@ -67,7 +67,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """Make a model of eight layers with 8 KiB of KV per token, for long prompts in little time."""
+    """Make a model of eight layers and 8 KiB of KV per token, which computes long prompts fast."""
     shape = {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8,
         "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
@@ -83,14 +83,14 @@ def make_checkpoint(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def running(ways: Mapping[str, Way]) -> Iterator[dict[str, LocalDeployment]]:
-    """Start a router, a prefill and a decode node of each way, and wait until all are ready."""
+    """Start a router, a prefill and a decode node for each way; wait until all are ready."""
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as path:
         folder = make_checkpoint(Path(path))
         deployments = {}
         for name, way in ways.items():
             node_args = ["--kv-cache-memory", "256M", "--no-prefix-cache", *way.node_args]
             given = {"UCX_TLS": way.ucx_tls} if way.ucx_tls else {}
-            with mock.patch.dict(os.environ, given):  # nodes have it from their start on
+            with mock.patch.dict(os.environ, given):  # nodes read these variables at their start
                 deployments[name] = stack.enter_context(
                     deployed(folder, node_args=node_args, prefill_args=["--push", way.push])
                 )
@@ -98,20 +98,20 @@ def running(ways: Mapping[str, Way]) -> Iterator[dict[str, LocalDeployment]]:
 
 
 def measure_modes(num_requests: int) -> dict[str, object]:
-    """Measure each mode's hand-off by prompt length, among other requests, and at rest."""
+    """Measure the hand-off of each mode: by prompt length, beside other requests, and at rest."""
     with running(MODES) as deployments:
         receipts = collect_receipts(deployments, num_requests)
         results: dict[str, object] = {"modes": _modes_table(receipts)}
         results["bandwidth"] = _bandwidth(receipts)
         address = deployments["layers"].config.listen
         results["among_32_decoding"] = asyncio.run(_join_a_batch(address))
-        time.sleep(3.0)  # what was done last is settled
+        time.sleep(3.0)  # until earlier work has ended
         results["idle_cpu_percent_of_a_core"] = idle_cpu(deployments["layers"])
     return results
 
 
 def measure_macs(num_requests: int) -> dict[str, object]:
-    """Measure what keyed digests add, from the prompt's first step to the commit taken."""
+    """Measure the cost of keyed digests, from the prompt's first step until D has the commit."""
     with running(MAC_MODES) as deployments:
         receipts = collect_receipts(deployments, num_requests, LENGTHS[:3])
     table: dict[str, object] = {}
@@ -135,7 +135,7 @@ def measure_macs(num_requests: int) -> dict[str, object]:
 
 
 def measure_transports(num_requests: int) -> dict[str, object]:
-    """Compare NIXL with TLS sockets: the same requests in turns, by push mode."""
+    """Compare NIXL with TLS sockets by push mode; both get the same requests in turns."""
     results: dict[str, object] = {}
     for push in ("layers", "after-prefill"):
         ways = {name: Way(push, *rest) for name, rest in TRANSPORTS.items()}
@@ -147,7 +147,7 @@ def measure_transports(num_requests: int) -> dict[str, object]:
             }
             results[push] = rows
             if push == "layers":
-                time.sleep(3.0)  # what was done last is settled
+                time.sleep(3.0)  # until earlier work has ended
                 results["idle_cpu_percent_of_a_core"] = {
                     name: idle_cpu(deployment) for name, deployment in deployments.items()
                 }
@@ -161,7 +161,7 @@ def measure_transports(num_requests: int) -> dict[str, object]:
 def collect_receipts(
     deployments: dict[str, LocalDeployment], num_requests: int, lengths: Sequence[int] = LENGTHS
 ) -> dict[tuple[str, int], list[Receipt]]:
-    """Return receipts of the same requests by mode and prompt length."""
+    """Send each mode the same requests; return the receipts by mode and prompt length."""
     receipts: dict[tuple[str, int], list[Receipt]] = {}
     draw = random.Random(0)
     for length in lengths:
@@ -179,10 +179,10 @@ def collect_receipts(
 
 
 def push_figures(receipts: list[Receipt]) -> dict[str, float]:
-    """Return medians of what was pushed."""
+    """Return the medians of the push figures."""
     decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
     median = statistics.median
-    # Both legs begin at about the same time, so this is the time after the prefill.
+    # The legs on P and D begin at about the same time, so this is the time after the prefill.
     parked = [
         r.decode.parked_s - r.prefill.queue_s - r.prefill.prefill_s
         for r in receipts
@@ -211,9 +211,9 @@ def _modes_table(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, ob
 
 
 def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, float]:
-    """Compare bytes per second while posting, a copy on one host, with a copy in one process.
+    """Compare the speed of pushing, a copy on one host, with a copy in one process.
 
-    The fastest of each: they are not measured at the same moment, and others use the machine.
+    Takes the fastest of each, because they run at different moments on a shared machine.
     """
     pushes = [r.decode.push for r in receipts["after-prefill", LENGTHS[-1]] if r.decode]
     num_bytes = pushes[0].num_bytes
@@ -222,9 +222,9 @@ def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, floa
 
 
 def copy_and_digest(num_bytes: int) -> dict[str, float]:
-    """Return bytes per second of a plain copy, and of the digests of blocks of 128 KiB."""
+    """Return the bytes per second of a plain copy, and of digests of 128 KiB blocks."""
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
-    target = torch.zeros_like(source)  # its pages exist already
+    target = torch.zeros_like(source)  # so that its pages exist before the copy
     digests, key = BlockDigests(memory_of(source)), BlockKey(bytes(32))
     written = Written("r", 1, range(len(source)), (0, 8), 0, range(len(source)))
     copy_s, digest_s = [], []
@@ -242,7 +242,7 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
 
 
 async def _join_a_batch(address: str) -> dict[str, object]:
-    """Count steps from commit to first step, for requests that come while 32 others decode."""
+    """Count decode steps from commit to a request's first step, while 32 other requests decode."""
     draw = random.Random(1)
     long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
     async with AsyncClient(address) as client:
@@ -253,14 +253,14 @@ async def _join_a_batch(address: str) -> dict[str, object]:
             return receipt
 
         decoding = [asyncio.create_task(run(long)) for _ in range(NUM_DECODING)]
-        await asyncio.sleep(5.0)  # all of them have begun
+        await asyncio.sleep(5.0)  # until all have started
         joined = [await run(PARAMS) for _ in range(60)]
         still = sum(not task.done() for task in decoding)
         for task in decoding:
             task.cancel()
         await asyncio.gather(*decoding, return_exceptions=True)
     decodes = [receipt.decode for receipt in joined if receipt.decode is not None]
-    # The count includes the first step: 1 means the next step.
+    # The count includes the first step, so 1 means no wait.
     steps = sorted(decode.steps_until_first - 1 for decode in decodes)
     return {
         "num_still_decoding_at_the_end": still,
@@ -275,7 +275,7 @@ async def _join_a_batch(address: str) -> dict[str, object]:
 
 
 def idle_cpu(deployment: LocalDeployment) -> dict[str, float]:
-    """Return the percent of a core that each process takes at rest."""
+    """Return each process's use of a core at rest, in percent."""
 
     def seconds() -> dict[str, float]:
         return {

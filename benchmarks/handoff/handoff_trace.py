@@ -1,11 +1,11 @@
-"""Draw a picture of one hand-off, from what really happened in the three processes.
+"""Draw one real hand-off, from times that three processes recorded.
 
     python -m benchmarks handoff_trace --save        (needs the extra `report`)
 
-Router, prefill and decode node run as ever; the nodes' processes write down when a layer was
-computed, when a write was posted and complete, when the decode node took the commit, and when its
-steps began and ended. All of them read the same clock. Of several prompts the one is drawn whose
-hand-over took the median time, once pushed layer by layer, once after the prefill.
+Router, prefill and decode node run as usual. The nodes record when each layer was computed, each
+write was posted and completed, the decode node took the commit, and its steps began and ended. All
+processes read the same clock. The picture shows two prompts, one pushed layer by layer and one
+after the prefill, each with the median hand-off time of several prompts.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PROMPT_TOKENS = 4096
 NUM_PROMPTS = 5
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
-Span = tuple[str, float, float]  # name, begin, end, by the machine's clock
+Span = tuple[str, float, float]  # name, begin, end, on the machine's clock
 
 
 def record_process(folder: Path) -> None:
-    """Write down, from now on, what this process of Baton does."""
+    """Record, from now on, the work of this Baton process."""
     spans: list[Span] = []
     clock = time.monotonic
 
@@ -67,7 +67,7 @@ def record_process(folder: Path) -> None:
         def note(layer: int) -> None:
             nonlocal last
             spans.append(("layer", last, clock()))
-            if after_layer is not None:  # otherwise everything is pushed at the end
+            if after_layer is not None:  # None: everything is pushed after the prefill
                 after_layer(layer)
             last = clock()
 
@@ -108,7 +108,7 @@ def record_process(folder: Path) -> None:
 
 
 def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
-    """Return each prompt's {what: spans in ms since its first layer began}."""
+    """Return each prompt's {name: spans in ms since the start of its first layer}."""
     asked: list[tuple[float, float, list[float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ[TRACE_VARIABLE] = folder
@@ -118,7 +118,7 @@ def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
             deployed(model, node_args=node_args, prefill_args=["--push", mode]) as deployment,
             Client(deployment.config.listen) as client,
         ):
-            for _ in range(NUM_PROMPTS + 1):  # the first one warms up
+            for _ in range(NUM_PROMPTS + 1):  # the first prompt warms up
                 began, tokens = time.monotonic(), []
                 prompt = draw.choices(range(2, 500), k=PROMPT_TOKENS)
                 for delta in client.stream(prompt, PARAMS):
@@ -140,12 +140,12 @@ def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
 
 
 def exposed_ms(lanes: dict[str, list[tuple[float, float]]]) -> float:
-    """Return the ms from the last layer's end until the decode node has handled the commit."""
+    """Return the ms from the end of the last layer until the decode node has handled the commit."""
     return lanes["commit"][0][1] - lanes["layer"][-1][1]
 
 
 def draw_lanes(axes: Axes, lanes: dict[str, list[tuple[float, float]]]) -> None:
-    """Draw computation, writes and steps, one below the other."""
+    """Draw layers, writes and steps, one row below the other."""
     rows = (("layer", 2, LIGHT.blue), ("write", 1, LIGHT.orange), ("step", 0, LIGHT.green))
     for what, place, color in rows:
         bars = [(start, max(end - start, 1e-3)) for start, end in lanes[what]]
@@ -159,7 +159,7 @@ def draw_lanes(axes: Axes, lanes: dict[str, list[tuple[float, float]]]) -> None:
 
 
 def draw(chosen: dict[str, dict[str, list[tuple[float, float]]]]) -> bytes:
-    """Draw both ways on one axis, and the last milliseconds of each enlarged."""
+    """Draw both modes on one time axis, with the last milliseconds of each enlarged."""
     with style(LIGHT):
         figure = LIGHT.figure(1.7)
         panels = figure.subplots(2, 2, gridspec_kw={"width_ratios": [2, 1]}, squeeze=False)
@@ -182,16 +182,16 @@ def draw(chosen: dict[str, dict[str, list[tuple[float, float]]]]) -> bytes:
 
 
 def run_process(*words: str) -> None:
-    """Run a process of the deployment, and record what it does."""
+    """Run a process of the deployment, and record its work."""
     from baton.cli.app import main as run_baton
 
     record_process(Path(os.environ[TRACE_VARIABLE]))
-    sys.argv = list(words)  # "baton" and its own
+    sys.argv = list(words)  # "baton" and its words
     run_baton()
 
 
 def run(run: Run) -> Document:
-    """Trace, choose the median prompt of each mode, draw it."""
+    """Trace prompts, choose the median prompt of each mode, and draw both."""
     call = call_words("benchmarks.handoff.handoff_trace:run_process")
     vars(local_deployment)["PYTHON_MODULE"] = tuple(call)
     os.environ.update(own_environment())

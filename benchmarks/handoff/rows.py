@@ -1,4 +1,4 @@
-"""Rows of the page about the hand-off: what it costs, and what hides behind the prefill."""
+"""Rows of the page about the hand-off: its cost, and the part hidden behind the prefill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from benchmarks.page.measures import at, number, ratio, value
 from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 LENGTHS = (256, 1024, 4096, 16384)
-FLAT = 2.0  # while the bytes grow 64 times
+FLAT = 2.0  # limit of the growth while the bytes grow 64 times
 SPEED = (".2f", " GB/s")
 MILLISECONDS = (".2f", " ms")
 _PUSH, _AMONG = "push > modes > 16384 tokens > layers", "push > among_32_decoding"

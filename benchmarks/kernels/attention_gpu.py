@@ -1,16 +1,16 @@
-"""Compare the "triton" backend's paged attention on a GPU with the best of libraries.
+"""Compare the "triton" backend's paged attention on a GPU with the fastest libraries.
 
-    decode     one query per request: library time / ours, and bytes of KV per second / copy's
-    prefill    2k to 16k new tokens, alone and behind a cached prefix: TFLOP/s of both
+    decode     one query per request: library's time / ours, and KV bytes per second / a copy's
+    prefill    2k to 16k new tokens, alone and after a cached prefix: TFLOP/s of both sides
 
-A library gets the keys and values of each request side by side, which costs it no paging: torch's
-`scaled_dot_product_attention` (flash and cuDNN; decodes with the query heads of a KV head as its
-queries) and, where they can be imported, FlashAttention 2 and 3. FlashInfer, where it can be, gets
-the pages that ours gets. It compiles its kernels when first called (with nvcc and ninja; or has
-them in `flashinfer_jit_cache`), which is not timed. The last lines say which peers there were and
-which were missing, a row why one refused. Calls that follow each other are of different layers, so
-that keys and values come from memory and not from the cache.
-`--dry-run` runs all of it on tiny shapes on a CPU through Triton's interpreter; nothing is written.
+Libraries get the keys and values of each request in contiguous memory, which saves them paging:
+torch's `scaled_dot_product_attention` (flash and cuDNN; to decode, the query heads of a KV head
+become its queries) and, where they can be imported, FlashAttention 2 and 3. FlashInfer, where it
+can be imported, gets the same pages as our kernels. FlashInfer's first call compiles kernels (with
+nvcc and ninja, unless `flashinfer_jit_cache` has them), which is not timed. The last lines name
+the available and the missing libraries; a row says why a library refused. Consecutive calls use
+different layers, so that keys and values come from memory and not from the cache. `--dry-run` runs
+everything on tiny shapes on a CPU through Triton's interpreter, and writes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.kernels.gpu_timing import (
 
 interpret_without_gpu()
 
-# torch imports Triton with these.
+# Importing torch.nn.attention imports Triton.
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 from triton import TritonError  # noqa: E402
@@ -47,25 +47,25 @@ from benchmarks.kernels.attention_steps import attention_step  # noqa: E402
 
 Call = Callable[[], Tensor]
 # Name -> module with flash_attn_func and flash_attn_with_kvcache. FlashAttention 3 has no release
-# on the package index; a wheel that was built elsewhere is carried like the others.
+# on the package index: its wheel has to be built elsewhere.
 FLASH_ATTENTIONS = {"FlashAttention 2": "flash_attn", "FlashAttention 3": "flash_attn_interface"}
 FLASHINFER = "FlashInfer"
 PEERS = {**FLASH_ATTENTIONS, FLASHINFER: "flashinfer"}
-# FlashInfer's workspace, in which it merges splits of keys; its documentation uses 128 MiB.
+# FlashInfer merges splits of keys in this workspace; its documentation uses 128 MiB.
 FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
 BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
 PREFILLS = ((2048, 0), (4096, 0), (8192, 0), (16384, 0), (2048, 6144), (2048, 14336))
 HEAD_DIM, BLOCK_SIZE = 128, 16
-# Bytes that exceed an H200's cache of 60 MB, and the most for keys and values of a cell.
+# Bytes that exceed an H200's cache of 60 MB; most bytes of keys and values per cell.
 COLD_BYTES, MOST_BYTES = 2**28, 40 * 2**30
-# Weights and results are rounded to bfloat16 on both sides, each time by 2^-9.
+# Both sides round weights and results to bfloat16, each time by up to 2^-9.
 ATOL, RTOL = 2e-2, 2e-2
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One shape: ``batch`` requests with ``query_len`` new tokens behind ``prefix`` cached ones."""
+    """One shape: ``batch`` requests with ``query_len`` new tokens after ``prefix`` cached ones."""
 
     num_heads: int
     num_kv_heads: int
@@ -82,18 +82,18 @@ class Cell:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values of one layer."""
+        """Return the bytes of one layer's keys and values."""
         elements = 2 * self.batch * self.seq_len * self.num_kv_heads * self.head_dim
         return elements * self.dtype.itemsize
 
     @property
     def num_layers(self) -> int:
-        """Return how many layers take turns, so that no cache holds their keys and values."""
+        """Return the number of layers that take turns, so that their KV exceeds any cache."""
         return min(max(math.ceil(COLD_BYTES / self.kv_bytes), 1), 64)
 
     @property
     def flops(self) -> float:
-        """Operations of two products over the keys that each query sees."""
+        """Return the operations of the two products over the keys that each query sees."""
         seen = self.query_len * self.prefix + self.query_len * (self.query_len + 1) / 2
         return 4.0 * self.batch * self.num_heads * self.head_dim * seen
 
@@ -108,7 +108,7 @@ class Measured:
 
 
 def measure_cell(cell: Cell, device: str) -> Measured:
-    """Time ours, and every library that can."""
+    """Time our kernel, and each library that supports the cell."""
     metadata = attention_step(cell.batch, cell.query_len, cell.seq_len, cell.block_size, device)
     table = metadata.block_table.long()
     shape = (2, cell.num_kv_heads, cell.block_size, cell.head_dim)
@@ -143,7 +143,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
     if FLASHINFER in peers()[0]:
         for name, use_tensor_cores in ((FLASHINFER, False), (f"{FLASHINFER} tensor cores", True)):
             if use_tensor_cores and cell.query_len > 1:
-                continue  # prompts always use tensor cores
+                continue  # prefill always uses tensor cores
             run = _flashinfer(cell, metadata, table, device, use_tensor_cores)
             measure_library(name, [partial(run, query, kv) for kv in cache.unbind(1)])
     side_by_side = [_gathered(kv_cache, table, cell) for kv_cache in cache.unbind(1)]
@@ -154,7 +154,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
 
 
 def _gathered(kv_cache: Tensor, table: Tensor, cell: Cell) -> tuple[Tensor, Tensor]:
-    """Gather all requests' keys and values, each ``[batch, num_kv_heads, seq_len, head_dim]``."""
+    """Gather the requests' keys and values, each ``[batch, num_kv_heads, seq_len, head_dim]``."""
     taken = kv_cache[table]  # [batch, blocks, 2, num_kv_heads, block_size, head_dim]
     key, value = taken.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : cell.seq_len]
     return key.contiguous(), value.contiguous()
@@ -185,7 +185,7 @@ def _sdpa(cell: Cell, kernel: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], 
     group = cell.num_heads // cell.num_kv_heads
 
     def decode(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Heads that share keys become queries of one head: each key is read once.
+        # Query heads that share keys become queries of one head, so that each key is read once.
         folded = query.view(cell.batch, cell.num_kv_heads, group, cell.head_dim)
         with sdpa_kernel(kernel):
             return scaled_dot_product_attention(folded, key, value).reshape(query.shape)
@@ -207,7 +207,7 @@ def _flash_attn(cell: Cell, module_name: str) -> Callable[[Tensor, Tensor, Tenso
     module = importlib.import_module(module_name)
     name = "flash_attn_with_kvcache" if cell.query_len == 1 else "flash_attn_func"
     call: Callable[..., Tensor | tuple[Tensor, ...]] = getattr(module, name)
-    # Its layout is [batch, seq_len, num_kv_heads, head_dim].
+    # The library's layout is [batch, seq_len, num_kv_heads, head_dim].
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def _flash_attn(cell: Cell, module_name: str) -> Callable[[Tensor, Tensor, Tenso
             )
         shape = (cell.batch, cell.query_len, cell.num_heads, cell.head_dim)
         found = call(query.view(shape), *made[key.data_ptr()], causal=True)
-        out = found[0] if isinstance(found, tuple) else found  # some releases bring the sums along
+        out = found[0] if isinstance(found, tuple) else found  # some releases also return sums
         return out.reshape(query.shape)
 
     return run
@@ -227,10 +227,10 @@ def _flash_attn(cell: Cell, module_name: str) -> Callable[[Tensor, Tensor, Tenso
 def _flashinfer(
     cell: Cell, metadata: AttentionMetadata, table: Tensor, device: str, use_tensor_cores: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of query and pages; its first call plans, as an engine does per step.
+    """Return a function of query and pages; its first call plans, as an engine does once per step.
 
-    Its layout "HND" is ours: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, and blocks
-    may lie apart.
+    The layout "HND" equals ours, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; blocks
+    may be scattered.
     """
 
     @cache
@@ -265,7 +265,7 @@ def _flashinfer(
 
 
 def decode_cells(device: str) -> Iterator[Cell]:
-    """Yield all decode cells that fit into memory; on a CPU two tiny ones."""
+    """Yield all decode cells that fit into memory; on a CPU two tiny cells."""
     if torch.device(device).type == "cpu":
         yield Cell(4, 2, 1, 1, 6, 16, 4, torch.float32)
         yield Cell(2, 1, 3, 1, 9, 16, 4, torch.float32)
@@ -274,12 +274,12 @@ def decode_cells(device: str) -> Iterator[Cell]:
         for batch in BATCHES:
             for context in CONTEXTS:
                 cell = Cell(num_heads, num_kv_heads, batch, 1, context - 1)
-                if cell.kv_bytes * 3 <= MOST_BYTES:  # paged, side by side, and on the way there
+                if cell.kv_bytes * 3 <= MOST_BYTES:  # paged, contiguous, and a copy in between
                     yield cell
 
 
 def prefill_cells(device: str) -> Iterator[Cell]:
-    """Return the prefill cells; on a CPU two tiny ones."""
+    """Yield the prefill cells; on a CPU two tiny cells."""
     if torch.device(device).type == "cpu":
         yield Cell(2, 1, 1, 5, 0, 16, 4, torch.float32)
         yield Cell(2, 1, 1, 3, 6, 16, 4, torch.float32)
@@ -290,9 +290,9 @@ def prefill_cells(device: str) -> Iterator[Cell]:
 
 @torch.inference_mode()
 def measure(device: str) -> Iterator[Row]:
-    """Yield rows as they are measured, the few of prompts first; tiny ones on a CPU, untimed.
+    """Yield rows as they are measured, prefill first; on a CPU tiny shapes, without times.
 
-    A cell that fails is a row with the key "failed", and costs no other.
+    A failing cell gives a row with the key "failed", and the other cells still run.
     """
     copied = copy_gb_per_s(device, 2**20 if torch.device(device).type == "cpu" else 2**29)
     for cell in (*prefill_cells(device), *decode_cells(device)):
@@ -325,7 +325,7 @@ def _row(what: str, ours: float, theirs: dict[str, float]) -> Row:
 
 
 def geometric_mean(rows: list[Row]) -> float:
-    """Return the geometric mean of library / ours over the decode rows."""
+    """Return the geometric mean of library's time / ours over the decode rows."""
     decodes = (row for row in rows if str(row["what"]).startswith("decode"))
     ratios = [row.get("library / ours") for row in decodes]
     known = [ratio for ratio in ratios if isinstance(ratio, float) and ratio > 0]

@@ -1,4 +1,4 @@
-"""Make steps of attention for measurements of its kernels."""
+"""Make steps for measurements of attention kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton_kernels.attention.base import AttentionMetadata
 def attention_step(
     batch: int, query_len: int, context: int, block_size: int, device: str = "cpu"
 ) -> AttentionMetadata:
-    """Make a step of equal requests, each with its last tokens to compute; blocks are scattered."""
+    """Make a step of equal requests that compute their last tokens, with scattered blocks."""
     blocks = -(-context // block_size)
     table = torch.randperm(batch * blocks, device=device).view(batch, blocks)
     positions = torch.arange(context - query_len, context, device=device)

@@ -1,7 +1,7 @@
-"""Measures times of calls: inside a CUDA graph on a GPU, once by the clock on a CPU.
+"""Measures times of calls: in a CUDA graph on a GPU, or one call on a CPU.
 
-A graph, because that is how a decode step runs and because launches from Python would hide what
-small kernels cost. On a CPU a time means nothing: there the benchmarks only prove that they run.
+Decode steps run in a graph, too, and launches from Python would hide what small kernels cost. Times
+on a CPU mean nothing: there the benchmarks only prove that they run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Row = dict[str, float | str]
 
 
 def interpret_without_gpu() -> None:
-    """Let Triton's interpreter run kernels where no GPU is; call before Triton is imported."""
+    """Let Triton's interpreter run kernels if there is no GPU; call before importing Triton."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def device_of(run: Run, *, is_dry: bool) -> str:
-    """Return the device to measure, and record the GPU's name; raises SystemExit without a GPU."""
+    """Return the device to measure, and record the GPU's name; raise SystemExit without a GPU."""
     if is_dry:
         return "cpu"
     if not torch.cuda.is_available():
@@ -41,7 +41,7 @@ def median_us(calls: Sequence[Call], device: str, repeat: int = 20) -> float:
     """Return the median microseconds of one call, when all calls run one after another.
 
     Args:
-        calls: each should use other memory if memory must not be found in the cache.
+        calls: use different memory in each call to keep caches from serving the data.
     """
     for call in calls:
         call()  # compiles
@@ -68,14 +68,14 @@ def median_us(calls: Sequence[Call], device: str, repeat: int = 20) -> float:
 
 
 def copy_gb_per_s(device: str, num_bytes: int) -> float:
-    """Measure copies within the device's memory in GB/s, counting bytes read and written."""
+    """Measure copies within device memory in GB/s; bytes read and bytes written both count."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return gb_per_s(2 * num_bytes, median_us([lambda: target.copy_(source)], device))
 
 
 def excess_error(found: Tensor, expected: Tensor, atol: float, rtol: float) -> float:
-    """Return the largest error beyond ``atol + rtol * |expected|``; infinite if one is NaN."""
+    """Return the largest error beyond ``atol + rtol * |expected|``; infinite for a NaN."""
     found, expected = found.float(), expected.float()
     excess = (found - expected).abs() - (atol + rtol * expected.abs())
     return float(excess.nan_to_num(nan=math.inf).max())

@@ -1,13 +1,14 @@
-"""Compare CPU kernels: paged attention with memory bandwidth, linear layers with torch.
+"""Compare CPU kernels: paged attention with memory bandwidth, linear layers with torch's.
 
-Attention of whole prompts is compared with linear layers of the same model: products bound both.
+Attention of whole prompts is compared with linear layers of the same model, because matrix products
+limit both.
 
-Products can bound attention of many heads over latents (MLA). So its time is compared with reading
-alone, and with the longer one of reading and a large product of torch.
+Matrix products can also limit attention of many heads over latents (MLA). So its time is compared
+with plain reads, and with the longer of plain reads and a large product in torch.
 
-What is compared takes turns inside one run, on the threads given; a busy machine slows both. Every
-repetition reads other memory (another layer of the cache, another copy of a weight), as a model
-does, so that no cache below the last level flatters. Refuses to know: models, requests.
+Both sides of a comparison take turns in one run with the given threads, so that a busy machine
+slows both. Repetitions use different memory (another layer of the cache, another copy of a weight),
+as a model does, so that only the last cache level can help. Refuses to know: models, requests.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ LATENT_CONTEXT = 4096
 LATENT_RANK, LATENT_WIDTH = (
     512,
     512 + 64,
-)  # numbers that values are made of; those of positions, too
+)  # numbers per token: values; values and positions
 LATENT_HEADS = (16, 128)  # DeepSeek V2 Lite, V3
 LATENT_BATCHES = (1, 8)
 LATENT_BLOCK_SIZE = 64
 PROMPTS = (4096, 8192, 16384)  # tokens
-PROMPT_HEADS = (16, 8, 128)  # of Qwen3-0.6B: query heads, KV heads, head dim
+PROMPT_HEADS = (16, 8, 128)  # Qwen3-0.6B's query heads, KV heads, head dim
 PROMPT_LAYERS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))  # in, out
 PROMPT_ROWS = 2048  # rows of a step
 LONG_CONTEXTS = ((4096, 8), (16384, 2))  # tokens, requests
 ROWS = (1, 4, 8, 16, 32, 512)
 SHAPES = ((768, 4096), (2048, 768), (768, 32768))  # in, out
 
-Subject = Callable[[int], object]  # given the number of the repetition
+Subject = Callable[[int], object]  # takes the number of the repetition
 
 
 def take_turns(subjects: Mapping[str, Subject], repetitions: int) -> dict[str, float]:
@@ -75,10 +76,10 @@ def make_cache(
     num_blocks: int,
     dtypes: Sequence[torch.dtype],
 ) -> Tensor:
-    """Make a KV cache of random numbers.
+    """Make a KV cache with random numbers.
 
     Args:
-        dtypes: types of the cache and of the computation.
+        dtypes: dtypes of the cache and of the computation.
     """
     spec = kv_cache_spec([layer] * num_layers, block_size, dtypes[0], compute_dtype=dtypes[1])
     cache = allocate_kv_cache(spec, num_blocks, torch.device("cpu"))
@@ -92,7 +93,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def read(memory: Tensor, layer: int) -> object:
-    """Touch each byte of a layer once, in order."""
+    """Read each byte of a layer once, in order."""
     return memory[layer].sum()
 
 
@@ -112,7 +113,7 @@ def attend_latents(
 
 
 def multiply(x: Tensor, weights: Tensor, copy: int) -> object:
-    """Multiply by one of several weights of one shape."""
+    """Multiply by one of several copies of a weight."""
     return functional.linear(x, weights[copy])
 
 
@@ -172,7 +173,7 @@ def measure_attention(
 
 
 def measure_prompts(repetitions: int) -> list[dict[str, object]]:
-    """Measure products per second of a whole prompt's attention and of one step's linear layers."""
+    """Measure a prompt's attention and a step's linear layers, in products per second."""
     rows: list[dict[str, object]] = []
     num_heads, num_kv_heads, head_dim = PROMPT_HEADS
     native = native_ops()
@@ -194,7 +195,7 @@ def measure_prompts(repetitions: int) -> list[dict[str, object]]:
             step = attention_step(1, length, length, BLOCK_SIZE)
             layer, num_blocks = PagedKV(num_kv_heads, head_dim), length // BLOCK_SIZE
             cache = make_cache(layer, 1, BLOCK_SIZE, num_blocks, (dtype, dtype))
-            cache = cache.expand(-1, NUM_LAYERS, -1, -1, -1, -1)  # every repetition reads one layer
+            cache = cache.expand(-1, NUM_LAYERS, -1, -1, -1, -1)  # all repetitions read one layer
             query = torch.randn(length, num_heads, head_dim).to(dtype)
             backend = NativeAttention()
             backend.plan(step)
@@ -218,7 +219,7 @@ def measure_prompts(repetitions: int) -> list[dict[str, object]]:
 
 
 def measure_latents(repetitions: int) -> list[dict[str, object]]:
-    """Measure paged decode attention over latents against memory and against a large product."""
+    """Compare paged decode attention over latents with memory reads and with a large product."""
     rows: list[dict[str, object]] = []
     for dtype in (torch.float32, torch.bfloat16):
         square = torch.randn(1, 1024, 1024).to(dtype)

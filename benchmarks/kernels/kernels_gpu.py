@@ -1,12 +1,12 @@
-"""Measure Triton kernels on a GPU: small ones here, attention, and products with few bits.
+"""Measure Triton kernels on a GPU: small kernels, attention, and products with few-bit weights.
 
     stream     256 MB and more: norm, norm + rotary + store, SwiGLU, block moves / copy bandwidth
-    launch     one step of 64 and of 256 tokens in a CUDA graph: unfused torch ops / one kernel
-    sampling   64 and 256 rows of 151,936 logits: torch, with a sort where it filters / our three
+    launch     a step of 64 or 256 tokens in a CUDA graph: unfused torch ops / one kernel
+    sampling   64 and 256 rows of 151,936 logits: torch (sorts to filter) / our three kernels
 
-Small kernels are compared with the copy bandwidth and chains of torch ops, attention with libraries
-(`attention_gpu.py`), products with the vendor's (`quantized_gpu.py`). Each kernel is compared
-with its definition before it is timed. A part that fails does not stop the others.
+Small kernels are compared with copy bandwidth and chains of torch ops, attention with libraries
+(`attention_gpu.py`), products with the vendor's (`quantized_gpu.py`). Before timing, each kernel's
+result is compared with its definition. A failing part does not stop the others.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from baton_kernels.triton.sampling.tokens import sample_tokens  # noqa: E402
 from baton_kernels.triton.silu_mul import silu_mul  # noqa: E402
 
 FILES = {"small": "kernels_gpu", "attention": "attention_gpu", "products": "quantized_gpu"}
-# The definition rounds to bfloat16 between norm, products and sum, each time by 2^-9.
+# The definition rounds to bfloat16 after norm, products and sum, each time by up to 2^-9.
 ATOL, RTOL = 6e-2, 2e-2
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a model like Qwen3-8B, or tiny ones of the dry run."""
+    """Sizes of a model like Qwen3-8B, or tiny sizes for the dry run."""
 
     device: str
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Sizes:
 
     @classmethod
     def of(cls, device: str) -> Sizes:
-        """Return a device's sizes: tiny ones on a CPU, in a dtype that the interpreter supports."""
+        """Return sizes for a device; a CPU gets tiny sizes, in a dtype of Triton's interpreter."""
         if torch.device(device).type != "cpu":
             return cls(device, torch.bfloat16)
         return cls(device, torch.float32, 32, 48, 2, 1, 16, 4, 300, 2**12, (3,), (2,))
@@ -112,7 +112,7 @@ class Step:
 
 
 def kernels_of(step: Step, sizes: Sizes) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return each op as one launch, with the bytes that it must read and write."""
+    """Return each op as one kernel launch, with the bytes that the kernel must read and write."""
     heads = (sizes.num_heads, step.cos, step.sin, step.kv_cache, step.slots)
     weight = step.head_weight
     return {
@@ -163,7 +163,7 @@ def torch_chains_of(step: Step, sizes: Sizes) -> dict[str, Callable[[], object]]
 
 
 def stream(sizes: Sizes) -> Iterator[Row]:
-    """Measure bytes per second of uncached inputs, against a copy of as many bytes."""
+    """Measure bytes per second with uncached inputs, and those of a copy of as many bytes."""
     copied = copy_gb_per_s(sizes.device, 2 * sizes.stream_bytes)
     yield {"part": "stream", "what": "copy", "GB/s": copied, "of copy": 1.0}
     width = max(sizes.hidden_size, sizes.intermediate_size // 3)
@@ -175,7 +175,7 @@ def stream(sizes: Sizes) -> Iterator[Row]:
 
 
 def launch(sizes: Sizes) -> Iterator[Row]:
-    """Measure microseconds of one step's op in a graph, by torch ops and by one kernel."""
+    """Measure microseconds of each op of a step in a graph, as torch ops and as one kernel."""
     for num_tokens in sizes.step_tokens:
         step = Step.of(sizes, num_tokens)
         chains = torch_chains_of(step, sizes)
@@ -203,10 +203,10 @@ def _tensors(value: object) -> tuple[Tensor, ...]:
 
 
 def sampling(sizes: Sizes) -> Iterator[Row]:
-    """Measure microseconds of one token per row, also as a number of reads of the logits."""
+    """Measure microseconds to sample a token per row, also as a number of reads of the logits."""
     copied = copy_gb_per_s(sizes.device, 2 * sizes.stream_bytes)
     for num_rows in sizes.sampling_rows:
-        # Peaked, as a model's: some hundred tokens have nearly all the weight.
+        # Peaked, like a model's logits: some hundred tokens have nearly all the probability.
         logits = sizes.random(num_rows, sizes.vocab_size, dtype=torch.float32)
         ways = {
             "greedy": (0.0, 0, 1.0, logits),
@@ -240,7 +240,7 @@ def _sampler(values: Tensor, temperature: float, top_k: int, top_p: float) -> Ca
 
 
 def _in_torch(values: Tensor, temperature: float, top_k: int, top_p: float) -> Callable[[], Tensor]:
-    """Sample as is common in torch: sort (if needed), cut, softmax, a race of exponentials."""
+    """Sample in the usual way of torch: sort (if needed), cut, softmax, a race of exponentials."""
     if temperature == 0:
         return lambda: values.argmax(dim=-1)
     if not top_k and top_p >= 1:
@@ -268,9 +268,9 @@ PARTS: dict[str, Callable[[Sizes], Iterator[Row]]] = {
 
 @torch.inference_mode()
 def measure(device: str, parts: tuple[str, ...] = tuple(PARTS)) -> Iterator[Row]:
-    """Yield rows as they are measured; on a CPU tiny ones, whose times mean nothing.
+    """Yield rows as they are measured; on a CPU for tiny shapes, whose times mean nothing.
 
-    A failure is a row with the key "failed", and ends its part.
+    A failure gives a row with the key "failed", and ends its part.
     """
     sizes = Sizes.of(device)
     for part in parts:
@@ -291,11 +291,11 @@ def run(
     parts: Sequence[Literal["stream", "launch", "sampling"]] = ("stream", "launch", "sampling"),
     dry_run: bool = False,
 ) -> None:
-    """Measure groups of kernels; each has a file of results.
+    """Measure groups of kernels; each group has its own file of results.
 
     Args:
-        parts: parts of the group of small kernels.
-        dry_run: tiny shapes on the CPU.
+        parts: parts of the group small.
+        dry_run: run tiny shapes on the CPU.
     """
     device = device_of(run, is_dry=dry_run)
     for group in groups:

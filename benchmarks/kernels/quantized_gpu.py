@@ -1,7 +1,7 @@
-"""Compare products with weights of 4 and 8 bits on a GPU with the vendor's in bfloat16.
+"""Compare products with 4- and 8-bit weights on a GPU with the vendor's bfloat16 products.
 
-The linear layers of Qwen3-8B, for one token, a batch, and a prompt. Each is compared with its
-definition first. Weights are copied until they do not fit a cache.
+The linear layers of Qwen3-8B are timed with one token, a batch, and a prompt. Before timing, each
+result is compared with its definition. Enough copies of the weights take turns to exceed any cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from baton_kernels.triton.fp8 import has_fp8  # noqa: E402
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 TINY_LAYERS = {"o": (48, 256)}
 TOKENS = (1, 8, 32, 64, 128, 256, 2048)
-CACHE_BYTES = 200e6  # fewest bytes of weights in one measurement
+CACHE_BYTES = 200e6  # smallest size of all weights in a measurement
 ATOL, RTOL = 3e-2, 2e-2
 FORMATS = (
     *("int4", "int4, zero points", "int4, groups of 32", "int8-weight-only"),
@@ -51,7 +51,7 @@ PROCESSES = 12
 
 
 def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
-    """Quantize ``[out_features, in_features]``."""
+    """Quantize a weight ``[out_features, in_features]`` to the format ``name``."""
     device, (out_features, size) = numbers.device, numbers.shape
     if name.startswith("fp8") or name == "int8":
         dtype = torch.int8 if name == "int8" else FLOAT8
@@ -61,7 +61,7 @@ def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
         return rounded
     if name == "int4":
         integers: GroupedIntegers | None = four_bits(numbers)
-    elif "zero" in name:  # as AWQ and GPTQ keep them
+    elif "zero" in name:  # as in AWQ and GPTQ
         groups = numbers.view(out_features, -1, 128)
         low, high = groups.amin(2), groups.amax(2)
         scales = ((high - low) / 15).half()
@@ -82,7 +82,7 @@ def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
 
 
 def copy_of(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return a copy of a weight in memory of its own."""
+    """Return a weight's copy in different memory."""
     if isinstance(weight, RoundedWeight):
         return replace(weight, numbers=weight.numbers.clone(), scales=weight.scales.clone())
     return replace(weight, codes=weight.codes.clone(), groups=weight.groups.map(torch.clone))
@@ -90,15 +90,15 @@ def copy_of(weight: QuantizedWeight) -> QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A product that is timed.
+    """A product to time.
 
     Attributes:
         row: fields of the row that name the case.
-        calls: calls of one product, each with weights in memory of its own.
+        calls: calls of the product, each with weights in different memory.
         weight: the quantized weight; None: bfloat16.
         weight_bytes: bytes of the weight that one call reads.
         flops: operations of one call.
-        expected: the right result; None: the result is not checked.
+        expected: computes the right result; None: the result is not checked.
     """
 
     row: Row
@@ -145,7 +145,7 @@ def cases(device: str) -> Iterator[Case]:
 
 
 def _copies(one: Any, copy: Callable[[Any], Any], size: int, device: str) -> list[Any]:
-    """Copy a weight so often that the copies fit no cache."""
+    """Return enough copies of a weight to exceed any cache."""
     count = max(1, -int(-CACHE_BYTES // size)) if device != "cpu" else 1
     return [one, *(copy(one) for _ in range(count - 1))]
 
@@ -180,7 +180,7 @@ def measure(device: str) -> Iterator[Row]:
 
 
 def compile_ahead(device: str) -> None:
-    """Compile in several processes the kernels that one process times."""
+    """Compile the kernels in several processes, before this process times them."""
     if device == "cpu":
         return
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
@@ -188,7 +188,7 @@ def compile_ahead(device: str) -> None:
 
 
 def _call_some(device: str, share: int) -> None:
-    """Call every n-th case once, so that other processes find the compiled kernels."""
+    """Call every n-th case once, so that other processes find compiled kernels."""
     for number, case in enumerate(cases(device)):
         if number % PROCESSES == share:
             with contextlib.suppress(RuntimeError, TritonError):

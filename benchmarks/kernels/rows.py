@@ -83,7 +83,7 @@ KERNELS_CPU = Source("kernels_cpu", (
 
 
 def _product(weights: str, num_tokens: int, least: float, unmeasured: str = "") -> Row:
-    """Divide bfloat16's time by ours, over all linear layers of a layer."""
+    """Return the row of bfloat16's time / ours, summed over a layer's linear layers."""
 
     def measure(document: Json) -> Found:
         us = {row["what"]: float(row["us"]) for row in document["rows"]}

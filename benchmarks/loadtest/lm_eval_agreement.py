@@ -1,8 +1,8 @@
-"""Evaluate a real model with lm-eval through Baton, split, and through `transformers`.
+"""Compare lm-eval's results with a split Baton deployment and with `transformers`.
 
-Both read one GGUF file and have one tokenizer. Three small tasks (`lm_eval_tasks/`): how probable
-given answers are and free text, over the completions API, and text over the chat API. Told are
-the accuracies, the largest difference between two log-likelihoods, and the texts that differ.
+Both sides read one GGUF file with the same tokenizer. Three small tasks (`lm_eval_tasks/`) measure
+the likelihood of given answers and free text over the completions API, and text over the chat API.
+The results are accuracies, the largest difference of two log-likelihoods, and texts that differ.
 
     make lm-eval                      (or python -m benchmarks lm_eval_agreement --save)
 """
@@ -33,7 +33,7 @@ def run_side(python: Path, subject: str, gguf: str) -> dict[str, Any]:
         output = Path(folder) / "samples.json"
         subprocess.run(
             [python, "-P", SIDE, subject, SMOLLM2.name, folder_of_gguf(Path(gguf)), gguf, output],
-            cwd=ROOT,  # the tasks name their data from here
+            cwd=ROOT,  # the tasks name their data relative to this folder
             env={
                 "PATH": "/usr/bin:/bin",
                 "HOME": folder,
@@ -49,7 +49,7 @@ def run_side(python: Path, subject: str, gguf: str) -> dict[str, Any]:
 
 
 def through_baton(python: Path, gguf: str) -> dict[str, Any]:
-    """Evaluate a router, a prefill node and a decode node that computes no prompts."""
+    """Evaluate a router, a prefill node, and a decode node that computes no prompts."""
     with deployed(
         gguf,
         with_http=True,
@@ -60,7 +60,7 @@ def through_baton(python: Path, gguf: str) -> dict[str, Any]:
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Compare one task sample by sample; raise ValueError if the sides' samples differ."""
+    """Compare one task sample by sample; raise ValueError if the two sides have other samples."""
     pairs = list(zip(ours["samples"], theirs["samples"], strict=True))
     if any(mine["id"] != other["id"] for mine, other in pairs):
         raise ValueError("the sides have other samples")

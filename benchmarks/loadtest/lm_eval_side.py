@@ -1,9 +1,9 @@
-"""One side of lm_eval_agreement.py, run in lm-eval's own environment: tasks in, samples out.
+"""Runs one side of lm_eval_agreement.py in lm-eval's environment: tasks in, samples out.
 
     python lm_eval_side.py (URL | transformers) NAME MODEL_FOLDER FILE.gguf OUTPUT.json
 
-It imports nothing of Baton. Both sides have the tokenizer and the chat template of MODEL_FOLDER,
-which Baton made of the GGUF file: transformers' own conversion splits texts in another way.
+Imports nothing from Baton. Both sides use the tokenizer and chat template in MODEL_FOLDER, which
+Baton made from the GGUF file, because transformers' own conversion splits texts differently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def server_models(url: str, name: str, folder: str) -> dict[str, Any]:
 
 
 def transformers_models(folder: str, gguf: str) -> dict[str, Any]:
-    """Load the model for both APIs, in float32."""
+    """Load the model in float32, for both APIs."""
     import torch
     import transformers
 
@@ -52,7 +52,7 @@ def transformers_models(folder: str, gguf: str) -> dict[str, Any]:
         tokenizer=tokenizer,
         backend="causal",
         device="cpu",
-        batch_size=1,  # no padding: one prompt's numbers do not depend on another's length
+        batch_size=1,  # no padding, which would make numbers depend on other prompts
         max_length=MAX_LENGTH,
     )
     return {"completions": both, "chat": both}

@@ -1,8 +1,8 @@
-"""Measure how many streams the load generator holds on one core, its lag and CPU per token.
+"""Measure the load generator on one core: how many streams, lag, and CPU time per token.
 
-A router and simulated nodes on one core, `baton loadtest run --concurrency N` on another. The nodes
-make a token about every so many milliseconds for each stream, by `--time-scale`. Says what is held
-with a lag p99 under 5 ms, and what is not.
+A router and simulated nodes run on one core, `baton loadtest run --concurrency N` on another. Each
+stream gets a token about every few milliseconds, as set by `--time-scale`. Reports the largest
+number of streams with a lag p99 below 5 ms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INPUT_TOKENS = 16
 
 
 def measure(address: str, core: int, streams: int, options: Options) -> dict[str, Any]:
-    """Run one load of ``streams`` users; return what its report says of the generator."""
+    """Run one load of ``streams`` users; return the report's figures of the generator."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         with Programs(core) as programs:
@@ -61,11 +61,11 @@ def measure(address: str, core: int, streams: int, options: Options) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The load of each run.
+    """Load of each run.
 
     Attributes:
-        streams: number of streams, for each run.
-        seconds: measured time of each run.
+        streams: numbers of streams, one per run.
+        seconds: measured seconds of each run.
     """
 
     streams: Sequence[int] = STREAMS

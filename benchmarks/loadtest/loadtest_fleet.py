@@ -1,7 +1,7 @@
-"""A fleet whose latencies are known: a router over HTTP, simulated nodes, a vocabulary of words.
+"""Fleet with known latencies: a router over HTTP, simulated nodes, a vocabulary of words.
 
-Each token is a word of its own. So a text of so many words has as many tokens for whoever counts
-them, the server or a client with its own tokenizer, and no token is without text.
+Each token is a word, so a text has as many tokens as words, by the server's count and by any
+client's tokenizer, and no token is without text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from benchmarks.runner.checkpoints import ids_of, tokenizer_document
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.programs import SimFleet
 
-NAME = "words"  # under which it is served
+NAME = "words"  # the served model's name
 _SYLLABLES = [
     a + b for a, b in product("bdfgklmnprstvz", ("a", "e", "i", "o", "u"))
-]  # 70: of two there are more than words
+]  # 70 of them; two of them make a word
 
 
 def write_model(folder: Path) -> list[str]:
@@ -44,7 +44,7 @@ def write_model(folder: Path) -> list[str]:
 
 
 def fresh_texts(words: list[str], num_texts: int, num_words: int) -> Iterator[str]:
-    """Return new texts of this many words each."""
+    """Yield new texts of ``num_words`` words each."""
     chance = random.SystemRandom()
     for _ in range(num_texts):
         yield " ".join(chance.choices(words, k=num_words))
@@ -52,7 +52,7 @@ def fresh_texts(words: list[str], num_texts: int, num_words: int) -> Iterator[st
 
 @contextmanager
 def fleet(model: Path, core: int, num_nodes: int, time_scale: float) -> Iterator[str]:
-    """Run a router and ``num_nodes`` pairs of simulated nodes on one core; yield its HTTP URL.
+    """Run a router and ``num_nodes`` pairs of simulated nodes on one core; yield the HTTP URL.
 
     Raises:
         TimeoutError: the nodes do not join.

@@ -7,7 +7,7 @@ from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 
 def _shown(metric: str, name: str, unit: str, target: str = "") -> Row:
-    """Judge a metric by the interval of the differences, which must not have 0 in it."""
+    """Return a row whose verdict is an interval of differences, which must not contain 0."""
     scale = 1e3 if unit == "ms" else 1.0
 
     def measure(document: Json) -> Found:

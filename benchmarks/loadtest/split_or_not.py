@@ -1,8 +1,8 @@
 """Compare split with colocated nodes: `baton loadtest compare`, the demo model, long prompts.
 
-Colocated nodes compute a prompt beside the outputs that they decode; split, no output waits for a
-prompt. Both get the same requests and cores. This keeps the compared numbers; for
-the whole report run `baton loadtest compare` itself.
+Colocated nodes compute prompts in the same steps as outputs; split, no output waits for a prompt.
+Both get the same requests and cores. Only the compared numbers are kept; for the whole report run
+`baton loadtest compare` itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT = {"--duration-s": "35", "--repeats": "2", "--deployments": "colocated:2,1
 
 
 def condense(document: dict[str, object]) -> dict[str, object]:
-    """Return the document without single runs and without the model's place."""
+    """Return the document without single runs and without the model's path."""
     kept = {name: document[name] for name in KEPT if name in document}
     if isinstance(up := kept.get("up"), dict):
         kept["up"] = {**up, "model": "examples/demo_model"}
@@ -44,10 +44,10 @@ def condense(document: dict[str, object]) -> dict[str, object]:
 
 
 def run(run: Run, short: bool = False) -> None:
-    """Compare the shapes; nothing is saved without a report.
+    """Compare the shapes; a run without a report saves nothing.
 
     Args:
-        short: some 3 minutes in place of 8.
+        short: run some 3 minutes in place of 8.
     """
     options = {"--up": str(DEMO_MODEL), **LOAD, **(SHORT if short else WHOLE)}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:

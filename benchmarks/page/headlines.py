@@ -1,4 +1,4 @@
-"""The first screen of the page: ten questions that users ask, each answered from one file."""
+"""First screen of the page: ten questions that users ask, each answered from one file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.page.rows import Json
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A question, and the answer in a file of results.
+    """A question, and how to find the answer in a file of results.
 
     Attributes:
         source: `benchmarks/results/<source>.json`.
-        answer: makes the text from the file; raises one of `NOT_THERE`.
+        answer: returns the answer's text, given the file; raises one of `NOT_THERE`.
     """
 
     question: str

@@ -1,8 +1,8 @@
-"""Find figures in a file of results.
+"""Finds figures in a file of results.
 
-A place in a file is the text of its keys and indices, as in "results > 512 > p50_us". In a list,
-"batch=8, dtype=int8" is the row with these values. A figure that is not there, or is no number,
-raises one of `rows.NOT_THERE`.
+A place is a text of keys and indices, as in "results > 512 > p50_us". In a list, "batch=8,
+dtype=int8" is the row with these values. A figure that is missing or is no number raises one of
+`rows.NOT_THERE`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import re
 
 from benchmarks.page.rows import Found, Json, Measure
 
-_VALUES = re.compile(r", (?=\w+=)")  # between the values that choose a row of a list
+_VALUES = re.compile(r", (?=\w+=)")  # separates the values that choose a list's row
 
 
 def at(document: Json, *place: str) -> Json:
-    """Look up what is at this place; raises LookupError or TypeError."""
+    """Look up the content of this place; raises LookupError or TypeError."""
     for key in " > ".join(place).split(" > "):
         if not isinstance(document, list):
             document = document[key]
@@ -28,7 +28,7 @@ def at(document: Json, *place: str) -> Json:
 
 
 def _one_of(rows: Json, wanted: dict[str, str]) -> Json:
-    """Return the row of a list that has these values."""
+    """Return the row of a list with these values."""
     for row in rows:
         if all(str(row[key]) == value for key, value in wanted.items()):
             return row
@@ -46,7 +46,7 @@ def number(document: Json, *place: str) -> float:
 
 
 def value(place: str, form: str = "{:.3g}", scale: float = 1.0) -> Measure:
-    """Make a row of one number of the file, times ``scale``."""
+    """Return a measure: one number of the file, times ``scale``."""
 
     def measure(document: Json) -> Found:
         found = number(document, place) * scale
@@ -56,11 +56,11 @@ def value(place: str, form: str = "{:.3g}", scale: float = 1.0) -> Measure:
 
 
 def ratio(above: str, under: str, form: str = ".3g", unit: str = "") -> Measure:
-    """Make a row of one number over another of the same run.
+    """Return a measure: one number divided by another of the same run.
 
     Args:
-        form: format of both numbers; "": they are not shown.
-        unit: text behind both.
+        form: format of both numbers; "": show only their ratio.
+        unit: text after both numbers.
     """
 
     def measure(document: Json) -> Found:
@@ -72,10 +72,10 @@ def ratio(above: str, under: str, form: str = ".3g", unit: str = "") -> Measure:
 
 
 def told(place: str, form: str, judged: str = "") -> Measure:
-    """Make a row of several numbers that lie together, as in "{p50:g} ms ({loop[p99]:.1f} ms)".
+    """Return a measure: text with several numbers, as in "{p50:g} ms ({loop[p99]:.1f} ms)".
 
     Args:
-        judged: place, from there, of the number that the target limits.
+        judged: place, relative to ``place``, of the number that the target limits.
     """
 
     def measure(document: Json) -> Found:
@@ -86,7 +86,7 @@ def told(place: str, form: str, judged: str = "") -> Measure:
 
 
 def count(place: str) -> Measure:
-    """Make a row of the length of a list."""
+    """Return a measure: the length of a list."""
 
     def measure(document: Json) -> Found:
         found = len(at(document, place))

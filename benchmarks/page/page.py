@@ -1,6 +1,6 @@
-"""The page as Markdown: tables of rows with their figures, what is missed, what is not measured.
+"""Writes the page as Markdown: rows with figures, missed targets, missing measurements.
 
-The same files give the same page: it has no date of its own. Knows no row.
+The page has no date, so equal files give an equal page. Knows no single row.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ CHANGES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A row with its file's figure. ``found`` is None if it is not measured."""
+    """A row and its figure; ``found`` is None if the figure is not measured."""
 
     row: Row
     found: Found | None
 
     @property
     def verdict(self) -> str:
-        """Text of the row's last cell: whether the target holds."""
+        """Return the text of the row's last cell: whether the target holds."""
         if self.found is None:
             return "not measured"
         return {True: "yes", False: "**missed**", None: ""}[self.row.is_kept(self.found)]
 
 
 def read(path: Path) -> Json:
-    """Read a file of results; None if it is not there, or is no such file."""
+    """Read a file of results; return None if there is none, or if it is malformed."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -81,7 +81,7 @@ def write(
     """Write the whole page.
 
     Args:
-        changes: counts commits since a run that changed the measured code.
+        changes: returns the number of commits since the run that changed the measured code.
     """
     told = [
         (
@@ -111,7 +111,7 @@ def write(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One file of results, told row by row."""
+    """One file of results, with the outcomes of its rows."""
 
     measurement: Measurement
     source: Source
@@ -129,7 +129,7 @@ Page = Sequence[tuple[Subject, Sequence[Told]]]
 
 
 def _headlines(headlines: Sequence[Headline], told: Sequence[Told], changes: Changes) -> str:
-    """Return the table of the first screen."""
+    """Return the table with the first screen's answers."""
     lines = ["| question | answer | measured | on | changed since |", "|---|---|---|---|---|"]
     of_file = {one.source.name: one for one in told}
     for headline in headlines:
@@ -190,7 +190,7 @@ def _section(part: Told, changes: Changes) -> str:
 
 
 def _missed(rows: Sequence[Outcome]) -> Iterator[str]:
-    """Say what holds the missed rows back; rows with one reason share a line."""
+    """Yield the reasons why rows missed their targets; rows with the same reason share a line."""
     reasons: dict[str, list[str]] = {}
     for outcome in rows:
         if outcome.verdict == "**missed**":
@@ -202,7 +202,7 @@ def _missed(rows: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _origin(part: Told, changes: Changes) -> str:
-    """Say which file, when, on what, and whether the code has changed since."""
+    """Return where, when and how a file was measured, and whether the code has changed since."""
     name, command = part.source.name, part.command
     if part.document is None:
         absent = f" ({part.source.absent})" if part.source.absent else ""
@@ -223,7 +223,7 @@ def _environment(environment: Json) -> str:
     machine = str(environment.get("gpu") or at(environment, "cpu"))
     cores = int(number(environment, "num_cores"))
     before = number(environment, "load_average > 0")
-    # Some files have no second load average.
+    # Older files lack the load average after the run.
     after = environment.get("load_average_after")
     ended = f" before, {number(after, '0'):.1f} after" if after else ""
     busy = ", **other work ran on the machine**" if before > cores else ""

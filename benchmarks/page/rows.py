@@ -1,7 +1,7 @@
-"""What a row of docs/performance.md is: a target, a way to find the figure in a file, a verdict.
+"""Defines a row of docs/performance.md: a target, a way to find its figure, a verdict.
 
-Knows the shape of no file: `rows.py` of each subject's folder does. A figure that is not in its
-file, or is no number, raises one of `NOT_THERE`.
+Knows no file's structure, unlike the `rows.py` of each subject's folder. A figure that is missing
+or is no number raises one of `NOT_THERE`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Json = Any  # what json.loads gives; its shape is checked where it is read
+Json = Any  # a result of json.loads, checked where it is read
 NOT_THERE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
 _LIMIT = re.compile(r"([<>]=?)? ?(\d[\d,.]*)")
 _KEEPS: dict[str | None, Callable[[float, float], bool]] = {
@@ -25,8 +25,8 @@ class Found:
     """A measured figure.
 
     Attributes:
-        text: the figure as it is shown.
-        value: the number that the target limits, or whether the target is kept.
+        text: the figure as shown on the page.
+        value: number that the target limits, or whether the target is kept.
     """
 
     text: str
@@ -38,14 +38,14 @@ Measure = Callable[[Json], Found]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the page: a figure, where it is and its limit.
+    """Row of the page: a figure, how to find it, and its limit.
 
     Attributes:
         what: name of the measured quantity.
         measure: finds the figure in the file; raises one of `NOT_THERE`.
-        target: text of the target, whose first number is the limit, as in "<= 1.1"; a number
-            alone must be met exactly; empty: the row is for orientation only.
-        holds_back: one sentence of why it is missed, shown if it is.
+        target: text whose first number is the limit, as in "<= 1.1"; a number alone must be met
+            exactly; empty: the row has no verdict.
+        holds_back: one sentence about the reason for a miss, shown only with a miss.
         unmeasured: note for files without the figure.
     """
 
@@ -56,7 +56,7 @@ class Row:
     unmeasured: str = ""
 
     def is_kept(self, found: Found) -> bool | None:
-        """Judge a figure by the target; None without a target."""
+        """Compare a figure with the target; return None without a target."""
         if not self.target or found.value is None:
             return None
         if isinstance(found.value, bool):
@@ -68,14 +68,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows of one file.
+    """Rows of one file of results.
 
     Attributes:
         name: `benchmarks/results/<name>.json`.
-        rows: rows of the page.
+        rows: rows in the page's order.
         intro: meaning of the figures; one paragraph.
         options: options of the command that writes the file.
-        absent: why there may be no such file.
+        absent: why the file may be missing.
     """
 
     name: str
@@ -87,11 +87,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The measurement of `python -m benchmarks NAME`: `run` of benchmarks/SUBJECT/NAME.py.
+    """Measurement started by `python -m benchmarks NAME`: `run` of benchmarks/SUBJECT/NAME.py.
 
     Attributes:
-        place: `SUBJECT.NAME`, or `tools.NAME` for a tool that is no benchmark.
-        code: files and folders, separated by spaces. A change of these makes results old.
+        place: `SUBJECT.NAME`, or `tools.NAME` for a tool outside of benchmarks.
+        code: files and folders, separated by spaces, whose changes make results old.
         sources: files of results that have rows on the page.
     """
 
@@ -106,7 +106,7 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """Return the word behind `python -m benchmarks`."""
+        """Return the name to type after `python -m benchmarks`."""
         return self.place.rpartition(".")[2]
 
     def command(self, source: Source) -> str:
@@ -118,10 +118,10 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One heading of the page: the measurements of one folder.
+    """Heading of the page: the measurements of one folder.
 
     Attributes:
-        log: headings of docs/log.md with what was tried, negative results too.
+        log: headings of docs/log.md about these measurements, also about failed attempts.
         notes: further notes; Markdown, one paragraph each.
     """
 

@@ -1,7 +1,7 @@
 """Write docs/performance.md from benchmarks/results; `make performance`.
 
-Measures nothing. The rows, their targets, and reasons for missed ones are in `rows.py` of
-each subject's folder: edit them there.
+Measures nothing. To change rows, targets or reasons for misses, edit `rows.py` of the subject's
+folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SUBJECTS = (
 
 
 def write_page(root: Path) -> None:
-    """Write the page of the results in this folder."""
+    """Write the page from the results in this repository."""
 
     def changes(measurement: Measurement, environment: Json) -> int:
         return count_changes(root, measurement.code, environment)
@@ -41,9 +41,9 @@ def write_page(root: Path) -> None:
 
 
 def count_changes(root: Path, code: str, environment: Json) -> int:
-    """Count the commits since a run that changed these files; 0 where git cannot tell.
+    """Return the number of commits since a run that changed these files; 0 if git cannot tell.
 
-    A run with uncommitted changes ("+" after its revision) counts as having the next commit.
+    A run with uncommitted changes ("+" after its revision) counts as run at the next commit.
     """
     revision = str(environment["git_revision"])
     span = f"{revision.removesuffix('+')}..HEAD"

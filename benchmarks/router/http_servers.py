@@ -1,8 +1,8 @@
-"""Compare what a streamed token costs on aiohttp and on uvicorn with Starlette.
+"""Compare the CPU cost of a streamed token on aiohttp and on uvicorn with Starlette.
 
-Each server runs in a process of its own, on one core and uvloop, and streams the same SSE events:
-every tick brings one token to each of so many streams, as an engine's step does. Reported is the
-process's CPU time per token, and that of the same program without HTTP.
+Each server runs in its own process on one core with uvloop, and streams the same SSE events: each
+tick adds one token to every stream, as an engine's step does. Reports the process's CPU time per
+token, and that of the same program without HTTP.
 
     python -m benchmarks http_servers [--streams 64 256] [--tokens 150] [--repeats 3]
 """
@@ -49,7 +49,7 @@ class _Chunk(msgspec.Struct):
 
 
 class Ticker:
-    """Gives every open stream one token per tick, once all of them are there."""
+    """Adds one token per tick to every stream, once all streams are open."""
 
     def __init__(self, num_streams: int, num_tokens: int) -> None:
         self._num_streams = num_streams
@@ -86,7 +86,7 @@ class Ticker:
 
 
 async def serve_nothing(ticker: Ticker, listener: socket.socket, num_streams: int) -> None:
-    """Make the events and drop them: the difference to the other servers is the cost of HTTP."""
+    """Make the events and drop them: the other servers' extra time is the cost of HTTP."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
 
@@ -138,7 +138,7 @@ async def serve_starlette_h11(ticker: Ticker, listener: socket.socket, num_strea
 
 
 async def serve_bare_asgi(ticker: Ticker, listener: socket.socket, num_streams: int) -> None:
-    """Serve with uvicorn without a framework, which is its lowest cost."""
+    """Serve with uvicorn without a framework, its cheapest form."""
     headers = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -168,11 +168,11 @@ SERVERS: dict[str, Server] = {
 
 
 def serve(name: str, streams: str, tokens: str) -> None:
-    """Run a server in a process of its own; print its port."""
+    """Run a server in this process; print its port."""
     num_streams, num_tokens = int(streams), int(tokens)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        listener.listen(2048)  # who connects waits until the server is there
+        listener.listen(2048)  # early clients wait until the server accepts
         print(listener.getsockname()[1], flush=True)
         ticker = Ticker(num_streams, num_tokens)
         uvloop.run(SERVERS[name](ticker, listener, num_streams))
@@ -182,7 +182,7 @@ def serve(name: str, streams: str, tokens: str) -> None:
 
 
 async def read_streams(port: int, num_streams: int, num_tokens: int) -> None:
-    """Read all streams to their end; raises if one lacks an event."""
+    """Read all streams to their end; raise RuntimeError if one lacks an event."""
 
     async def read() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -202,7 +202,7 @@ async def read_nothing(port: int) -> None:
 
 
 def measure(name: str, num_streams: int, num_tokens: int) -> float:
-    """CPU microseconds of the server's process per token, after a first round to warm up."""
+    """Return the server process's CPU microseconds per token, after a warm-up round."""
     words = call_words("benchmarks.router.http_servers:serve", name, num_streams, num_tokens)
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, text=True, env=own_environment()
@@ -225,7 +225,7 @@ def measure(name: str, num_streams: int, num_tokens: int) -> float:
 
 
 def cpu_ns(pid: int) -> int:
-    """Return the CPU time of all threads of a process in ns; finer than clock ticks."""
+    """Return the CPU time of all threads of a process in ns, finer than clock ticks."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text(encoding="utf-8").split()[0]) for file in files)
 

@@ -1,9 +1,9 @@
-"""Measure microseconds and bytes of the router's prefix index, with many nodes and blocks.
+"""Measure time and memory of the router's prefix index, with many nodes and blocks.
 
-All nodes hold blocks of their own. Ten hold the blocks of some long prompts as well, each a tenth
-more of them than the one before; and all share a system prompt. The prompts take turns, so that
-none is in the processor's nearest cache. Hashing a prompt is measured apart: it is done once per
-request. The hold-up of a node's step is measured with a router that listens and without.
+Every node holds blocks of its own and of a shared system prompt. Ten nodes also hold blocks of long
+prompts, each node a tenth more than the node before. Prompts take turns, so that the processor's
+nearest cache holds none. Hashing is measured separately, because it happens once per request. The
+delay of a node's step is measured with and without a router that receives the events.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def microseconds(call: Callable[[], object], repetitions: int) -> dict[str, floa
 
 
 def fill(index: PrefixIndex, num_nodes: int, num_blocks: int, prompts: Sequence[Hashes]) -> float:
-    """Give every node blocks; returns events taken per second, in messages of a usual size."""
+    """Give every node its blocks; return events applied per second, in messages of usual size."""
     draw = random.Random(0)
     system = prompts[0][:NUM_SYSTEM_BLOCKS]
     seconds = 0.0
@@ -71,7 +71,7 @@ def fill(index: PrefixIndex, num_nodes: int, num_blocks: int, prompts: Sequence[
 
 
 def churn(index: PrefixIndex, num_rounds: int) -> float:
-    """Return events per second of a full cache, in which each stored block evicts one."""
+    """Return events applied per second for a full cache, where each stored block evicts one."""
     draw = random.Random(1)
     index.add_node("churn", KIND)
     old = tuple(draw.getrandbits(64) for _ in range(EVENTS_PER_MESSAGE))
@@ -103,7 +103,7 @@ def bytes_per_block(num_nodes: int, num_blocks: int) -> float:
 
 
 def step_overhead(repetitions: int) -> dict[str, dict[str, float]]:
-    """Measure the events' cost in a decode step of 256 requests: 16 fill a block and evict one."""
+    """Measure what events add to a step of 256 decodes: 16 fill a block and evict another."""
     results = {}
     for name, listens, busy in (
         ("nobody listens", False, True),
@@ -117,7 +117,7 @@ def step_overhead(repetitions: int) -> dict[str, dict[str, float]]:
             feed.request_snapshot()
             feed.after_step(busy=busy)
         numbers = itertools.count()
-        for _ in range(200):  # until every block was used
+        for _ in range(200):  # until every block was used once
             _decode_step(pool, feed, numbers, busy)
         call = functools.partial(_decode_step, pool, feed, numbers, busy)
         results[name] = microseconds(call, repetitions)
@@ -134,7 +134,7 @@ def _decode_step(pool: BlockPool, feed: KVEventFeed, numbers: Iterator[int], bus
 
 
 def measure_index(shape: dict[str, int], repetitions: int) -> dict[str, dict[str, float]]:
-    """Measure the rows of the table."""
+    """Measure the rows of the table; return them by name."""
     draw = random.Random(2)
     token_ids = [draw.randrange(150_000) for _ in range(NUM_PROMPT_TOKENS)]
     system = PromptHashes(token_ids).of(KIND)[:NUM_SYSTEM_BLOCKS]
@@ -168,10 +168,10 @@ def measure_index(shape: dict[str, int], repetitions: int) -> dict[str, dict[str
 
 
 def run(run: Run, nodes: int = 512, blocks: int = 2**21, repetitions: int = 200) -> Document:
-    """Measure the index, and what it costs a node's step.
+    """Measure the index, and what its events add to a node's step.
 
     Args:
-        blocks: blocks of all nodes together.
+        blocks: number of blocks of all nodes together.
     """
     shape = {
         "num_nodes": nodes,

@@ -1,20 +1,20 @@
-"""Measure what a router process costs: CPU per token and request, streams held, memory.
+"""Measure the cost of a router process: CPU per token and request, open streams, memory.
 
-The real `baton router`, alone on one core, between nodes that only talk and a client, in turns:
+The real `baton router` runs alone on one core, between nodes without an engine and a client:
 
-    costs     against a bare grpc.aio relay with one stream per request
-    tls       with certificates that everybody must show, against a plain router
-    tracing   with all requests traced, against none (`trace_cost.py`)
+    costs     compared with a bare grpc.aio relay that has one stream per request
+    tls       with mutual TLS, compared with a plain router
+    tracing   with all requests traced, compared with none (`trace_cost.py`)
 
     python -m benchmarks router_cost [--parts costs tls tracing] [--seconds 4] [--rounds 2]
 
-Offered: steps of an engine, each one token for every stream. The cost of a token falls when the
-router is the bottleneck, since what has piled up is one message; so each rate is told apart. How
-many tokens share a message is then chance, so TLS is judged by what a message costs, too: it costs
-per record, so most per token where each token is a message of its own.
+Offered: steps of an engine, each with one token per stream. The cost of a token falls when the
+router is the bottleneck, because waiting tokens then share one message; so each rate is reported
+separately. The number of tokens per message then varies by chance, so TLS is also judged by its
+cost per message, which is paid per TLS record.
 
-Two routers that are compared are both up all the while, and short slices of each are measured in
-turns: other load on the machine changes more slowly.
+Two compared routers both run all the time, and short slices of each are measured in turns, because
+other load on the machine changes more slowly.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from benchmarks.router.router_site import (
 from benchmarks.router.trace_cost import measure_tracing
 from benchmarks.runner.run import Run
 
-RATES = (2_000, 20_000, 60_000, 0)  # tokens/s of all streams; 0: all that the nodes can
+RATES = (2_000, 20_000, 60_000, 0)  # tokens/s of all streams; 0: as many as the nodes can make
 TLS_RATES, TLS_SLICE_S = (0, 20_000), 1.5
 RATE_FIGURES = ("tokens_per_s", "tokens_per_core_s", "cpu_us_per_message")
 REQUEST_FIGURES = ("requests_per_s", "cpu_us_per_request")
-NODES = ("node/prefill/prefill", "node/decode/decode")  # as the nodes of the site are named
+NODES = ("node/prefill/prefill", "node/decode/decode")  # the same names as in router_site
 
 
 def certificate(folder: Path) -> TlsOptions:
-    """Write one certificate for everybody; its names cost nothing."""
+    """Write one certificate that all programs use; more names in it cost nothing."""
     paths = (*NODES, "infer-look-operate/all")
     holder = Holder(name="all", uri_paths=paths, hosts=LOCAL_HOSTS)
     write_dev_certificates(folder, [holder], days=1)
@@ -61,7 +61,7 @@ def certificate(folder: Path) -> TlsOptions:
 
 
 async def measure_tls(options: Options, model: Path) -> dict[str, Any]:
-    """Measure a plain router and one with mTLS, slices in turns."""
+    """Measure a plain router and one with mTLS, in alternating slices."""
     tls, slices = certificate(model / "certificates"), options.slices or 12
 
     async def rate_of(site: Site) -> Mapping[str, Any]:
@@ -93,7 +93,7 @@ async def measure_tls(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def measure_costs(options: Options, model: Path) -> dict[str, Any]:
-    """Measure rates compared with a relay, requests, an hour of requests, and streams held open."""
+    """Compare rates with a relay's; measure requests, an hour of requests, and open streams."""
     rates: list[Mapping[str, object]] = []
     for round_number in range(options.rounds):
         for rate in options.rates:
@@ -137,11 +137,11 @@ class Options:
     """Parts, loads and times of the measurement.
 
     Attributes:
-        parts: costs: against a relay; tls: mTLS against plain; tracing: all requests traced
-            against none.
-        slices: slices of each router in turns; 0: 12 for tls, 30 for tracing.
-        requests: requests of a slice.
-        held: streams held open.
+        parts: costs: compared with a relay; tls: mTLS compared with plain; tracing: all requests
+            traced compared with none.
+        slices: number of slices of each router; 0: 12 for tls, 30 for tracing.
+        requests: number of requests of a slice.
+        held: numbers of streams to hold open.
     """
 
     parts: Sequence[Literal["costs", "tls", "tracing"]] = ("costs",)
@@ -157,7 +157,7 @@ class Options:
 
 
 def run(run: Run, options: Options) -> None:
-    """Measure parts one after the other; each has a file of results."""
+    """Measure the chosen parts; each has its own file of results."""
     os.sched_setaffinity(0, {1})
 
     async def tracing(options: Options, model: Path) -> dict[str, Any]:

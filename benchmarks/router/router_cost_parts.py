@@ -1,6 +1,6 @@
-"""Processes around the router of `router_cost.py`: nodes that only talk, a relay, its backend.
+"""Processes around the router of `router_cost.py`: nodes without an engine, a relay, its backend.
 
-Each is a process of its own. Knows no model.
+Each runs in its own process. Knows no model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from baton.v1 import node_pb2_grpc
 
 RELAY_METHOD = "/benchmark.Relay/Stream"
 MESSAGE = bytes(60)
-IDLE_S = 0.002  # pause of an idle node, which leaves its core to others
+IDLE_S = 0.002  # pause of an idle node, so that others can use its core
 PREFILL_RECEIPT = PrefillReceipt(
     queue_s=0.0, prefill_s=0.0, num_chunks=1, num_computed_tokens=8, num_cached_tokens=0
 )
@@ -56,16 +56,16 @@ DECODE_RECEIPT = DecodeReceipt(
 
 
 async def steps(interval_s: float) -> AsyncIterator[None]:
-    """Yield once per engine step at a steady rate; as fast as possible for an interval of 0."""
+    """Yield once per engine step, every ``interval_s`` seconds; 0: as fast as possible."""
     due = time.perf_counter()
     while True:
-        due = max(due + interval_s, time.perf_counter() - 1.0)  # never more than 1 s behind
+        due = max(due + interval_s, time.perf_counter() - 1.0)  # catch up on at most 1 s
         await asyncio.sleep(max(due - time.perf_counter(), 0))
         yield
 
 
 class TalkingNode:
-    """A node's end of a link; it sends one token per step for each request."""
+    """A node's end of a link, which sends one token per step for each request."""
 
     def __init__(self, registration: NodeRegistration, token_ids: list[int]) -> None:
         self._registration = registration
@@ -74,7 +74,7 @@ class TalkingNode:
         self._said: list[NodeEvent] = []
 
     async def run(self, router: str, interval_s: float, tls: TlsOptions) -> None:
-        """Join and talk until this process is killed."""
+        """Join the router, and send tokens until this process is killed."""
         async with open_channel(router, read_tls(tls)) as channel:
             call = node_pb2_grpc.NodeLinkStub(channel).Link()  # type: ignore[no-untyped-call]  # generated
             await call.write(wire.registration_to_proto(self._registration))
@@ -181,7 +181,7 @@ async def serve_streams(listen: str, behavior: Any) -> None:
 
 
 async def run_relay(listen: str, backend: str) -> None:
-    """Forward each message of each stream, and do nothing else."""
+    """Forward each message of each stream, unread."""
     async with grpc.aio.insecure_channel(backend) as channel:
         method = channel.unary_stream(RELAY_METHOD, None, None)
 
@@ -207,7 +207,7 @@ async def run_backend(listen: str, interval_s: float) -> None:
 
 
 def nodes(routers: str, model: str, interval_s: str, cert: str, key: str, ca: str) -> None:
-    """Run a prefill and a decode node for each router; addresses have commas between them."""
+    """Run a prefill and a decode node for each router, given comma-separated addresses."""
     text = Path(__file__).read_text(encoding="utf-8")
     tls = TlsOptions(cert=cert, key=key, ca=ca)
     uvloop.run(run_nodes(routers.split(","), Path(model), text, float(interval_s), tls))

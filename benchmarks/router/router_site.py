@@ -1,4 +1,4 @@
-"""Run a router, or a bare relay, alone on a core between nodes that only talk and a client.
+"""Run a router or a bare relay alone on a core, between nodes without an engine and a client.
 
 Refuses to know: what is compared.
 """
@@ -42,10 +42,10 @@ WARM_UP_S = 1.0
 
 @dataclass
 class Site:
-    """Processes around a router or a relay, which is ``measured`` and alone on core 0."""
+    """Processes around a router or relay, the ``measured`` process, which is alone on core 0."""
 
     addresses: list[str]
-    tls: TlsOptions = NO_TLS  # for the clients of the measured process
+    tls: TlsOptions = NO_TLS  # for clients of the measured process
     measured: list[psutil.Process] = field(default_factory=list)
 
     def cpu_s(self) -> float:
@@ -57,7 +57,7 @@ class Site:
 
 @dataclass
 class Client:
-    """Counts what arrives, over several connections."""
+    """Counts the received tokens and messages, over several connections."""
 
     address: str
     is_relay: bool
@@ -91,10 +91,10 @@ class Client:
             await channel.close(None)
 
     async def begin(self, num_streams: int) -> None:
-        """Begin streams without an end, and wait until all have had a token."""
+        """Start endless streams, and wait until each has had a token."""
         for number in range(num_streams):
             self.tasks.append(asyncio.create_task(self.stream(number, ENDLESS)))
-            # (gRPC's server drops calls when a thousand of them wait to be taken.)
+            # gRPC's server drops calls when a thousand of them wait to be accepted.
             while number - self.num_begun >= 256:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         async with asyncio.timeout(180):
@@ -129,7 +129,7 @@ class Client:
 
 
 def spawn(core: int, *command: str) -> subprocess.Popen[bytes]:
-    # (No preexec_fn: it makes a real fork, amid which gRPC's threads here may stop for ever.)
+    # No preexec_fn: with one, Popen really forks, and gRPC's threads here can then hang for ever.
     pinned = ["taskset", "--cpu-list", str(core), sys.executable, *command]
     return subprocess.Popen(pinned, env=own_environment(), cwd=ROOT)
 
@@ -156,11 +156,11 @@ def router_site(
     tls: TlsOptions = NO_TLS,
     router_args: Sequence[str] = (),
 ) -> Iterator[Site]:
-    """Routers on one public port, each with a prefill and a decode node of its own.
+    """Run routers on one public port, each with its own prefill and decode node.
 
     Args:
-        router_args: more options of the routers.
-        tls: certificate of all programs, who must show it; `NO_TLS`: no TLS.
+        router_args: additional options of the routers.
+        tls: certificate that all programs use; `NO_TLS`: no TLS.
     """
     certificate = ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca] if tls else []
     listen, *links = (free_address() for _ in range(1 + num_processes))
@@ -200,7 +200,7 @@ def wait_for_port(address: str, tls: TlsOptions = NO_TLS) -> None:
 
 
 def wait_for_pair(router: str, tls: TlsOptions = NO_TLS) -> None:
-    """Wait until the prefill node has said that it reaches the decode node."""
+    """Wait until the prefill node has reported that it reaches the decode node."""
     with admin_of(router, tls) as admin:
         for _ in range(600):
             nodes = admin.ListNodes(admin_pb2.ListNodesRequest()).nodes
@@ -216,7 +216,7 @@ def wait_for_pair(router: str, tls: TlsOptions = NO_TLS) -> None:
 async def measure_rate(
     site: Site, *, is_relay: bool, num_streams: int, seconds: float
 ) -> dict[str, float]:
-    """CPU of the measured process while ``num_streams`` streams run."""
+    """Return the CPU figures of the measured process while ``num_streams`` streams run."""
     num_channels = 8 if len(site.measured) > 1 else 4
     client = Client(site.addresses[0], is_relay, site.tls, num_channels)
     client.open()
@@ -244,7 +244,7 @@ async def measure_rate(
 
 
 async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) -> dict[str, object]:
-    """Measure short requests, 64 at a time: CPU of each, and the process's memory meanwhile."""
+    """Measure short requests, 64 at a time: CPU per request, and the process's memory meanwhile."""
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     numbers = iter(range(num_requests))
@@ -271,7 +271,7 @@ async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) ->
 
 
 async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
-    """Measure open streams that send (nearly) nothing."""
+    """Measure open streams on which (nearly) nothing is sent."""
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     before = site.rss_mib()
@@ -294,9 +294,9 @@ async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
 async def in_turns(
     sites: Mapping[str, Site], slices: int, measure: Callable[[Site], Awaitable[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Measure short slices of the routers in turns; a router that is not measured idles."""
+    """Measure short slices of the routers in turns; the other routers idle meanwhile."""
     rows: list[dict[str, Any]] = []
-    for number in range(-1, slices):  # the first warms up
+    for number in range(-1, slices):  # the first slices warm up
         for name in list(sites)[:: 1 if number % 2 == 0 else -1]:
             row = {"subject": name, **await measure(sites[name])}
             if number >= 0:
@@ -308,7 +308,7 @@ async def in_turns(
 def ratios(
     rows: Sequence[Mapping[str, Any]], measure: str, ours: str, theirs: str
 ) -> dict[str, float]:
-    """Return median and quartiles of one subject's slices over the neighbouring other's."""
+    """Divide a subject's slices by its neighbour's; return the median and quartiles."""
     over, under = (
         [row[measure] for row in rows if row["subject"] == name] for name in (ours, theirs)
     )
@@ -318,7 +318,7 @@ def ratios(
 
 
 def large_model(folder: Path) -> Path:
-    """Write the demo model's configuration and tokenizer, changed for streams of any length."""
+    """Write a copy of the demo model's configuration and tokenizer that allows endless streams."""
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 
 def _rates(document: Json, subject: str, offered: int | str, name: str) -> float:
-    """Average all rounds."""
+    """Return a figure's mean over all rounds."""
     rows = [
         row
         for row in at(document, "rates")

@@ -1,10 +1,9 @@
-"""Measure what tracing costs a router: all requests traced against none, in turns.
+"""Measure the cost of tracing to a router: all requests traced, compared with none, in turns.
 
-Part of `router_cost.py`; a collector takes the spans on the other core. Requests of 64 tokens, 64
-at a time: at the pace of an engine's steps (5 ms), where CPU per request is compared; and as fast
-as the router can, where requests per second are. What tracing costs is also measured by itself, as
-it is below what differs between two rounds on a machine that does other things, too: the calls that
-are made for it, over what a request costs.
+Part of `router_cost.py`; a collector on the other core receives the spans. Requests have 64 tokens
+and run 64 at a time: at the pace of an engine's steps (5 ms), which compares CPU per request, and
+at full speed, which compares requests per second. On a busy machine two rounds differ by more than
+tracing costs, so the calls for tracing are also timed alone and divided by the cost of a request.
 """
 
 from __future__ import annotations
@@ -55,19 +54,18 @@ HEADER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 def cost_when_off_us() -> float:
-    """Return the cost of the calls for tracing when nothing is traced, with a header."""
+    """Return the CPU time that an untraced request with a trace header spends on tracing."""
     number = 200_000
     entry = AccessEntry()
     began = time.perf_counter()
     for _ in range(number):
         entry.join_trace(NO_TRACING, HEADER, "")
-        time.perf_counter()  # `Following.note_admitted`
+        time.perf_counter()  # as `Following.note_admitted` does
     return (time.perf_counter() - began) / number * 1e6
 
 
 def cost_when_on_us(endpoint: str) -> float:
-    """Return the extra CPU time of a traced request in a router: contexts, spans, their messages,
-    and sending these from their thread."""
+    """Return the CPU time that tracing adds to a request: contexts, spans, messages, sending."""
     number = 10_000
     tracing = Tracing(TraceOptions(trace_endpoint=endpoint))
     assert tracing.sink is not None
@@ -102,7 +100,7 @@ def cost_when_on_us(endpoint: str) -> float:
                     ).SerializeToString()
                 following.note_finished(FinishReason.LENGTH, RECEIPT)
             if index % 100 == 0:
-                time.sleep(0.02)  # as between requests; the exporter works meanwhile
+                time.sleep(0.02)  # a pause between requests, in which the exporter works
         if is_traced:
             tracing.close()
         cpu_s[is_traced] = time.process_time() - began
@@ -112,7 +110,7 @@ def cost_when_on_us(endpoint: str) -> float:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[str]:
-    """Give the endpoint of a collector that takes all and reads nothing."""
+    """Yield the endpoint of a collector that accepts all spans and reads none."""
     command = call_words("benchmarks.router.trace_cost:collect")
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=own_environment()
@@ -138,7 +136,7 @@ def collect() -> None:
 
 
 async def measure_tracing(slices: int, num_requests: int, model: Path) -> dict[str, Any]:
-    """Compare a router that traces all requests with one that traces none, slices in turns."""
+    """Compare a router that traces all requests with one that traces none, in turns."""
 
     async def requests_of(site: Site) -> Mapping[str, Any]:
         found = await measure_requests(site, num_requests=num_requests, max_tokens=MAX_TOKENS)
@@ -176,7 +174,7 @@ async def measure_tracing(slices: int, num_requests: int, model: Path) -> dict[s
 
 
 def interval(rows: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[float]]:
-    """Return the median ratio's 95 % interval, by bootstrap over pairs of slices."""
+    """Return the 95 % interval of the median ratio, by a bootstrap over pairs of slices."""
     on, off = ([row[figure] for row in rows if row["subject"] == name] for name in ("on", "off"))
     found = [one / other for one, other in zip(on, off, strict=True)]
     drawn = random.Random(1)

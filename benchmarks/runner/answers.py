@@ -1,7 +1,7 @@
-"""Follow requests to their ends, and send many of them at random moments.
+"""Follows requests to their ends, and sends many of them at random times.
 
-A client's stream and a call of a dispatcher in this process yield the same pieces. All times are of
-the event loop's clock, which may be virtual.
+A client's stream and a call of a dispatcher in this process yield the same pieces. Times are on the
+event loop's clock, which may be virtual.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The outcome of one request; times are seconds.
+    """Outcome of one request; times are seconds.
 
     Attributes:
         outcome: complete, left, refused, hung, lost, wrong, or the type of the error.
-        times: arrival of each token.
-        receipt: the receipt of the last piece, or of the error; None without one.
+        times: arrival time of each token.
+        receipt: receipt in the last piece or in the error; None: no receipt.
         retry_delay_s: delay that a refusal advised; None: no advice.
     """
 
@@ -58,13 +58,13 @@ class Answer:
 
     @property
     def longest_gap_s(self) -> float:
-        """Return the longest time between two tokens, or before the first."""
+        """Return the longest time between two tokens, or before the first token."""
         arrivals = (self.sent_at, *self.times)
         return max((b - a for a, b in itertools.pairwise(arrivals)), default=0.0)
 
     @property
     def attempts(self) -> int:
-        """Return the attempts by the receipt; 0 without one."""
+        """Return the number of attempts in the receipt; 0 without a receipt."""
         return self.receipt.num_attempts if self.receipt else 0
 
 
@@ -78,9 +78,9 @@ async def follow(
     """Read a stream to its end, or until its client leaves.
 
     Args:
-        case: the right tokens; None: any tokens are right.
-        patience_s: time after which the request counts as hung.
-        leave_after: number of tokens after which the client leaves.
+        case: request with the right tokens; None: any tokens are right.
+        patience_s: seconds after which the request counts as hung.
+        leave_after: number of tokens after which the client disconnects.
     """
     clock = asyncio.get_running_loop().time
     sent_at, times, got = clock(), list[float](), list[int]()
@@ -118,13 +118,13 @@ async def follow(
 
 
 class OpenLoad:
-    """Requests that arrive at random (Poisson), whether earlier ones have ended or not.
+    """Requests that arrive at random times (Poisson), whether earlier ones have ended or not.
 
     Args:
-        ask: sends one request, and returns its answer.
+        ask: sends one request and returns its answer.
 
     Attributes:
-        answers: answers of requests that have ended.
+        answers: answers of the ended requests.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[Answer]], draw: random.Random) -> None:
@@ -136,7 +136,7 @@ class OpenLoad:
     async def arrive(
         self, rate: float, seconds: float = math.inf, until: asyncio.Event | None = None
     ) -> None:
-        """Begin ``rate`` requests per second for so long, or until something has happened."""
+        """Start ``rate`` requests per second for ``seconds``, or until the event is set."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         ends_at = due + seconds
@@ -150,7 +150,7 @@ class OpenLoad:
         await asyncio.sleep(ends_at - loop.time())
 
     async def saturate(self, num_lanes: int, seconds: float) -> float:
-        """Keep so many requests open; return requests per second that end, after a third."""
+        """Keep ``num_lanes`` requests open; return the ended requests per second after a third."""
         clock = asyncio.get_running_loop().time
         ends_at = clock() + seconds
 
@@ -164,11 +164,11 @@ class OpenLoad:
         return sum(ended) / counted_s
 
     async def finish(self) -> None:
-        """Wait for the answers of all that have begun."""
+        """Wait for the answers of all requests."""
         await asyncio.gather(*self._tasks)
 
     async def cancel(self) -> None:
-        """Cancel all that have begun."""
+        """Cancel all requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Write random checkpoints of given shapes, for measurements that depend on shapes alone."""
+"""Write random checkpoints of given shapes, to measure what depends on shapes only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def random_checkpoint(
     *,
     with_tokenizer: bool = False,
 ) -> Path:
-    """Write a checkpoint once, and return its folder.
+    """Write a checkpoint once; return its folder.
 
     Args:
-        architecture: name of a class of `transformers`.
+        architecture: name of a class in `transformers`.
         shape: fields of the class's configuration.
-        with_tokenizer: write the demo model's tokenizer, too, as converters need one.
+        with_tokenizer: add the demo model's tokenizer, which converters need.
     """
     if (folder / "model.safetensors").exists():
         return folder
@@ -51,11 +51,11 @@ def ids_of(tokens: Iterable[str]) -> dict[str, int]:
 def tokenizer_document(
     model: Mapping[str, object], specials: Sequence[str] = (), **parts: object
 ) -> dict[str, object]:
-    """Return what tokenizer.json holds.
+    """Return the content of tokenizer.json.
 
     Args:
-        specials: special tokens, which are the first ones.
-        parts: normalizer, pre_tokenizer and decoder, where there are any.
+        specials: special tokens, which come first.
+        parts: normalizer, pre_tokenizer and decoder, if any.
     """
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [

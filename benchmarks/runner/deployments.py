@@ -1,4 +1,4 @@
-"""Start deployments with real nodes on this machine, ready to be measured."""
+"""Start deployments with real nodes on this machine, to be measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def deployed(
 
     Args:
         with_http: whether the router serves HTTP, too.
-        options: more fields of `LocalDeploymentConfig`.
+        options: further fields of `LocalDeploymentConfig`.
     """
     config = LocalDeploymentConfig(
         model=str(model),
@@ -46,7 +46,7 @@ def deployed(
 def receipt_of(
     client: Client, prompt: list[int], params: SamplingParams
 ) -> tuple[Receipt, DecodeReceipt]:
-    """Return the receipt of one request, and its decode node's part."""
+    """Send a request; return its receipt and the decode node's part of the receipt."""
     receipt = client.generate(prompt, params).receipt
     assert receipt is not None
     assert receipt.decode is not None

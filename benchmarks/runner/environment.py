@@ -1,6 +1,6 @@
-"""Records where, when and with which options a measurement was made, and writes its JSON file.
+"""Records where, when and with which options a measurement ran, and writes its JSON file.
 
-Records what a reader needs to judge a number. Refuses to record: host names, user names, paths.
+Records what readers need to judge a number. Refuses to record: host names, user names, paths.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def record_environment(words: Sequence[str] | None = None) -> dict[str, object]:
-    """Describe the machine, the software, and how busy the machine is at this moment.
+    """Describe the machine, the software, and how busy the machine is now.
 
     Args:
-        words: options of the measurement; those of the process by default.
+        words: options of the measurement; by default those of the process.
     """
     words = sys.argv[1:] if words is None else [word for word in words if word != "--save"]
     return {
@@ -42,7 +42,7 @@ def record_environment(words: Sequence[str] | None = None) -> dict[str, object]:
 
 
 def summary(samples: Sequence[float], digits: int = 2) -> dict[str, float]:
-    """Return median, 90th percentile and mean of at least two samples."""
+    """Return median, 90th percentile and mean of two or more samples."""
     return {
         "median": round(statistics.median(samples), digits),
         "p90": round(statistics.quantiles(samples, n=10, method="inclusive")[-1], digits),
@@ -53,7 +53,7 @@ def summary(samples: Sequence[float], digits: int = 2) -> dict[str, float]:
 def write_results(
     name: str, environment: Mapping[str, object], results: Mapping[str, object]
 ) -> None:
-    """Write `results/<name>.json`; ``environment`` was recorded before the run began."""
+    """Write `results/<name>.json`; ``environment`` was recorded before the measurement."""
     document = {
         "environment": {
             **environment,
@@ -78,10 +78,10 @@ def _cpu_model() -> str:
 
 
 def _git_revision() -> str:
-    """Return the short revision, with ``+`` when tracked files of the engine differ from it."""
+    """Return the short revision, with ``+`` if tracked files that affect results changed."""
     try:
         revision = _git("rev-parse", "--short", "HEAD")
-        apart = (":!tests", ":!docs", ":!benchmarks/results")  # nothing that is measured
+        apart = (":!tests", ":!docs", ":!benchmarks/results")  # files that change no result
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", *apart)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -1,10 +1,10 @@
-"""Read a function's options from the command line: its signature and its docstring declare them.
+"""Makes command-line options of a function's signature and docstring.
 
     def run(run: Run, requests: int = 20, parts: Sequence[str] = PARTS, other: Path | None = None)
 
-gives `--requests N`, `--parts A B` (or `A,B`) and `--other PATH`. A `Literal` names the values that
-are allowed. The lines of the docstring's `Args:` section are the help texts. `run(run, options)`
-with a dataclass takes the options from its fields, and the texts from its `Attributes:` section.
+gives `--requests N`, `--parts A B` (or `A,B`) and `--other PATH`. A `Literal` lists the allowed
+values. The lines of the docstring's `Args:` section are the help texts. `run(run, options)` with a
+dataclass gets an option per field, with help texts from the `Attributes:` section.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ARGUMENT = re.compile(r"^        (\w+): (.+(?:\n            .+)*)", re.MULTILIN
 
 
 def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]) -> None:
-    """Add one option for each parameter behind the first."""
+    """Add one option for each parameter after the first."""
     declared = _declared(function)
     section = "    Args:\n" if declared is function else "    Attributes:\n"
     texts = dict(_ARGUMENT.findall((declared.__doc__ or "").partition(section)[2]))
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]
 
 
 def values_of(function: Callable[..., object], found: argparse.Namespace) -> dict[str, Any]:
-    """Return the function's keyword arguments; lists are flat."""
+    """Return the function's keyword arguments from parsed options."""
     declared = _declared(function)
     values = {parameter.name: getattr(found, parameter.name) for parameter in _parameters(function)}
     for parameter in _parameters(function):
@@ -67,7 +67,7 @@ def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
 
 
 def _kind_of(annotation: Any) -> tuple[Callable[[str], Any], Sequence[Any] | None, bool]:
-    """Return one word's reader, the allowed values, and whether several words are allowed."""
+    """Return a word's parser, the allowed values, and whether several words are allowed."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):  # X | None
         return _kind_of(parts[0])

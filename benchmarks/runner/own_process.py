@@ -1,4 +1,4 @@
-"""Run Python in processes of their own: the environment, the command, the answer."""
+"""Run Python in child processes: the environment, the command, the answer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from benchmarks.runner.environment import ROOT
 
 
 def own_environment(*trees: Path, **variables: str) -> dict[str, str]:
-    """Return an environment in which `python` imports this checkout, or other trees before it.
+    """Return an environment whose `python` imports this checkout, or other trees before it.
 
-    Folders that this process was given stay behind them. Compiled modules are written, as an
-    installation does. Otherwise each start compiles them all.
+    Folders of this process's own path come last. Modules are compiled to files, as in an
+    installation; otherwise each start would compile them all.
     """
     folders = [folder for tree in trees or (ROOT,) for folder in (tree, tree / "kernels")]
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -29,19 +29,19 @@ def own_environment(*trees: Path, **variables: str) -> dict[str, str]:
 
 
 def call_words(function: str, *words: object) -> list[str]:
-    """Return the command of a process that runs a function, as "package.module:function"."""
+    """Return a command that runs a function, named "package.module:function", in a process."""
     return [sys.executable, "-P", "-m", "benchmarks", "--call", function, *map(str, words)]
 
 
 def answer_of(command: Sequence[object], limit_s: float | None = None, **options: Any) -> Any:
-    """Run a program, and return the last mapping that it prints as JSON.
+    """Run a program; return the last mapping that it prints as JSON.
 
     Args:
-        options: options of `subprocess.run`; by default the environment is `own_environment`'s.
+        options: options of `subprocess.run`; the default environment is `own_environment`'s.
 
     Raises:
-        subprocess.SubprocessError: the program fails, or takes too long.
-        ValueError: no line is a mapping.
+        subprocess.SubprocessError: the program fails or takes too long.
+        ValueError: the program prints no mapping.
     """
     given: dict[str, Any] = {"env": own_environment(), "stderr": subprocess.PIPE, **options}
     done = subprocess.run(
@@ -57,7 +57,7 @@ def answer_of(command: Sequence[object], limit_s: float | None = None, **options
 
 
 def end_group(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
-    """End a process that leads a session, and all that it has started."""
+    """End a process that leads a session, and all other processes of the session."""
     for stop in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, stop)

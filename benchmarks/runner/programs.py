@@ -1,6 +1,6 @@
-"""Start programs of Baton as processes, simulated nodes among them, and ask a router about itself.
+"""Start Baton's programs and simulated nodes as processes, and query a router.
 
-Refuses to know: what is measured with them.
+Refuses to know: what is measured with the processes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def admin_of(address: str, tls: TlsOptions = NO_TLS) -> Iterator[Any]:
 
 
 class Programs:
-    """Programs of Baton, each under a name and with a log; all end with the `with` block.
+    """Baton's programs, each with a name and a log; all end with the `with` block.
 
     Args:
-        core: core that all run on; None: any.
-        variables: more variables of their environment.
+        core: core on which all programs run; None: any core.
+        variables: additional environment variables.
     """
 
     def __init__(self, core: int | None = None, **variables: str) -> None:
-        # (No preexec_fn: it makes a real fork, amid which gRPC's threads here may stop for ever.)
+        # No preexec_fn: Popen would really fork, and gRPC's threads here could hang for ever.
         pinned = [] if core is None else ["taskset", "--cpu-list", str(core)]
         self._command = [*pinned, sys.executable, "-m", "baton"]
         self._environment = own_environment(**variables)
@@ -70,7 +70,7 @@ class Programs:
         self._folder.cleanup()
 
     def start(self, name: str, *words: object) -> None:
-        """Start `baton` with these words."""
+        """Start `baton` with these words as a program with this name."""
         command = [*self._command, *map(str, words)]
         with self._log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -83,7 +83,7 @@ class Programs:
         process.wait()
 
     def log(self, name: str) -> str:
-        """Return what a program has written so far, under all its starts."""
+        """Return a program's output so far, of all its starts."""
         return self._log(name).read_text(errors="replace")
 
     def _log(self, name: str) -> Path:
@@ -91,11 +91,11 @@ class Programs:
 
 
 class SimFleet(Programs):
-    """A router, and a process of simulated nodes.
+    """A router, and a process with simulated nodes.
 
     Args:
-        words: more options of `baton sim-node`.
-        router_words: more options of `baton router`.
+        words: additional options of `baton sim-node`.
+        router_words: additional options of `baton router`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SimFleet(Programs):
         self.start("nodes", "sim-node", "--model", model, "--router", self.address, *counts, *words)
 
     def wait_ready(self, share: float = 1.0) -> None:
-        """Wait until this share of all pairs of nodes reach each other; raise TimeoutError."""
+        """Wait until this share of all node pairs is connected; raise TimeoutError if late."""
         give_up_at = time.monotonic() + READY_TIMEOUT_S
         while self._num_connected() < share * self._num_pairs:
             has_ended = any(process.poll() is not None for process in self.processes.values())

@@ -1,4 +1,4 @@
-"""One run of a measurement: where it prints, what it saves, and which promises were broken."""
+"""One run of a measurement: prints and saves results, and lists broken promises."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from benchmarks.page.rows import Measurement
 from benchmarks.runner.environment import RESULTS, record_environment, write_results
 
 if TYPE_CHECKING:
-    from rich.console import Console  # which a bare machine with a GPU may lack
+    from rich.console import Console  # may be missing on a GPU machine
 
-Document = Mapping[str, Any]  # what becomes JSON
+Document = Mapping[str, Any]  # converted to JSON
 _MOST_COLUMNS, _MOST_CHARS = 10, 500
 
 
 class Run:
-    """Print, record and judge what one measurement finds.
+    """Prints, records and judges the results of one measurement.
 
     Attributes:
-        environment: the machine and the software, recorded before anything was measured.
-        problems: promises that were broken; any makes the exit code 1.
-        saves: results are written.
+        environment: machine and software, recorded before the measurement.
+        problems: broken promises; any problem makes the exit code 1.
+        saves: whether results are written.
     """
 
     def __init__(self, measurement: Measurement, words: Sequence[str], *, saves: bool) -> None:
@@ -36,24 +36,24 @@ class Run:
 
     @cached_property
     def console(self) -> Console:
-        """Return where to print."""
+        """Return the console to print on."""
         from rich.console import Console
 
         return Console(highlight=False, width=140)
 
     def save(self, document: Document, name: str = "") -> None:
-        """Write results/NAME.json if `--save` was given; NAME is the measurement's by default."""
+        """Write results/NAME.json if `--save` was given; NAME defaults to the measurement's."""
         if self.saves:
             write_results(name or self._measurement.name, self.environment, document)
 
     def saved(self) -> dict[str, Any]:
-        """Return the measurement's file of results; empty if there is none."""
+        """Return the measurement's saved results; empty if there are none."""
         path = RESULTS / f"{self._measurement.name}.json"
         document: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
         return document
 
     def show(self, title: str, rows: object) -> None:
-        """Print a mapping of rows, or a list of rows, as a table; anything else as it is."""
+        """Print a mapping or list of rows as a table, and anything else plainly."""
         if (
             isinstance(rows, Mapping)
             and rows
@@ -74,7 +74,7 @@ class Run:
         self.console.print(table)
 
     def judge(self, document: Document, name: str = "") -> None:
-        """Print the page's rows of these results, and the results that have no row."""
+        """Print the page's rows for these results, and then results without a row."""
         rows = [
             {
                 "what": one.row.what,
@@ -94,7 +94,7 @@ class Run:
                 self.show(key, part)
 
     def finish(self, document: Document | None) -> int:
-        """Judge and save a document; return the exit code, which targets do not change."""
+        """Judge and save a document; return the exit code, which missed targets do not change."""
         if document is not None:
             self.judge(document)
             self.save(document)
@@ -108,7 +108,7 @@ def _are_rows(values: Iterable[object]) -> bool:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row whose summaries show their medians, without other mappings and lists."""
+    """Return a row with the medians of its summaries, without other mappings and lists."""
     values = {
         name: value.get("median") if isinstance(value, Mapping) else value
         for name, value in row.items()

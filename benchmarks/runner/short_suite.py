@@ -1,7 +1,7 @@
-"""Run the measurements that fit into ten minutes on two cores, then write the page.
+"""Run the measurements that fit in ten minutes on two cores, then write the page.
 
-A measurement that fails does not stop the others; the end names those that failed or had no time.
-Their order is by need: the last one gets the time that is left.
+A failing measurement does not stop the others; the last line names those that failed or had no
+time. The most needed measurements come first, and the last one gets the time that is left.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.runner.environment import ROOT
 from benchmarks.runner.own_process import end_group, own_environment
 
 PEERS = ROOT / "build" / "engine_cpu" / "peers"
-LEAST_S = 5.0  # with less time left nothing is begun
+LEAST_S = 5.0  # with less time left no measurement starts
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A measurement, and the options that make it short."""
+    """A measurement, and options that make it short."""
 
     name: str
     options: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ PARTS = (
 
 
 def options_of(part: Part) -> tuple[str, ...]:
-    """Return a part's options; other engines take part only if they are installed already."""
+    """Return a part's options; other engines take part only if they are already installed."""
     peers = sorted(ready.parent.name for ready in PEERS.glob("*/ready"))
     if part.name == "engine_cpu" and peers:
         return (*part.options, "--peers", ",".join(peers))
@@ -56,10 +56,10 @@ def options_of(part: Part) -> tuple[str, ...]:
 
 
 def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
-    """Run one part; return how it ended, or nothing if all went well.
+    """Run one part; return how it failed, or an empty string.
 
     Args:
-        folder: folder of scripts that stand in for measurements, in tests.
+        folder: folder of scripts that replace the measurements, for tests.
     """
     measurement = ("-m", "benchmarks", part.name, "--save")
     program = measurement if folder is None else (str(folder / f"{part.name}.py"),)
@@ -67,7 +67,7 @@ def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
         [sys.executable, *program, *options_of(part)],
         env=own_environment(),
         cwd=ROOT,
-        start_new_session=True,  # so that what it started ends with it
+        start_new_session=True,  # so that its child processes end with it
     )
     try:
         returned = child.wait(limit_s)
@@ -81,7 +81,7 @@ def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
 def run_all(
     parts: Sequence[Part], budget_s: float, console: Console, folder: Path | None = None
 ) -> list[str]:
-    """Run the parts within ``budget_s`` seconds, print how long each took; returns what failed."""
+    """Run the parts within ``budget_s`` seconds; print their times; return failures."""
     started = time.monotonic()
     table = Table("benchmark", "seconds", "ended")
     failed = []
@@ -102,7 +102,7 @@ def run_all(
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the suite; return the exit code, 1 if anything failed or had no time."""
+    """Run the suite; return the exit code, 1 if a part failed or had no time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks --suite", description=__doc__)
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")

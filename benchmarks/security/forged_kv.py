@@ -1,12 +1,12 @@
-"""Attack KV on the nodes' network with forged, replayed, altered or late messages and writes.
+"""Attack the transfer of KV with forged, replayed, altered or late messages and writes.
 
-Messages are also reflected and cut; writes go into blocks before they are checked, or after a
-cancel.
+The attacker also reflects and truncates messages, and writes into blocks before their check or
+after a cancel.
 
-Real nodes and engines, a process per scene; over NIXL the attacker has agents of its own, under the
-names of both nodes. A scene counts what a node heard that its peer had not said (or had said less
-often), requests with wrong tokens, and whether the process ended. Controls with the checks off show
-that the attacks work.
+Real nodes and engines run in one process per scene; with NIXL the attacker has agents under the
+names of both nodes. A scene counts messages that a node accepted although its peer had not sent
+them (or less often), requests with wrong tokens, and whether the process ended. Controls with the
+checks off show that the attacks work.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from prefill_node.options import PushMode
 
 P, D = "p-forged", "d-forged"
 PROMPT_TOKENS, OUTPUT_TOKENS, NUM_PROMPTS = 200, 6, 8
-NUM_OPEN = 3  # requests at a time
+NUM_OPEN = 3  # open requests
 WRITES_PER_DIGESTS = 4
 CHANCES = {"write": 0.25, "withhold": 0.02, "cancel": 0.1}
 SCENE_LIMIT_S = 1200.0
@@ -73,7 +73,7 @@ PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=Tr
 
 
 class Tap:
-    """A transport whose traffic the attacker sees, can hold back and can deliver late."""
+    """Transport whose messages the attacker can read, hold back and deliver late."""
 
     def __init__(self, transport: KVTransport, scene: Scene) -> None:
         self._transport = transport
@@ -100,7 +100,7 @@ class Tap:
 
 
 class Attacker:
-    """An attacker without keys, who can send messages under any name and write into any block."""
+    """Attacker without keys, who can send messages under any name and write into any block."""
 
     def say(self, name: str, target: str, payload: bytes) -> None:
         raise NotImplementedError
@@ -110,7 +110,7 @@ class Attacker:
 
 
 class MemoryAttacker(Attacker):
-    """An attacker in the nodes' process, who can write anything anywhere."""
+    """Attacker inside the nodes' process, who can write anything anywhere."""
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
         self._kv_cache = kv_cache
@@ -124,7 +124,7 @@ class MemoryAttacker(Attacker):
 
 
 class NixlAttacker(Attacker):
-    """An attacker with NIXL agents of its own, two of which use the nodes' names."""
+    """Attacker with NIXL agents, two of them under the nodes' names."""
 
     def __init__(self, infos: dict[str, PeerInfo], kv_cache: torch.Tensor) -> None:
         self._num_layers = kv_cache.shape[1]
@@ -164,7 +164,7 @@ class NixlAttacker(Attacker):
 
 @dataclass
 class Open:
-    """One request at its router."""
+    """An open request at the scene's router."""
 
     prompt: int
     tokens: dict[int, int] = field(default_factory=dict)
@@ -172,12 +172,12 @@ class Open:
 
 
 class Scene:
-    """Both nodes, their router's part, and the attacker.
+    """Two nodes, the router's part of their protocol, and the attacker.
 
     Args:
         connector: KV connector between the nodes.
         has_digests: whether blocks are checked.
-        too_late: whether the attacker writes only into blocks that have been checked.
+        too_late: whether the attacker writes only into blocks after their check.
         seed: seed of all random choices.
     """
 
@@ -299,12 +299,12 @@ class Scene:
     # ------------------------------------------------------------------ the attack
 
     def before_it_is_heard(self, payload: bytes) -> None:
-        """Attack on the decode node's I/O thread, before bytes that arrived are handled."""
+        """Attack on the decode node's I/O thread, before it handles arrived bytes."""
         if not self.is_attacking or len(payload) < HEADER_BYTES:
             return
         try:
             message = peek(payload)
-        except Exception:  # a message of the attacker's own
+        except Exception:  # the attacker sent this message
             return
         if isinstance(message, messages.Digests | messages.Commit) and message.engine_id == P:
             self._spoil(message)
@@ -329,7 +329,7 @@ class Scene:
             self.attacks["write before it is checked"] += 1
 
     def _write_too_late(self) -> None:
-        """Write into blocks that have been checked, just before decoding reads them."""
+        """Write into blocks after their check, just before decoding reads them."""
         commit = self.d.engine.commit
 
         def write_and_commit(request_id: str, token_id: int) -> None:
@@ -369,7 +369,7 @@ class Scene:
         self.attacks[kind] += 1
 
     def _lie(self, source: str) -> Message:
-        """Make the message that would do most harm if it were accepted."""
+        """Make the message that would do most harm if a node accepted it."""
         request_id = self.draw.choice([*self.open, "r0"])
         about: dict[str, Any] = {"engine_id": source, "request_id": request_id, "epoch": 1}
         if source == D:
@@ -419,7 +419,7 @@ class Scene:
                 self.attacks["write after a cancel"] += 1
 
     def run(self, num_attacks: int) -> dict[str, Any]:
-        """Serve requests under attack, then without, and check what is left."""
+        """Serve requests under attack and then without, and check what is left."""
         self.is_attacking = True
         if self._too_late:
             self._write_too_late()
@@ -470,7 +470,7 @@ class Scene:
 
 
 def num_prompt_blocks(engine: Engine) -> int:
-    """Return the number of a prompt's blocks."""
+    """Return the number of blocks of a prompt."""
     return -(-PROMPT_TOKENS // engine.kv_memory.spec.block_size)
 
 
@@ -479,7 +479,7 @@ def _nothing() -> None:
 
 
 def open_unchecked(channel: Channel, payload: bytes) -> bytes:
-    """Open a payload without a check: the planted mistake that the attack must find."""
+    """Open a payload without a check: the planted mistake, which the attack must find."""
     return payload[HEADER_BYTES:]
 
 
@@ -493,7 +493,7 @@ SCENES = {
 
 
 def run_scene(name: str, num_attacks: int) -> dict[str, Any]:
-    """Run one scene in a process of its own, as the attack may end the process."""
+    """Run one scene in its own process, because the attack may end the process."""
     started, code, found = time.perf_counter(), 0, dict[str, Any]()
     try:
         words = call_words("benchmarks.security.forged_kv:attack_in", name, num_attacks)
@@ -505,7 +505,7 @@ def run_scene(name: str, num_attacks: int) -> dict[str, Any]:
 
 
 def attack_in(name: str, num_attacks: str) -> None:
-    """Attack one scene in this process; print what happened as JSON."""
+    """Attack one scene in this process; print the results as JSON."""
     connector, checks = SCENES[name]
     opened = Channel.open if checks != "digests" else open_unchecked
     with mock.patch.object(Channel, "open", opened):
@@ -513,14 +513,14 @@ def attack_in(name: str, num_attacks: str) -> None:
             connector, has_digests=checks != "seals", too_late=checks == "too late", seed=1
         )
         print(json.dumps(scene.run(int(num_attacks))), flush=True)
-    os._exit(0)  # results are printed; agents need no shutdown
+    os._exit(0)  # skips the agents' shutdown
 
 
 def run(run: Run, attacks: int = 10_000) -> Document:
-    """Attack every scene in a process of its own.
+    """Attack every scene, each in its own process.
 
     Args:
-        attacks: per scene; a tenth for controls.
+        attacks: number per scene; controls get a tenth.
     """
     results = {}
     for name in SCENES:

@@ -1,12 +1,12 @@
-"""Send 300 and more shapes of hostile requests to a real split system, one by one.
+"""Send more than 300 shapes of hostile requests to a real split system, one by one.
 
-While each of them is served or refused, a probe asks /health and another client streams:
+While each request is served or refused, a probe asks /health and another client streams:
 
     python -m benchmarks hostile_shapes [--only TEXT] [--timeout 20]
 
-Held up: how long /health took at most, and the longest gap in the other's stream. Grown: memory of
-router, nodes and their worker processes over what they had before. The goals are those of `GOALS`;
-a shape that misses one is a line on standard output, and the exit code is 1.
+Measured are the longest answer time of /health, the longest gap in the other client's stream, and
+the growth of memory of router, nodes and workers. `GOALS` has the limits; each shape that misses a
+goal is printed, and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Held:
 
 @dataclass
 class Outcome:
-    """The outcome of one shape."""
+    """Outcome of one shape."""
 
     name: str
     answer: str
@@ -67,7 +67,7 @@ class Outcome:
 
 
 class Watch:
-    """A probe, another client's stream, and a watch on memory, all the time."""
+    """A probe, another client's stream, and a watch on memory, while requests are sent."""
 
     def __init__(self, deployment: LocalDeployment, url: str) -> None:
         self.held = Held()
@@ -90,7 +90,7 @@ class Watch:
                 await asyncio.sleep(PROBE_S)
 
     async def stream(self) -> None:
-        """Stream one long output after the other; a gap is the time between two messages."""
+        """Stream long outputs one after the other; a gap is the time between two messages."""
         params = SamplingParams(max_tokens=1500, temperature=0.7, ignore_eos=True)
         async with AsyncClient(self.deployment.config.listen) as client:
             while True:
@@ -113,7 +113,7 @@ class Watch:
             await asyncio.sleep(MEMORY_S)
 
     def sizes(self) -> dict[str, float]:
-        """Return the MiB of each program, and of its largest worker process."""
+        """Return the MiB of each program, and of each program's largest worker process."""
         sizes: dict[str, float] = {}
         for child in self.deployment.children:
             with contextlib.suppress(psutil.Error):
@@ -127,13 +127,13 @@ class Watch:
 
     def begin(self) -> None:
         self._base = self.sizes()
-        for child in self.deployment.children:  # base of a worker that starts later
+        for child in self.deployment.children:  # the reference size of workers that start later
             self._base.setdefault(f"{child.name} worker", 60.0)
         self.held = Held()
 
 
 async def send(shape: Shape, url: str, address: str, timeout_s: float) -> str:
-    """Send a hostile request; return its outcome in a word or two."""
+    """Send a hostile request; return the outcome in a few words."""
     try:
         async with asyncio.timeout(timeout_s):
             if shape.method:
@@ -182,10 +182,10 @@ async def run_all(
 ) -> tuple[list[Outcome], Held]:
     outcomes = []
     async with watching(deployment, url) as watch:
-        await asyncio.sleep(3)  # the first output is under way
+        await asyncio.sleep(3)  # until the other client's first output has begun
         watch.begin()
         await asyncio.sleep(5)
-        quiet = watch.held  # figures of the machine without attack
+        quiet = watch.held  # figures without an attack
         for shape in shapes:
             watch.begin()
             began_at = time.perf_counter()
@@ -213,7 +213,7 @@ def run(run: Run, only: str = "", timeout: float = 20.0) -> Document:
     """Send every shape.
 
     Args:
-        only: part of the shapes' names.
+        only: part of the names of the shapes to send.
         timeout: seconds after which a client leaves.
     """
     shapes = [shape for shape in all_shapes() if only in shape.name]

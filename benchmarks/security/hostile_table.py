@@ -1,4 +1,4 @@
-"""The table of hostile requests: grammars, texts, conversations, bodies, fields and messages."""
+"""Table of hostile requests: grammars, texts, conversations, bodies, fields and messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ USER = {"role": "user", "content": "x"}
 
 @dataclass(frozen=True)
 class Shape:
-    """One request; over gRPC if it has a method."""
+    """One request; ``method`` is the gRPC method, or empty for HTTP."""
 
     name: str
     body: bytes
@@ -24,7 +24,7 @@ class Shape:
 
 
 def all_shapes() -> list[Shape]:
-    """Return all shapes of the table; their names are unique."""
+    """Return all shapes of the table, with unique names."""
     found = [*_grammars(), *_texts(), *_chats(), *_bodies(), *_fields(), *_headers(), *_messages()]
     assert len({shape.name for shape in found}) == len(found) >= 300
     return found

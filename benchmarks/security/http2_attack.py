@@ -1,5 +1,6 @@
-"""Send one trick of the table, or all in turn, to one port: an attacker of `http2_tricks.py`.
-Prints how many bytes it sent over how many connections, as JSON.
+"""Send one trick of `http2_tricks.py`, or all in turn, to one port.
+
+Prints the number of sent bytes and of connections, as JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from tests.fakes.network.http2_tricks import TRICKS
 from tests.fakes.network.raw_http2 import RawHttp2
 
 NUM_CONNECTIONS = 8
-# Callers are limited by address: attackers must not use up other clients' limits.
+# Limits are per address, so attackers with their own address do not use up other clients' limits.
 SOURCE = "127.0.0.2" if sys.platform == "linux" else None
 
 
 async def attack(address: str, number: int | None, seconds: float) -> dict[str, int]:
-    """Send one trick, or all in turns, over all connections; replace closed connections."""
+    """Send one trick, or all in turns, on all connections; replace closed connections."""
     end_at = time.monotonic() + seconds
     sent = {"bytes": 0, "connections": 0}
 
@@ -53,7 +54,7 @@ async def attack(address: str, number: int | None, seconds: float) -> dict[str, 
 
 
 def _take_spare_cores_only() -> None:
-    """Lower this process's priority, and that of its session where the kernel shares by session."""
+    """Lower the priority of this process, and of its session on kernels that share by session."""
     os.nice(10)
     with contextlib.suppress(OSError):
         os.setsid()
@@ -61,7 +62,7 @@ def _take_spare_cores_only() -> None:
 
 
 def attack_port(address: str, part: str, seconds: str) -> None:
-    """Attack one port in this process; print what happened as JSON."""
+    """Attack one port in this process; print the results as JSON."""
     _take_spare_cores_only()
     number = None if part == "all" else int(part)
     print(json.dumps(asyncio.run(attack(address, number, float(seconds)))))

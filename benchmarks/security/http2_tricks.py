@@ -2,13 +2,13 @@
 
     python -m benchmarks http2_tricks [--seconds 2] [--mixed 60] [--only TEXT]
 
-A router, a prefill node and a decode node are processes of their own, and so are the attackers.
-These run at low priority: on a small machine they would take cores that no attacker in a network
-could take. Each trick goes to the router's gRPC port and to a decode node's port for some seconds,
-over 8 connections each; then all tricks at once. Meanwhile a probe asks the router's /health and
-another client streams. The goals are those of `hostile_shapes.py`, and that no link to a node is
-lost. Rows that miss a goal are printed, and the exit code is 1. `starved_ms` is how long the main
-thread of a program waited for a core: a machine without spare cores misses goals by that alone.
+A router, a prefill node, a decode node and the attackers run in separate processes. Attackers have
+a low priority, because attackers on a network could not take cores from the system. Each trick goes
+to the router's gRPC port and to a decode node's port for some seconds; then all tricks run at once.
+Meanwhile a probe asks the router's /health and another client streams. The goals: those of
+`hostile_shapes.py`, and no lost link between router and node. Rows that miss a goal are
+printed, and the exit code is then 1. `starved_ms` is the time for which a program's main thread
+waited for a core; a machine without spare cores misses goals for this reason alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.security.http2_attack import NUM_CONNECTIONS
 from tests.fakes.network.http2_tricks import TRICKS
 
 ATTACK = ("-m", "benchmarks", "--call", "benchmarks.security.http2_attack:attack_port")
-# Seconds after the attackers have left that still count for a row.
+# A row still counts events of these seconds after the attackers have left.
 SETTLE_S = 0.3
 _LOST = (" lost", "went away", "quarantine")
 
@@ -54,7 +54,7 @@ class Outcome:
     failed: list[str]
 
     def misses(self) -> list[str]:
-        """Return the names of the goals that were missed."""
+        """Return the names of the missed goals."""
         goals = [goal for goal in ("health_ms", "gap_ms", "growth_mib")
                  if getattr(self, goal) > GOALS[goal]]  # fmt: skip
         return goals + ["lost"] * bool(self.lost) + ["failed"] * bool(self.failed)
@@ -77,11 +77,11 @@ def lost_lines(folder: Path) -> list[str]:
 
 
 def cpu_waits(deployment: LocalDeployment) -> dict[str, float]:
-    """Return for how many seconds each program's main thread has waited for a core so far."""
+    """Return the seconds that each program's main thread has waited for a core so far."""
     waits = {"": 0.0}
     for child in deployment.children:
         pid = child.process.pid
-        with contextlib.suppress(OSError):  # another kernel than Linux, or the program has ended
+        with contextlib.suppress(OSError):  # not Linux, or the program has ended
             stat = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text("ascii")
             waits[child.name] = int(stat.split()[1]) / 1e9
     return waits
@@ -95,7 +95,7 @@ async def measure(
     number: int | None,
     seconds: float,
 ) -> Outcome:
-    """Attack all these ports at once, and return the worst figures."""
+    """Attack these ports at once; return the worst figures."""
     lost = set(lost_lines(folder))
     waited = cpu_waits(watch.deployment)
     watch.begin()
@@ -123,7 +123,7 @@ async def measure(
 
 
 def node_address(router: str) -> str:
-    """Return the address of a decode node's own gRPC server."""
+    """Return the address of a decode node's gRPC server."""
     with admin_of(router) as admin:
         nodes = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
     return next(str(node.address) for node in nodes if node.role == types_pb2.NODE_ROLE_DECODE)
@@ -157,13 +157,13 @@ async def run_all(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options: lengths of the attacks.
+    """Lengths of the attacks.
 
     Attributes:
-        seconds: time of each trick.
-        mixed: seconds of all tricks at once; 0: none.
-        only: part of the tricks' names.
-        logs: folder for the programs' logs.
+    seconds: seconds of each trick.
+    mixed: seconds of all tricks at once; 0: none.
+    only: part of the names of the tricks to send.
+    logs: folder for the programs' logs.
     """
 
     seconds: float = 2.0

@@ -1,14 +1,14 @@
-"""Attack a real system by times and counts, to learn of another tenant's prompts.
+"""Attack a real system by times and counts, to learn about another tenant's prompts.
 
-Router, prefill node and decode node are processes of their own, each tenant has a key. In each
-round the victim sends one of two prompts that nobody sent before, by a coin, and the attacker then
-sends the first of them: does its time to the first token, or `cached_tokens`, tell which it was?
-The area under the ROC curve is 0.5 for an attacker who can only guess, and 1 for one who knows.
+Router, prefill node and decode node are separate processes; each tenant has a key. In each round
+the victim sends one of two new prompts, chosen at random. The attacker then sends the first of the
+two: do its time to the first token, or `cached_tokens`, tell whether the victim sent it? The area
+under the ROC curve is 0.5 for an attacker who can only guess, and 1 for one who always knows.
 
     python -m benchmarks tenant_isolation --save
 
-Two controls: the same attack within a sharing group, where times must tell (else the attack is no
-good), and the hit rate of one tenant's own prompts, with keys and without.
+Two controls: the same attack within a sharing group, where times must tell (otherwise the attack is
+useless), and the hit rate of one tenant's own prompts, with keys and without.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TENANTS = {"victim": "", "attacker": "", "member": "team", "spy": "team"}
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One round as the attacker saw it; ``sent`` tells whether the victim had sent its prompt."""
+    """One round as seen by the attacker; ``sent`` tells whether the victim sent the prompt."""
 
     sent: bool
     ttft_s: float
@@ -45,7 +45,7 @@ class Probe:
 
 @contextmanager
 def running(*, keys: bool) -> Iterator[dict[str, Client]]:
-    """Run a deployment; yield a client of each tenant. Without keys all are one tenant."""
+    """Run a deployment; yield each tenant's client. Without keys all clients are one tenant."""
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         made = {name: draw_key() for name in TENANTS}
         path = Path(folder, "keys.toml")
@@ -54,7 +54,7 @@ def running(*, keys: bool) -> Iterator[dict[str, Client]]:
             for name, group in TENANTS.items()
         ]
         path.write_text("\n".join(tables), encoding="utf-8")
-        # Prompts that the decode node computed alone would be cached there only.
+        # Otherwise some prompts would be computed, and cached, only on the decode node.
         router_args = ["--no-local-prefill", *(["--api-keys-file", str(path)] if keys else [])]
         with deployed(router_args=router_args) as site:
             clients = {
@@ -91,9 +91,9 @@ def attack(victim: Client, attacker: Client, num_probes: int, seed: int) -> list
 
 
 def auc(scores: Sequence[tuple[bool, float]]) -> float:
-    """Return the AUC of scores that tell "sent" by high values or by low ones, the better of both.
+    """Return the AUC of scores that tell "sent", by high or by low values, whichever tells more.
 
-    The chance that one of the sent has a higher score than one of the others (Mann and Whitney).
+    The AUC is the chance that a sent prompt has a higher score than another (Mann and Whitney).
     """
     ordered = sorted(score for _, score in scores)
     first = {score: index for index, score in reversed(list(enumerate(ordered)))}
@@ -134,7 +134,7 @@ def own_hit_rate(client: Client, num_sessions: int, seed: int) -> float:
 def run(
     run: Run, probes: int = 2000, control_probes: int = 100, sessions: int = 10, seed: int = 1
 ) -> Document:
-    """Attack apart and in a sharing group, and measure the hit rate within a tenant."""
+    """Attack other tenants and a sharing group, and measure the hit rate within a tenant."""
     rates = {}
     for keys in (False, True):
         with running(keys=keys) as clients:

@@ -1,9 +1,9 @@
-"""Measure the first request of each kind on a fresh system, compared with the tenth, and the start.
+"""Measure a fresh system: its start, and each kind's first request compared with its tenth.
 
-Each kind of request gets several fresh `baton up`, as a split system (one prefill and one decode
-node) and as a colocated one. The first request is sent when `baton up` says "ready"; the others
-follow in turn. All of a kind have the same number of random words, so no prompt is in a prefix
-cache, and every schema, tool and grammar is new. A ratio is the median of the starts' ratios.
+For each kind of request `baton up` starts several times, split (one prefill and one decode node)
+and colocated. The first request is sent when `baton up` says "ready"; the others follow one by one.
+All prompts of a kind have equally many random words, so no prompt is in a prefix cache; every
+schema, tool and grammar is new. A ratio is the median of the starts' ratios.
 
     python -m benchmarks first_use --save                     (both shapes, fifteen minutes)
     python -m benchmarks first_use --shapes split --kinds chat,regex --starts 1
@@ -43,11 +43,11 @@ NUM_WORDS = 200
 FEW_WORDS, MANY_WORDS = 8, 1500
 OUTPUT_TOKENS = 8
 NUM_REQUESTS = 12
-LATER = slice(7, 12)  # the 8th to the 12th request, whose median is "the tenth"
+LATER = slice(7, 12)  # "the tenth" is the median of the 8th to the 12th request
 MOST_RATIO = 1.3
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
-# Each is one token of most vocabularies: all prompts are equally long.
+# Each word is one token of most vocabularies, so that prompts are equally long.
 WORDS = (
     *("apple", "river", "stone", "light", "paper", "green", "music", "table", "water", "house"),
     *("garden", "summer", "winter", "morning", "evening", "market", "bridge", "letter", "window"),
@@ -62,7 +62,7 @@ class Request:
     """One request.
 
     Attributes:
-        body: asks for a stream where the path has streams.
+        body: JSON body; asks for a stream if the path supports streams.
     """
 
     path: str
@@ -74,8 +74,8 @@ class Timing:
     """Seconds of one request.
 
     Attributes:
-        first_s, whole_s: until the first byte of the response's body, and until its last byte.
-        cpu_s: processor time that the whole system took meanwhile. A busy machine changes this
+        first_s, whole_s: until the first byte of the response's body, and until the last byte.
+        cpu_s: processor time of the whole system meanwhile; a busy machine changes this figure
             least.
     """
 
@@ -86,12 +86,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of a fresh system, when its first answer has come.
+    """A process of a fresh system, measured after the first answer.
 
     Attributes:
         cpu_s: processor time since its start.
-        rss_mib, pss_mib, private_mib: memory that it has; counted in proportion to who shares it;
-            and written by it alone.
+        rss_mib, pss_mib, private_mib: its memory; its memory with shared pages divided between
+            their users; the memory that it alone has written.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Start:
 
     Attributes:
         ready_s: from the start of `baton up` until it says "ready".
-        cpu_s: processor time of all processes until the first answer has come.
+        cpu_s: processor time of all processes until the end of the first answer.
     """
 
     ready_s: float
@@ -142,7 +142,7 @@ def words(chance: random.Random, num_words: int = NUM_WORDS) -> str:
 
 
 def chat(chance: random.Random, num_words: int = NUM_WORDS, **more: Any) -> Request:
-    """Return a chat whose system message is new, too: chat templates put it first."""
+    """Return a chat whose system message, the start of the prompt in chat templates, is new."""
     messages = [
         {"role": "system", "content": words(chance, 8)},
         {"role": "user", "content": words(chance, num_words)},
@@ -152,7 +152,7 @@ def chat(chance: random.Random, num_words: int = NUM_WORDS, **more: Any) -> Requ
 
 
 def text_request(chance: random.Random, path: str, field: str, **more: Any) -> Request:
-    """Return a streamed request of another API than chat, whose text is in a field."""
+    """Return a streamed request of an API other than chat, with the text in a field."""
     return Request(path, {field: words(chance), "stream": True, **more})
 
 
@@ -242,7 +242,7 @@ KINDS: dict[str, Callable[[random.Random], Request]] = {
 def fresh_system(model: str, shape: str, log: Path) -> Iterator[tuple[int, str, float]]:
     """Start `baton up` and wait until it says "ready"; yield its id, HTTP address and seconds.
 
-    Raises RuntimeError with the log's end if it ends before, or is not ready in time.
+    Raises RuntimeError with the log's end if `baton up` ends, or is not ready in time.
     """
     address = free_address()
     command = [
@@ -276,10 +276,10 @@ def fresh_system(model: str, shape: str, log: Path) -> Iterator[tuple[int, str, 
 
 
 def ask(address: str, request: Request, pids: Sequence[int]) -> Timing:
-    """Send a request on a new connection; raises RuntimeError unless it is answered well.
+    """Send a request on a new connection; raise RuntimeError unless the answer is a success.
 
     Args:
-        pids: processes of the system, whose processor time is counted.
+        pids: processes whose processor time is counted.
     """
     connection = http.client.HTTPConnection(address, timeout=60)
     body = json.dumps({"model": NAME, **request.body})
@@ -298,7 +298,7 @@ def ask(address: str, request: Request, pids: Sequence[int]) -> Timing:
 
 
 def measure(model: str, shape: str, kind: str, log: Path) -> Start:
-    """Start a system and send it requests of one kind, one after another."""
+    """Start a system, and send requests of one kind, one after another."""
     chance = random.Random(f"{kind} {time.time()}")
     requests = [KINDS[kind](chance) for _ in range(NUM_REQUESTS)]
     with fresh_system(model, shape, log) as (pid, address, ready_s):
@@ -314,7 +314,7 @@ def measure(model: str, shape: str, kind: str, log: Path) -> Start:
 
 
 def read_processes(names: Mapping[int, str]) -> Iterator[Process]:
-    """Yield the cost of each process that has not ended."""
+    """Yield the costs of each process that still runs."""
     for pid, name in names.items():
         with contextlib.suppress(psutil.Error):
             times = psutil.Process(pid).cpu_times()
@@ -326,17 +326,17 @@ def read_processes(names: Mapping[int, str]) -> Iterator[Process]:
 
 
 def family(root: int) -> dict[int, str]:
-    """Return the ids and names of a process and all that descend from it."""
+    """Return the ids and names of a process and all its descendants."""
     names: dict[int, str] = {}
     process = psutil.Process(root)
     for one in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # the process has ended meanwhile
             names[one.pid] = _name(one, names.get(one.ppid(), ""))
     return names
 
 
 def _name(process: psutil.Process, parent: str) -> str:
-    """Return the program's name, or for what a program started or forked, whose it is."""
+    """Return a program's name; a process that a program made is named after its parent."""
     if parent.endswith(" template"):
         return f"{parent.removesuffix(' template')} worker"
     command = process.cmdline()
@@ -345,11 +345,11 @@ def _name(process: psutil.Process, parent: str) -> str:
 
 
 def _cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the processor time of the threads that these processes have now."""
+    """Return the processor time of the processes' living threads."""
     nanoseconds = 0
     for pid in pids:
         for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 nanoseconds += int(path.read_text().split()[0])
     return nanoseconds / 1e9
 
@@ -421,13 +421,13 @@ def run(
     toy: bool = False,
     add: bool = False,
 ) -> Document:
-    """Measure fresh systems, all shapes and kinds in turns.
+    """Measure fresh systems, with shapes and kinds in turns.
 
     Args:
-        kinds: kinds of requests.
-        starts: fresh systems for each kind.
-        toy: use the model in examples/demo_model.
-        add: keep the starts that the file of results has.
+    kinds: kinds of requests to measure.
+    starts: number of fresh systems per kind.
+    toy: use the model in examples/demo_model.
+    add: keep the starts in the file of results.
     """
     if unknown := set(kinds) - set(KINDS):
         raise SystemExit(f"kinds: must be of {', '.join(KINDS)}, got {', '.join(unknown)}")
@@ -435,7 +435,7 @@ def run(
     model = str(TOY) if toy else fetch_model(console, SMOLLM2)
     if model is None:
         raise SystemExit("the model cannot be had")
-    # Without this, started processes would outlive this one.
+    # Without a handler, child processes would outlive this one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     found: dict[str, dict[str, list[Start]]] = {
         shape: {kind: [] for kind in kinds} for shape in shapes

@@ -1,7 +1,7 @@
-"""Measure what an installation takes on disk: the project's requirements by extra.
+"""Measure the disk space of an installation: the project's requirements, extra by extra.
 
-Counts the files of every distribution that an extra brings beyond those before it. Nothing is
-installed or fetched; torch is the build that this environment has.
+Counts the files of all distributions that an extra adds to the extras before. Nothing is installed
+or downloaded; torch counts as the build in this environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_LARGEST = 3
 
 
 def run(run: Run) -> Document:
-    """Measure each extra beyond those before it."""
+    """Measure the disk space that each extra adds to the extras before."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = {"core": project["dependencies"], **project["optional-dependencies"]}
     held: set[str] = set()
@@ -59,7 +59,7 @@ def closure(texts: Iterable[str]) -> Iterator[tuple[str, Distribution]]:
 
 
 def asked_for(texts: Iterable[str], extra: str) -> Iterator[tuple[str, str]]:
-    """Yield names that requirements ask for on this machine, each with an extra or none."""
+    """Yield the names that requirements ask for on this machine, each with an extra or none."""
     for requirement in map(Requirement, texts):
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             name = canonicalize_name(requirement.name)
@@ -69,6 +69,6 @@ def asked_for(texts: Iterable[str], extra: str) -> Iterator[tuple[str, str]]:
 
 
 def num_bytes(found: Distribution) -> int:
-    """Add up the bytes of a distribution's files that are there."""
+    """Add up the bytes of a distribution's existing files."""
     paths = (Path(str(file.locate())) for file in found.files or ())
     return sum(path.stat().st_size for path in paths if path.is_file())

@@ -12,12 +12,12 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Costs of processes.
+    """Costs of a process and its descendants.
 
     Attributes:
-        cpu_s: CPU seconds since the first process started, ended descendants included.
-        rss_mib: memory in MiB; pages that processes share count once for each of them.
-        pss_mib: memory in MiB; each process has its share of shared pages.
+    cpu_s: CPU seconds since the first process started, including ended descendants.
+    rss_mib: memory in MiB; each process counts all its shared pages.
+    pss_mib: memory in MiB; each process counts its part of shared pages.
     """
 
     cpu_s: float

@@ -73,7 +73,7 @@ def is_better(column: str, ratio: float) -> bool:
 
 
 def best_shape(servers: Json) -> str:
-    """Choose the shape of Baton that beats the peers in most columns, then the fastest one."""
+    """Return the shape of Baton that beats the peers in most columns; of several, the fastest."""
 
     def rank(shape: str) -> tuple[int, float]:
         gains = sum(is_better(key, over_best_peer(servers, shape, key)) for key in _COLUMNS)

@@ -1,8 +1,8 @@
-"""Compare serving over HTTP with vLLM and llama.cpp, under vLLM's own load generator.
+"""Compare serving over HTTP with vLLM and llama.cpp, using vLLM's load generator.
 
-Each server in turn has the same two cores, and `vllm bench serve` (from vLLM's environment under
-build/, see engine_cpu.py) sends it prompts of random tokens, all of them new, as Poisson arrivals;
-it is on other cores where there are any, else on the same. Compared are medians of the rounds.
+Each server in turn gets the same two cores. `vllm bench serve` (from vLLM's environment under
+build/, see engine_cpu.py) sends new prompts of random tokens, as Poisson arrivals; it runs on other
+cores if there are any. Medians of the rounds are compared.
 
     python -m benchmarks served --save            (three rounds of two minutes a server)
     python -m benchmarks served --servers "baton split,vllm" --rates 4 --num-prompts 10 --rounds 1
@@ -42,7 +42,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
 NUM_CORES = 2
 NUM_WARMUPS = 4
 RUN_LIMIT_S = 600.0
-# vLLM's name of a number -> the name under which a run keeps it.
+# vLLM's name of a number -> the name in our results.
 KEYS = {
     "output_throughput": "output_tokens_per_s",
     "median_ttft_ms": "ttft_p50_ms",
@@ -56,7 +56,7 @@ KEYS = {
 SHOWN = tuple(KEYS.values())[:5]
 
 Numbers = dict[str, float]
-Runs = dict[str, dict[str, list[Numbers]]]  # by server, then by rate
+Runs = dict[str, dict[str, list[Numbers]]]  # server -> rate -> numbers of each run
 
 
 def bench_command(
@@ -77,18 +77,18 @@ def bench_command(
 
 
 def read_result(document: Mapping[str, Any]) -> Numbers:
-    """Return what is kept of the generator's file; raises KeyError naming what it lacks."""
+    """Return the numbers to keep from the generator's file; raise KeyError naming a missing one."""
     return {ours: round(float(document[theirs]), 2) for theirs, ours in KEYS.items()}
 
 
 def median_of(runs: Sequence[Numbers]) -> Numbers:
-    """Return the median of each number, and the sum of failures, as one failure counts."""
+    """Return the median of each number, and the sum of failures, because each failure counts."""
     medians = {key: round(statistics.median(run[key] for run in runs), 2) for key in SHOWN}
     return {**medians, "num_failed": sum(run["num_failed"] for run in runs), "rounds": len(runs)}
 
 
 def seed_of(round_number: int, rate: float) -> int:
-    """Return the seed of a round and rate, equal for all servers; no two have the same prompts."""
+    """Return the seed of a round and rate: equal for all servers, otherwise unique."""
     return 1000 * round_number + round(rate * 10)
 
 
@@ -98,7 +98,7 @@ def measure_once(
     """Start one server and measure each rate; raise RuntimeError or CalledProcessError.
 
     Args:
-        earlier: the server's runs up to now, by rate.
+        earlier: the server's runs so far, by rate.
     """
     found = {}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
@@ -120,13 +120,13 @@ def measure_once(
 
 
 def generator_cores(taken: Sequence[int]) -> list[int]:
-    """Return the cores that the server leaves free, or all if it leaves none."""
+    """Return the cores that the server does not use, or all if there are none."""
     every = os.sched_getaffinity(0)
     return sorted(every - set(taken)) or sorted(every)
 
 
 def play(command: list[str], cores: list[int], log: Path) -> None:
-    """Run the generator; raises RuntimeError with its last words if it fails."""
+    """Run the generator; raise RuntimeError with its last words if it fails."""
     with log.open("wb") as output:
         done = subprocess.run(
             command,
@@ -151,7 +151,7 @@ def measure(
     console: Console,
     save: Callable[[], None],
 ) -> None:
-    """Add the rounds to the runs, servers in turns, and why servers are missing; save each."""
+    """Add rounds, with servers in turns, to the runs; note missing servers; save after each."""
     for number in range(options.rounds):
         turn = number % len(options.servers)
         for name in (*options.servers[turn:], *options.servers[:turn]):
@@ -181,12 +181,12 @@ def summarize(runs: Runs) -> dict[str, dict[str, Numbers]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options: servers, and their load.
+    """Servers and their load.
 
     Attributes:
-        shape: the checkpoint, 125M or 0.6B.
+        shape: name of the checkpoint, 125M or 0.6B.
         rates: requests per second.
-        append: add to the runs of this shape that are saved.
+        append: add to the saved runs of this shape.
     """
 
     shape: Literal["125M", "0.6B"] = "125M"
@@ -229,7 +229,7 @@ def run(run: Run, options: Options) -> None:
         }
         run.save({"settings": settings, "shapes": shapes})
 
-    # Without this, started processes would outlive this one.
+    # Without a handler, child processes would outlive this one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     measure(job, options, runs, missing, run.console, save)
     save()

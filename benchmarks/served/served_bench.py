@@ -1,4 +1,4 @@
-"""Find the file to serve, start servers on it, and play loads against them.
+"""Find the model file, start servers on it, and play loads against them.
 
 Refuses to know: which loads are compared, and what is reported.
 """
@@ -36,9 +36,9 @@ from benchmarks.served.served_servers import NAME, SERVERS, Job, as_gguf, make_s
 from examples.demo import fetch_model
 
 ROOT = Path(__file__).resolve().parents[2]
-# Ten requests, one after the other, before each load.
+# Sent before each load: ten requests, one after the other.
 WARM_UP = Load(prompt_tokens=128, output_tokens=8, num_streams=1, num_requests=10)
-SPARE_TOKENS = 64  # per slot, for a chat template's tokens and rounding
+SPARE_TOKENS = 64  # per slot, for the chat template and rounding
 
 
 def tokens_of(load: Load) -> int:
@@ -49,12 +49,12 @@ def tokens_of(load: Load) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A file to serve.
+    """Model file to serve.
 
     Attributes:
-        folder: in Hugging Face layout: configuration, tokenizer, perhaps weights.
-        dtype: value of the servers' --dtype option, if they have it.
-        has_chat: the file has a chat template.
+        folder: folder in Hugging Face layout: configuration, tokenizer, and possibly weights.
+        dtype: value of the servers' option --dtype, for servers with that option.
+        has_chat: whether the file has a chat template.
     """
 
     name: str
@@ -73,12 +73,12 @@ class Model:
 
 
 def find_model(console: Console, word: str) -> Model:
-    """Find the file to serve by its name or path.
+    """Find the model file by its name or path.
 
     Raises:
-        SystemExit: SmolLM2 cannot be had.
-        ModelLoadError: the file is no model.
-        subprocess.CalledProcessError: a checkpoint's GGUF file cannot be made.
+    SystemExit: SmolLM2 is not available.
+    ModelLoadError: the file is no model.
+    subprocess.CalledProcessError: converting a checkpoint to GGUF fails.
     """
     dtype = "auto"
     if word in WORKS:
@@ -100,8 +100,8 @@ class Bench:
     """Measures servers with one file.
 
     Args:
-        cores: every core that a server may use.
-        client_cores: every core that this process uses.
+        cores: all cores that a server may use.
+        client_cores: all cores that this process uses.
     """
 
     def __init__(self, model: Model, cores: Sequence[int], client_cores: Sequence[int]) -> None:
@@ -133,7 +133,7 @@ class Bench:
     ) -> tuple[Numbers, Numbers, str]:
         """Start a server and play one load.
 
-        Returns the load's numbers, those of the start, and what went wrong first.
+        Returns the load's numbers, the start's numbers, and the first error.
 
         Raises:
             RuntimeError: the server does not start, or fails during its first prompts.

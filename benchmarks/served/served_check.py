@@ -1,6 +1,6 @@
-"""Check the client of served_rows.py with guidellm, under two loads of one server.
+"""Check the client of served_rows.py against guidellm, with two loads of one server.
 
-Both send texts of the same length in the same rhythm, in turns; medians of the rounds are compared.
+Both send equally long texts at the same times, in turns; medians of the rounds are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOADS = {
         prompt_tokens=512, output_tokens=64, rate=1.0, num_requests=24, even=True, as_text=True
     ),
 }
-# Our name, and guidellm's in loadtest_agreement.py.
+# Our name -> guidellm's name in loadtest_agreement.py.
 COMPARED = {
     "ttft_mean_ms": "ttft_mean_ms",
     "ttft_p50_ms": "ttft_p50_ms",
@@ -44,13 +44,13 @@ ROUNDS = 3
 
 
 def check(bench: Bench, console: Console) -> bool:
-    """Compare, and print; return whether all numbers agree.
+    """Compare and print; return whether all numbers agree.
 
     Raises:
         subprocess.CalledProcessError: guidellm cannot be installed.
         RuntimeError: the server does not start, or a request fails.
     """
-    interpreter("guidellm")  # installed before a server uses the cores
+    interpreter("guidellm")  # before a server uses the cores
     agree = True
     for name, load in LOADS.items():
         ours, theirs = list[Numbers](), list[Numbers]()
@@ -75,7 +75,7 @@ def check(bench: Bench, console: Console) -> bool:
 def compare(
     ours: Sequence[Numbers], theirs: Sequence[Numbers]
 ) -> Mapping[str, tuple[float, float, float]]:
-    """Return the medians of both, and how far the larger is above the smaller."""
+    """Return the medians of both, and by how much the larger exceeds the smaller."""
     found = {}
     for key, other_key in COMPARED.items():
         own = statistics.median(one[key] for one in ours)

@@ -1,7 +1,7 @@
-"""Send streamed requests to an OpenAI-compatible server, and time every piece of text that comes.
+"""Send streamed requests to an OpenAI-compatible server, and time each received piece of text.
 
-The same seed gives every server the same prompts. Lines of a stream are kept with their times, and
-parsed after the stream's end. Refuses to know: which server answers, and how it was started.
+A seed gives every server the same prompts. Lines of a stream are kept with their times, and parsed
+after the stream's end. Refuses to know: which server answers, and how it was started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import aiohttp
 
 from baton.text.tokenizer import Tokenizer
 
-ALONE_AT_LEAST = 3  # requests or chats of a single user, however long they take
+ALONE_AT_LEAST = 3  # fewest requests or chats of a single user, however long they take
 REQUEST_LIMIT_S = 240.0
 _MAX_ERROR_CHARS = 200
 
@@ -33,16 +33,16 @@ class Load:
     """Arrivals of requests, and their sizes.
 
     Attributes:
-        prompt_tokens: tokens of each prompt, or of each message that a chat's user adds.
-        output_tokens: tokens of each output.
-        num_streams: users, each of whom sends a request when the last one has ended; 0: requests
-            come at ``rate``.
-        rate: requests per second.
-        turns: messages of the user in a chat, which sends its history again at every turn; 0:
-            completions.
-        num_requests: requests to send in all; 0: as many as the given seconds allow.
-        even: the distances between arrivals are equal; else arrivals are a Poisson process.
-        as_text: prompts are text rather than token ids, which lets lengths vary a little.
+    prompt_tokens: tokens of each prompt, or of each user message of a chat.
+    output_tokens: tokens of each output.
+    num_streams: number of users, each with one open request at a time; 0: requests come at
+        ``rate``.
+    rate: requests per second.
+    turns: number of user messages of a chat, which sends its whole history at each turn; 0:
+        completions.
+    num_requests: number of requests in all; 0: as many as the given seconds allow.
+    even: whether arrivals have equal distances; otherwise they are a Poisson process.
+    as_text: whether prompts are text, with slightly varying lengths, rather than token ids.
     """
 
     prompt_tokens: int
@@ -60,10 +60,10 @@ class Answer:
     """One streamed output.
 
     Attributes:
-        turn: the turn of the chat, from 1; 0: a completion.
-        times: arrival of each piece of text, on the clock of ``sent_at``.
-        num_tokens: tokens of the output, as the server counts them.
-        error: the error's text; "": no error.
+    turn: turn of the chat, from 1; 0: a completion.
+    times: arrival time of each piece of text, on the clock of ``sent_at``.
+    num_tokens: tokens of the output, by the server's count.
+    error: text of the error; "": no error.
     """
 
     turn: int
@@ -80,7 +80,7 @@ class Played:
 
     Attributes:
         began_at: time of the first request.
-        ended_at: time until which all users were active.
+        ended_at: time until which every user was active.
     """
 
     began_at: float
@@ -89,10 +89,10 @@ class Played:
 
 
 class Prompts:
-    """New prompts, cut from one text at random places.
+    """New prompts, cut from random places of one text.
 
     Args:
-        token_ids: the text.
+        token_ids: tokens of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int], seed: int) -> None:
@@ -101,13 +101,13 @@ class Prompts:
         self._random = random.Random(seed)
 
     def draw_ids(self, num_tokens: int) -> list[int]:
-        """Return a prompt of so many tokens."""
+        """Return a prompt of ``num_tokens`` tokens."""
         start = self._random.randrange(len(self._token_ids))
         text = itertools.islice(itertools.cycle(self._token_ids), start, start + num_tokens)
         return list(text)
 
     def draw_text(self, num_tokens: int) -> str:
-        """Return a prompt as text of about so many tokens."""
+        """Return a prompt as text of about ``num_tokens`` tokens."""
         return self._tokenizer.decode(self.draw_ids(num_tokens))
 
 
@@ -115,7 +115,7 @@ class Prompts:
 
 
 def parse(pieces: Sequence[tuple[float, bytes]], turn: int, sent_at: float) -> Answer:
-    """Read the lines of a stream."""
+    """Parse the lines of a stream."""
     times, texts, num_tokens, error = list[float](), list[str](), 0, ""
     for at, line in pieces:
         try:
@@ -158,9 +158,9 @@ class Player:
     """Plays one load against one server.
 
     Args:
-        url: the server's, without a path.
-        model: the name that the server gives the model.
-        seconds: duration of arrivals, unless the load has a number of requests.
+    url: URL of the server, without a path.
+    model: the server's name of the model.
+    seconds: duration of arrivals, unless the load has a number of requests.
     """
 
     def __init__(self, url: str, model: str, load: Load, prompts: Prompts, seconds: float) -> None:
@@ -175,10 +175,10 @@ class Player:
         }  # fmt: skip
 
     async def play(self) -> Played:
-        """Play the load to its last answer."""
+        """Play the load until its last answer has ended."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
         headers = {"Content-Type": "application/json"}
-        # A server may close an idle connection just when the next request is written to it.
+        # A server may close an idle connection at the moment when the next request is written.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=headers
@@ -192,7 +192,7 @@ class Player:
         return played
 
     async def _use(self, session: aiohttp.ClientSession, played: Played) -> None:
-        """Send one request or chat after the other; the measured time ends with the first user."""
+        """Send requests or chats one by one; the first user to end ends the measured time."""
         at_least = ALONE_AT_LEAST if self._load.num_streams == 1 else 1
         for number in itertools.count():
             now = time.perf_counter()
@@ -207,7 +207,7 @@ class Player:
                 played.answers.append(await self._complete(session))
 
     async def _arrive(self, session: aiohttp.ClientSession, played: Played) -> None:
-        """Send requests when their times have come, whether earlier ones have ended or not."""
+        """Send requests at their times, whether earlier ones have ended or not."""
         tasks = list[asyncio.Task[Answer]]()
         for after_s in self.draw_arrivals():
             await asyncio.sleep(max(0.0, played.began_at + after_s - time.perf_counter()))
@@ -216,7 +216,7 @@ class Player:
         played.ended_at = time.perf_counter()
 
     def draw_arrivals(self) -> list[float]:
-        """Draw the arrival times of requests, in seconds; the first arrives at once."""
+        """Draw the arrival times of requests, in seconds; the first is 0."""
         drawn = random.Random(round(1000 * self._load.rate))
         times = [0.0]
         while True:
@@ -235,7 +235,7 @@ class Player:
         return await send(session, f"{self._url}/v1/completions", body)
 
     async def _chat(self, session: aiohttp.ClientSession, played: Played) -> None:
-        """Hold one chat; an answer that fails ends the chat."""
+        """Hold one chat, which ends early after a failed answer."""
         messages = list[dict[str, str]]()
         for turn in range(1, self._load.turns + 1):
             text = self._prompts.draw_text(self._load.prompt_tokens)
@@ -252,7 +252,7 @@ class Player:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies, interpolated linearly."""
+    """Return the value below which ``share`` of the values lies, interpolated linearly."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = math.floor(place)
@@ -261,10 +261,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(played: Played, load: Load, reported_turn: int) -> Numbers:
-    """Return a load's numbers, times in milliseconds; an output of another length is an error.
+    """Return a load's numbers, times in milliseconds; an output of a wrong length is an error.
 
-    Times are missing where no answer has them. ``itl`` is the gap between two pieces of text,
-    ``tpot`` the mean time of a token after an answer's first one.
+    Times that no answer has are missing. ``itl`` is the gap between two pieces of text, ``tpot``
+    the mean time per token after an answer's first token.
     """
     good = [one for one in played.answers if not one.error and one.num_tokens == load.output_tokens]
     numbers: Numbers = {
@@ -291,7 +291,7 @@ def summarize(played: Played, load: Load, reported_turn: int) -> Numbers:
 
 
 def _tokens_until_end(played: Played, answers: Sequence[Answer]) -> float:
-    """Count tokens that came while all users were active; pieces have equal shares of tokens."""
+    """Count tokens before the first user's end; an answer's pieces share its tokens equally."""
     return sum(
         one.num_tokens * sum(at <= played.ended_at for at in one.times) / len(one.times)
         for one in answers
@@ -299,7 +299,7 @@ def _tokens_until_end(played: Played, answers: Sequence[Answer]) -> float:
 
 
 def first_error(played: Played, load: Load) -> str:
-    """Return what went wrong first; "" if nothing did."""
+    """Return the first error; "" if there was none."""
     for one in played.answers:
         if one.error:
             return one.error

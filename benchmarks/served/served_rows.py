@@ -1,19 +1,19 @@
-"""Serve one file with Baton and its peers, under many loads, and judge Baton by the best peer.
+"""Serve one file with Baton and its peers under many loads, and judge Baton by the best peer.
 
     python -m benchmarks served_rows --quick            (some 10 minutes)
     python -m benchmarks served_rows --save             (hours: three rounds of all loads)
     python -m benchmarks served_rows --rows 1@512,chat --servers "baton split,llamacpp" --rounds 1
     python -m benchmarks served_rows --check-with guidellm
 
-A row is a load: ``16@512`` is 16 users with prompts of 512 tokens, each of whom sends a request
-when the last one has ended; ``4/s@512`` is 4 requests/s as Poisson arrivals; ``chat`` is one user
-who holds chats of 8 turns and sends the history again at each turn. Outputs have 64 tokens.
+A row is a load. ``16@512``: 16 users with prompts of 512 tokens, each with one open request at a
+time. ``4/s@512``: 4 requests/s as Poisson arrivals. ``chat``: one user with chats of 8 turns, which
+send the history again at each turn. Outputs have 64 tokens.
 
 Every measurement starts its server anew. Servers take turns in each row of each round, on the same
 cores, and get the same prompts; medians of the rounds count. Baton and llama.cpp read one GGUF
-file; llama.cpp is started with as many slots as the row has users. vLLM reads the file's weights
-dequantized to bfloat16. OpenVINO's server is in no package that pip installs, so it is missing.
-The client runs on other cores where there are any. Exit code 1: a goal is missed.
+file; llama.cpp gets as many slots as the row has users. vLLM reads the file's weights dequantized
+to bfloat16. OpenVINO's server is missing, because no package that pip installs contains it. The
+client runs on other cores if there are any. Exit code 1: a goal is missed.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ MISSING = {"openvino": "its server is in no package that pip installs"}
 
 @dataclass(slots=True)
 class Found:
-    """Measurements up to now.
+    """Measurements so far.
 
     Attributes:
-        runs: results of each round, by row, then by server.
-        starts: results of each start, by server.
-        missing: why a server was left out, by server.
-        errors: first error, by row and server.
+    runs: results of each round, by row, then by server.
+    starts: results of each start, by server.
+    missing: reason why a server was left out, by server.
+    errors: first error, by row and server.
     """
 
     runs: dict[str, dict[str, list[Numbers]]] = field(default_factory=dict)
@@ -103,12 +103,12 @@ class Found:
         return {name: median_of(starts) for name, starts in self.starts.items()}
 
     def verdicts(self) -> list[Verdict]:
-        """Judge what was measured."""
+        """Judge the measurements so far."""
         return judge(self.medians(), self.start_medians(), ALONE)
 
 
 def measure(bench: Bench, options: Options, found: Found, console: Console) -> None:
-    """Add the rounds to what was found."""
+    """Add the rounds to the measurements."""
     lacking = {row: bench.model.lacks(LOADS[row]) for row in options.rows}
     rows = [row for row in options.rows if not lacking[row]]
     for row, why in lacking.items():
@@ -126,9 +126,9 @@ def measure(bench: Bench, options: Options, found: Found, console: Console) -> N
 def measure_turn(
     bench: Bench, seconds: float, found: Found, name: str, row: str, number: int
 ) -> str:
-    """Measure one server under one load, and keep what was found; return it as a line.
+    """Measure one server under one load, and store the result; return it as a line of text.
 
-    A server that fails before its first measurement is missing from then on.
+    A server that fails before its first measurement is left out from then on.
     """
     seed = 2 * (1 + number * len(LOADS) + list(LOADS).index(row))
     try:
@@ -203,7 +203,7 @@ def document_of(found: Found) -> Mapping[str, object]:
 
 
 def some_of(known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names; raises SystemExit for an unknown one."""
+    """Return the names; raise SystemExit for an unknown one."""
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"must be of {', '.join(known)}, got {unknown[0]!r}")
     return list(names)
@@ -214,12 +214,12 @@ class Options:
     """Files, servers and loads.
 
     Attributes:
-        files: smollm2, 125M, 0.6B, or paths of GGUF files.
-        rows: loads; all: every one.
-        seconds: duration of arrivals.
-        cores: cores of a server.
-        quick: one round of a few short rows.
-        check_with: compare this client with another, no servers.
+    files: smollm2, 125M, 0.6B, or paths of GGUF files.
+    rows: loads; all: every load.
+    seconds: duration of arrivals.
+    cores: number of cores of a server.
+    quick: one round of a few short rows.
+    check_with: compare this client with another one, without other servers.
     """
 
     files: Sequence[str] = ("smollm2",)
@@ -232,7 +232,7 @@ class Options:
     check_with: Literal["", "guidellm"] = ""
 
     def complete(self) -> Options:
-        """Return the options with the usual values, or a quick run's, where none is given."""
+        """Return the options with defaults (of a quick run, if it is one) for missing values."""
         usual = (QUICK, QUICK_SERVERS, 1, 8.0) if self.quick else (USUAL, list(SERVERS), 3, 30.0)
         rows, servers, rounds, seconds = usual
         given = list(LOADS) if list(self.rows) == ["all"] else self.rows
@@ -259,7 +259,7 @@ def run(run: Run, options: Options) -> None:
         "rounds": options.rounds,
         "kv_cache_gib": KV_GIB,
     }
-    # Treat SIGTERM as an interrupt: stop servers, then print and keep the results.
+    # SIGTERM counts as an interrupt: servers stop, then results are printed and kept.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     files: dict[str, Mapping[str, object]] = {}
     for word in options.files:

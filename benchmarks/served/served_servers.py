@@ -1,4 +1,4 @@
-"""Start the servers that are compared over HTTP, and make the checkpoints that they serve.
+"""Start the servers to compare over HTTP, and make the checkpoints that they serve.
 
 Refuses to know: the load, and what is measured.
 """
@@ -34,8 +34,8 @@ from benchmarks.engine_cpu.engine_cpu import (
 from benchmarks.runner.checkpoints import ids_of, tokenizer_document
 from benchmarks.runner.own_process import own_environment
 
-NAME = "served"  # name of the model on each server
-SPECIALS = ("<pad>", "<s>", "</s>")  # ids 0, 1 and 2, as the checkpoints' configs say
+NAME = "served"  # the model's name on each server
+SPECIALS = ("<pad>", "<s>", "</s>")  # ids 0, 1 and 2, as in the checkpoints' configs
 MAX_MODEL_LEN = 2048
 KV_GIB = 2
 NUM_SLOTS = 32
@@ -51,11 +51,11 @@ class Job:
     Attributes:
         folder: the model's folder in Hugging Face layout.
         address: host:port to serve HTTP on.
-        cores: every core that the server may use.
+        cores: all cores that the server may use.
         gguf: the GGUF file to serve; None: the checkpoint in ``folder``.
-        max_model_len: tokens of a prompt and its output.
-        num_slots: most requests at a time, for servers that have to know.
-        slot_tokens: tokens of a prompt and its output, where each slot has memory of its own.
+        max_model_len: most tokens of a prompt and its output.
+        num_slots: most requests at a time, for servers that must be told.
+        slot_tokens: most tokens of a prompt and its output, for servers with memory per slot.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ class Live:
     """A server that answers.
 
     Attributes:
-        pid: the process that was started.
+        pid: process id of the started process.
         start_s: seconds from the start of the process to the first token.
     """
 
@@ -108,8 +108,8 @@ def words() -> Iterator[str]:
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Write a BPE tokenizer of ``vocab_size`` tokens: bytes, and words after a space.
 
-    Each merge adds one letter to a shorter word, so a text of such words is read in one way, which
-    is one token for each. Generators that draw tokens and send their text count as the server does.
+    Each merge adds one letter to a shorter word, so each word of a text is read as one token.
+    Generators that draw tokens and send their text therefore count as the server does.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -152,10 +152,10 @@ def make_served(shape: str) -> Path:
 
 
 def as_gguf(job: Job) -> Path:
-    """Return the GGUF file to serve; make it of the checkpoint once.
+    """Return the GGUF file to serve; convert the checkpoint if there is none.
 
     Raises:
-        subprocess.CalledProcessError: the file cannot be made.
+        subprocess.CalledProcessError: the conversion fails.
     """
     if job.gguf is not None:
         return job.gguf
@@ -174,12 +174,12 @@ def as_gguf(job: Job) -> Path:
 
 
 def as_safetensors(job: Job) -> Path:
-    """Return a folder with the model's weights in safetensors; make it of a GGUF file once.
+    """Return a folder with the model's weights in safetensors; convert a GGUF file once.
 
-    The weights of a GGUF file are dequantized to bfloat16 by ``transformers``.
+    ``transformers`` dequantizes a GGUF file's weights to bfloat16.
 
     Raises:
-        subprocess.CalledProcessError: ``transformers`` does not read the file.
+        subprocess.CalledProcessError: ``transformers`` cannot read the file.
     """
     if job.gguf is None:
         return job.folder
@@ -229,7 +229,7 @@ def vllm(job: Job) -> list[str]:
 
 
 def vllm_environment(job: Job) -> dict[str, str]:
-    """Return variables that let vLLM compute on both cores; its default keeps one for HTTP."""
+    """Return variables that let vLLM compute on both cores; by default it keeps one for HTTP."""
     return {
         **others_environment(),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -239,9 +239,9 @@ def vllm_environment(job: Job) -> dict[str, str]:
 
 
 def others_environment() -> dict[str, str]:
-    """Return the environment without our folders, with the metadata that vLLM's command needs.
+    """Return the environment without this repository's folders, with metadata for vLLM's command.
 
-    The release for CPUs is named vllm-cpu, and looks for a vllm whose version says "cpu".
+    The CPU release is named vllm-cpu, but looks for a package vllm whose version says "cpu".
     """
     folder = BUILD.parent / "served" / "vllm_name"
     known = folder / "vllm-0+cpu.dist-info"
@@ -252,10 +252,10 @@ def others_environment() -> dict[str, str]:
 
 
 def llama_server() -> Path:
-    """Build llama.cpp's server once, for this CPU, from its Python package's source.
+    """Build llama.cpp's server for this CPU once, from the source of its Python package.
 
     Raises:
-        subprocess.CalledProcessError: that, or its source, cannot be had.
+        subprocess.CalledProcessError: the build fails, or the source is not available.
     """
     python = python_of("llamacpp")
     program = python.with_name("llama-server")
@@ -298,8 +298,8 @@ def llama_server() -> Path:
 def llamacpp(job: Job) -> list[str]:
     """Return the command of llama.cpp's server.
 
-    Each slot has a part of the context. Copies of old prompts' KV in other memory, for which no
-    load here has a use, are switched off: they cost time and up to 8 GiB.
+    Each slot has a part of the context. Copies of old prompts' KV are switched off: no load here
+    uses them, and they cost time and up to 8 GiB.
     """
     program = llama_server()
     threads = str(len(job.cores))
@@ -325,10 +325,10 @@ SERVERS = {
 
 @contextmanager
 def running(server: Server, job: Job, log: Path) -> Iterator[Live]:
-    """Start the server, and yield when it has answered; stop it at the end.
+    """Start the server, yield when it has answered a request, and stop it at the end.
 
     Raises:
-        RuntimeError: the server ends, or does not answer in time; the message is its log's end.
+        RuntimeError: the server ends or does not answer in time; the message is its log's end.
     """
     command = server.command(job)
     started_at = time.monotonic()

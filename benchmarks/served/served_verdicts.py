@@ -1,4 +1,4 @@
-"""Judge served numbers: medians of rounds, Baton's ratios to the best peer, and the goals.
+"""Judges served numbers: medians of rounds, Baton's ratios to the best peer, and the goals.
 
 Refuses to know: how numbers are measured.
 """
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Numbers = dict[str, float]
-Rows = Mapping[str, Mapping[str, Numbers]]  # by row, then by server
+Rows = Mapping[str, Mapping[str, Numbers]]  # row -> server -> numbers
 
 COLOCATED, SPLIT, LLAMACPP = "baton colocated", "baton split", "llamacpp"
 SHAPES = (COLOCATED, SPLIT)
 CHAT_TURN = 4
 TURN_KEY = f"turn_{CHAT_TURN}_ttft_p50_ms"
-# Numbers compared with peers; more is better only for the last one.
+# Numbers compared with peers; only for the last one is more better.
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", TURN_KEY, "tokens_per_s")
 MORE_IS_BETTER = {"tokens_per_s"}
 
@@ -47,7 +47,7 @@ class Verdict:
 
 
 def median_of(runs: Sequence[Numbers]) -> Numbers:
-    """Return the median of each number of the rounds, and the sum of their errors."""
+    """Return each number's median over the rounds, and the sum of errors."""
     keys = dict.fromkeys(key for run in runs for key in run)
     found = {key: statistics.median(run[key] for run in runs if key in run) for key in keys}
     if "num_errors" in found:
@@ -56,7 +56,7 @@ def median_of(runs: Sequence[Numbers]) -> Numbers:
 
 
 def gain(key: str, own: float, other: float) -> float:
-    """Return how many times better our number is: above 1 is better, whatever the number."""
+    """Return how many times better our number is: above 1 is better for every key."""
     better, worse = (own, other) if key in MORE_IS_BETTER else (other, own)
     return round(better / worse, 3)
 
@@ -64,7 +64,7 @@ def gain(key: str, own: float, other: float) -> float:
 def ratios(rows: Rows) -> dict[str, dict[str, Numbers]]:
     """Compare each of Baton's shapes with the best peer, by row, shape and number.
 
-    A server with errors in a row is no peer in that row.
+    A server with errors in a row does not count as a peer there.
     """
     found: dict[str, dict[str, Numbers]] = {}
     for row, servers in rows.items():
@@ -89,8 +89,8 @@ def judge(rows: Rows, starts: Mapping[str, Numbers], alone: Sequence[str]) -> li
     """Judge all goals.
 
     Args:
-        starts: a server's medians over its starts.
-        alone: names of the rows that have a single stream of completions.
+        starts: medians of each server's starts.
+        alone: names of the rows with a single stream of completions.
     """
     return [
         *_beside_peers(rows),
@@ -161,7 +161,7 @@ def _starts(starts: Mapping[str, Numbers]) -> Iterator[Verdict]:
 def _quotient(
     goal: str, servers: Mapping[str, Numbers], over: str, under: str, key: str, most: float
 ) -> Verdict:
-    """Judge one server's number over another's."""
+    """Judge one server's number divided by another's."""
     one, other = servers.get(over, {}).get(key), servers.get(under, {}).get(key)
     if one is None or not other:
         return Verdict(goal, "-", None)

@@ -37,13 +37,13 @@ from baton.kv.block_hash import BlockHash
 # give longer extents, but stray further from the free list's order.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # enough for long runs when many blocks are wanted
-# More than `FEW_EXTENTS` extents, shorter than `SHORT_EXTENT` blocks, slow a transfer more than
-# using new memory does.
+# Blanks in more than `FEW_EXTENTS` extents of under `SHORT_EXTENT` blocks on average are
+# left, as new memory costs less.
 FEW_EXTENTS, SHORT_EXTENT = 2, 8
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache now holds these contents, a chain that continues ``parent``."""
+    """The prefix cache now holds these contents; the first follows ``parent``."""
 
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
@@ -110,7 +110,7 @@ class BlockPool:
 
     @property
     def num_made(self) -> int:
-        """Return the number of blocks that were ever allocated: those with the lowest ids."""
+        """Return the number of blocks ever allocated; they have the lowest ids."""
         return len(self._blocks)
 
     # ------------------------------------------------------------------ references
@@ -178,7 +178,7 @@ class BlockPool:
     # ------------------------------------------------------------------ prefix cache
 
     def find(self, block_hash: BlockHash, cache_class: int = 0) -> int | None:
-        """Return a block, free or not, with this content and a class up to this one, or None."""
+        """Return a block, free or not, with this content and at most this class, or None."""
         found = self._cached.get(block_hash)
         if found is None:
             return None
@@ -198,9 +198,9 @@ class BlockPool:
         """Enter full, committed blocks into the prefix cache; they are never written again.
 
         Args:
-            parent: hash of the block before the first one; None: the first one begins a sequence.
+            parent: hash of the block before the first; None: the first begins a sequence.
             silent: record no events about these hashes, now or later.
-            cache_class: class of blocks whose content is new; see the module's text.
+            cache_class: class of blocks whose content is new; see top of file.
         """
         if silent or self._events is None:
             for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -318,7 +318,7 @@ class BlockPool:
         While there are never-used blocks, considers blank blocks only, and returns None if these
         are too few or too scattered.
         """
-        # Look into the second half only if the first one is too small.
+        # Look into the second half only if the first is too small.
         window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
         have_all = len(self._blocks) == self.num_blocks
         if not have_all:

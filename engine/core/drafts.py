@@ -1,7 +1,7 @@
-"""Drafts: proposed tokens that the next step computes behind a request's known tokens.
+"""Drafts: proposed tokens that the next step computes after a request's known tokens.
 
-The scheduler's part of speculation, and the only file of the core that decides which requests a
-drafter reads and how many drafts a step makes and computes. Does nothing without a policy.
+The core's part of speculation: decides which requests a drafter reads, and how many drafts a step
+makes and computes. Does nothing without a policy.
 
 A drafter with KV of its own reads all tokens of a request, or none. Blocks whose tokens it has not
 read have class `UNREAD` in the prefix cache, so that no request with drafts finds them. Refuses to
@@ -26,7 +26,7 @@ ALL = sys.maxsize
 # A request is READ if the drafter drafts for it, else UNREAD. Without a drafter with KV, all are
 # READ.
 READ, UNREAD = 0, 1
-# Limit of processor time per step for masks behind drafts, in seconds: all requests wait for these
+# Limit of processor time per step for masks after drafts, in seconds: all requests wait for these
 # masks.
 _MAX_MASKS_S = 0.01
 
@@ -43,7 +43,7 @@ class DraftPolicy(Protocol):
     drafter_reads: bool
 
     def num_to_draft(self, num_rows: int, can_draft: Callable[[], bool]) -> int:
-        """Return how many drafts the next step is to make behind each sampled token.
+        """Return how many drafts the next step is to make after each sampled token.
 
         Args:
             num_rows: most requests in the next step.
@@ -81,8 +81,8 @@ class Drafts:
         self._policy = policy
         self.has_policy = policy is not None
         self._drafter_reads = policy is not None and policy.drafter_reads
-        self._num_to_draft = 0  # drafts behind each sampled token of the step being scheduled
-        self._num_to_read = ALL  # requests to be read that may still start in that step
+        self._num_to_draft = 0  # drafts after each sampled token of the step being scheduled
+        self._num_to_read = ALL  # how many of the step's new requests are still to be read
         self._masks_left_s = _MAX_MASKS_S
 
     # ------------------------------------------------------------------ a step is chosen
@@ -101,8 +101,8 @@ class Drafts:
 
     def start(self, request: Request) -> None:
         """Decide whether the drafter reads a request that starts in this step."""
-        # Another node continues a request for one token and drafts for it, so this drafter must
-        # read the prompt.
+        # A request for one token is handed off: the decode node drafts for it, so the drafter must
+        # read the prompt here.
         is_passed_on = request.max_num_tokens - request.num_tokens == 1
         request.cache_class = READ if self._num_to_read > 0 or is_passed_on else UNREAD
         self._num_to_read -= not is_passed_on
@@ -118,7 +118,7 @@ class Drafts:
         request.cache_class = READ if is_read else UNREAD
 
     def add_to(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Add drafts to scheduled requests within the rest of the budget; return the new rest.
+        """Add drafts to scheduled requests within the budget; return the unused budget.
 
         Call this last: all requests that can run have got their tokens by then.
         """
@@ -133,10 +133,10 @@ class Drafts:
         return budget
 
     def look_ahead(self, scheduled: Sequence[ScheduledRequest]) -> int:
-        """Give requests blocks for the drafts behind this step's tokens, if enough blocks are free.
+        """Give requests blocks for the drafts after this step's tokens, if enough blocks are free.
 
-        Enough means that every request of the step can still get a block for its next token. The
-        last token that a request may sample needs no block, as no token follows.
+        Enough means that every request of the step can still get a block for its next token. No
+        block is needed after the last token of an output.
 
         Returns the number of drafts per request; 0 if no request of the step is drafted for.
         """
@@ -181,9 +181,9 @@ class Drafts:
     def cache_class(self, request: Request, num_tokens: int, scheduled: SchedulerOutput) -> int:
         """Return the cache class of the blocks that a step of ``num_tokens`` tokens made full.
 
-        A drafter reads a chunk of a prompt in its step, but a single token only in steps that make
-        drafts. Blocks with other single tokens are UNREAD, although the drafter may read these
-        later.
+        A drafter reads prompt chunks in every step, but single tokens only in steps that make
+        drafts. Blocks filled by single tokens in other steps are UNREAD, even if the drafter reads
+        them later.
         """
         if not self._drafter_reads:
             return READ
@@ -202,8 +202,7 @@ class Drafts:
         request, num_known, ended = item.request, item.request.num_tokens, None
         for token_id in token_ids:
             ended = request.append(token_id)
-            # A closing mark that replaced the token has no KV, and the tokens behind it do not
-            # count.
+            # A closing mark that replaced the token has no KV; drop the tokens after it.
             if ended is not None or request.token_ids[-1] != token_id:
                 break
         if ended is RequestStatus.FINISHED_ABORTED:

@@ -1,6 +1,6 @@
 """Grammar: the tokens that a request's output may continue with, derived from the output alone.
 
-A grammar may begin behind a thought, whose tokens are free up to its closing mark.
+A grammar may begin after a thought, whose tokens are free up to its closing mark.
 
 Refuses to know: requests, queues, tensors; `engine/sampling/grammar_compiler.py` makes the states.
 """
@@ -21,11 +21,11 @@ from baton.text.thoughts.state import NO_LIMIT, Phase, ThoughtState
 
 _STUCK = "structured_output: no token is left that the grammar, the bans and the limits allow"
 
-# A grammar may slow down as its output grows, at the cost of all requests, which share the engine's
-# processors. The limit is in processor time, as a busy machine is not the grammar's fault. A mask
-# takes some hundredths of a millisecond, up to some milliseconds.
+# Mean processor time of a grammar's masks, in seconds, above which its request fails: all requests
+# share the processors. Masks take 0.01 to a few milliseconds, but some grammars slow down
+# as the output grows. A busy machine does not count against a grammar.
 _MAX_MEAN_S = 0.005
-# Time allowed in addition, for work that happens once, such as the first masks.
+# Processor time allowed in addition, for work done once, such as the first masks.
 _MAX_EXTRA_S = 0.2
 
 
@@ -35,8 +35,8 @@ class GrammarState:
     One thread at a time may use a state: the engine's thread, or a thread that computes its mask.
 
     Args:
-        matcher: matcher for this state alone, at the grammar's beginning; None: there is only a
-            thought.
+        matcher: matcher for this state alone, at the grammar's beginning; None: there is only
+            a thought.
         params: the request's parameters: its bans and its thought.
         vocab_size: size of the logits; tokens that the tokenizer lacks are never allowed.
         end_token_ids: tokens that end an output. In a thought before a grammar, an end token is
@@ -67,7 +67,7 @@ class GrammarState:
         self._matcher = matcher
         self._permitted = _permitted_bits(params, vocab_size)
         self._end_token_ids = end_token_ids.difference(params.stop_token_ids)
-        # Masks of the next token, and behind each token looked ahead at. None: any is allowed.
+        # Masks of the next token, and after each token looked ahead at. None: any is allowed.
         self._masks: list[NDArray[np.uint8] | None] = []
         self._spent_s = 0.0
         self._num_masks = 0
@@ -91,7 +91,7 @@ class GrammarState:
         return self.num_free <= num_pending
 
     def corrected(self, token_id: int) -> int:
-        """Return a sampled token, or the closing mark instead of an end within a thought."""
+        """Return the token, or the thought's closing mark if the token would end a thought."""
         if token_id in self._end_token_ids and self._must_go_on:
             assert self.thought is not None
             return self.thought.closing_token_id
@@ -104,12 +104,12 @@ class GrammarState:
             self.has_mask = True
 
     def fail(self, problem: str) -> None:
-        """Record a failure from outside the library, and allow no further token."""
+        """Record a failure outside the grammar library; allow no further token."""
         self.problem = f"structured_output: {one_line(problem)}"
         self._masks, self.has_mask = [np.full_like(self._permitted, 0xFF)], True
 
     def look_ahead(self, token_ids: Sequence[int], limit_s: float) -> int:
-        """Compute the masks behind tokens that may come next; return how many of them have one.
+        """Compute the masks after tokens that may come next; return how many tokens have one.
 
         Stops at a token that the grammar does not allow, and when the masks have taken ``limit_s``
         of processor time.
@@ -135,13 +135,12 @@ class GrammarState:
         if num_consumed:
             assert self._matcher is not None
             self._matcher.rollback(num_consumed)
-        if num_ahead and self.problem == _STUCK:  # stuck behind a token that may never come
+        if num_ahead and self.problem == _STUCK:  # stuck after a draft that may be refused
             self.problem = ""
         return num_ahead
 
     def allowed_bits(self, num_ahead: int = 0) -> list[NDArray[np.uint8]]:
-        """Return bit masks of the tokens allowed next, and of those allowed behind each token given
-        to `look_ahead`.
+        """Return bit masks of the tokens allowed next, and after each token given to `look_ahead`.
 
         Each array has one bit per token, low bits first: `[ceil(vocab_size / 8)]`. If no token may
         come, all bits are set: `problem` says why, and `accept` takes no token.
@@ -158,7 +157,7 @@ class GrammarState:
         """Advance by a token of the output; return False if the grammar forbids the token."""
         if self.problem:
             return False
-        thought = self.thought  # most requests have none, and pay for none in each step
+        thought = self.thought  # None for most requests
         if thought is not None and not self._may_come(token_id):
             self.problem = f"structured_output: token {token_id} is no part of the thought's form"
         elif (thought is None or not thought.accept(token_id)) and self._matcher is not None:
@@ -187,7 +186,7 @@ class GrammarState:
         return self._matcher is not None and thought is not None and thought.phase is Phase.OPEN
 
     def _may_come(self, token_id: int) -> bool:
-        """Return whether the thought's form allows a token next."""
+        """Return whether the thought allows this token next."""
         thought = self.thought
         if thought is None or thought.num_free or thought.may_answer:
             return True
@@ -197,7 +196,7 @@ class GrammarState:
         return token_id in thought.choices
 
     def _is_of_answer(self, token_id: int) -> bool:
-        """Advance the thought by a token, unless the token belongs to the answer."""
+        """Advance the thought by a token; return whether the token belongs to the answer."""
         return self.thought is None or not self.thought.accept(token_id)
 
     def _next_bits(self) -> NDArray[np.uint8] | None:
@@ -254,7 +253,7 @@ class GrammarState:
 
 
 class MaskMaker(Protocol):
-    """Compute the masks of grammars between steps, and limit how long a step waits for them.
+    """Computes grammars' masks between steps, and limits how long a step waits for them.
 
     Only the engine's thread calls these methods.
     """
@@ -273,7 +272,7 @@ class MaskMaker(Protocol):
 
 
 class MasksAtOnce:
-    """Compute each mask in the caller, where no other request would have to wait."""
+    """Computes each mask in the caller, where no other request would have to wait."""
 
     def start(self) -> None:
         """Return at once: no thread is needed."""

@@ -4,8 +4,8 @@ A request's blocks lie in one flat list with a stride; block j of group g has th
 
     block_ids   [ j=0: g0 g1 g2 | j=1: g0 g1 g2 | ... ]        j * num_groups + g
 
-Each group keeps and finds blocks by its own attention pattern (`kv_retention.py`). Each group has
-its own hashes, so that no group finds another's content. Refuses to know: requests, tensors.
+Each group keeps and finds blocks by its own attention pattern (`kv_retention.py`), with its own
+hashes, so that no group finds another's content. Refuses to know: requests, tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KVCacheCoordinator:
             null block for good.
 
     Attributes:
-        null_block: stands in a block table where a block slid out; None: no group has a window.
+        null_block: stands for blocks that slid out, in block tables; None: no group has a window.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class KVCacheCoordinator:
         self.null_block: int | None = None
         self._pool = block_pool
         if any(window is not None for window in sliding_windows):
-            # Places of blocks that slid out point at one block that is never written.
+            # All blocks that slid out are replaced by one block that is never written.
             self.null_block = NULL_BLOCK
             taken = block_pool.allocate(1)
             assert taken == [NULL_BLOCK]
@@ -55,8 +55,8 @@ class KVCacheCoordinator:
     def longest_hit(self, hashes: Sequence[BlockHash], cache_class: int = 0) -> list[int]:
         """Return block ids, of all groups, for the longest prefix that every group can use.
 
-        Each group in turn shortens the prefix to what it can use, until no group shortens it
-        further. No group's own longest hit is shorter than the common one, so the result is the
+        Each group in turn shortens the prefix to the part that it can use, until no group shortens
+        it further. No group's own longest hit is shorter than the common hit, so the result is the
         longest.
 
         Args:
@@ -93,7 +93,7 @@ class KVCacheCoordinator:
         Only group 0's hashes go into the pool's events, as a router looks for whole prefixes.
 
         Args:
-            block_ids: ids of one request's blocks, of all groups in turn.
+            block_ids: one request's blocks, interleaved over groups.
             hashes: hashes of the request's logical blocks.
             first: first logical block to cache.
             end: logical block to stop before.

@@ -78,7 +78,7 @@ def group_layers(
 
 
 def smallest_block_size(kv_layers: Sequence[LayerKV], layer_bytes: LayerBytes) -> int:
-    """Return the smallest block size, a multiple of 16, that needs few enough groups for states.
+    """Return the smallest block size, a multiple of 16, with few enough groups for the states.
 
     Small blocks waste less on short sequences and let more prefixes be found. Without states, the
     size is 16.
@@ -151,7 +151,7 @@ def _attention_block_bytes(
     num_first = sum(kv.retained_tokens == retained for kv, _ in attention)
     total = sum(size * count for size, count in kinds)
     total_first = sum(size * count for size, count in kinds[:num_first])
-    best: tuple[int, int, int, int] | None = None  # bytes come last
+    best: tuple[int, int, int, int] | None = None  # bytes are last
     smallest = max(size for size, _ in kinds)
     for block_bytes in sorted({size * n for size, count in kinds for n in range(1, count + 1)}):
         if block_bytes < smallest:

@@ -159,7 +159,7 @@ class KVCacheManager:
         The last initial token may be part of the prefix.
 
         Returns:
-            The number of cached tokens, and the hashes of the full blocks behind them; no hashes
+            The number of cached tokens, and the hashes of the full blocks after them; no hashes
             without a prefix cache.
         """
         cached = self._longest_hit(request, request.num_initial_tokens)
@@ -222,7 +222,7 @@ class KVCacheManager:
         return True
 
     def blocks_to_receive(self, request: Request) -> GrantedBlocks:
-        """Return the blocks of a request's hand-off that are not cached, hence must arrive."""
+        """Return the blocks of a request's hand-off that a remote node must write."""
         places = self.handoff_indices(request.num_initial_tokens)
         first = bisect.bisect_left(places, request.num_cached_blocks * self.num_groups)
         block_ids = tuple(request.block_ids[place] for place in places[first:])
@@ -244,9 +244,9 @@ class KVCacheManager:
         return self.blocks_to_receive(request).block_ids
 
     def num_tokens_to_grant(self, request: Request) -> int:
-        """Return the number of tokens up to the end of the decode block.
+        """Return the number of tokens up to the end of the block after the prompt's last block.
 
-        The decode block is the one behind the prompt's last block.
+        That block takes the first output tokens.
         """
         num_blocks = -(-request.num_initial_tokens // self.block_size) + 1
         room = min(num_blocks * self.block_size, request.max_num_tokens)

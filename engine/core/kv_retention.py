@@ -13,7 +13,7 @@ from typing import Protocol
 
 from baton.kv.block_hash import BlockHash
 
-NULL_BLOCK = 0  # used where blocks can slide out; never written nor allocated
+NULL_BLOCK = 0  # stands for blocks that slid out; never written nor allocated
 Find = Callable[[BlockHash], int | None]
 
 
@@ -23,7 +23,7 @@ class KVRetention(Protocol):
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
         """Return the block ids of the longest prefix whose needed blocks are all cached.
 
-        The null block stands in for each block that slid out.
+        The null block replaces each block that slid out.
         """
 
     def num_expired_blocks(self, num_computed_tokens: int) -> int:
@@ -52,7 +52,7 @@ class SlidingWindow:
     Args:
         window: size of the window, in tokens.
         block_size: tokens per block.
-        null_block: stands in for blocks that slid out; never written nor allocated.
+        null_block: replaces blocks that slid out; never written nor allocated.
     """
 
     def __init__(self, window: int, block_size: int, null_block: int) -> None:
@@ -63,7 +63,7 @@ class SlidingWindow:
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
         """Search from the right: a prefix counts if the blocks in its window are cached."""
         end = len(hashes)
-        if self.num_expired_blocks(end * self._block_size) >= end:  # a token attends to itself only
+        if self.num_expired_blocks(end * self._block_size) >= end:  # a window of 1
             return [self._null_block] * end
         run: list[int] = []  # cached blocks up to `end`, the last one first
         for index in range(len(hashes) - 1, -1, -1):

@@ -1,6 +1,6 @@
 """EngineMetrics: counts and sizes of an engine as plain numbers, and the counters behind them.
 
-Names are those of Prometheus: ``_total`` only grows, other values are current, times are in
+Names follow Prometheus: ``_total`` only grows, other values are current, times are in
 seconds. Refuses to know: how metrics are exported.
 """
 
@@ -24,7 +24,7 @@ class EngineMetrics:
     Attributes:
         steps_total: steps that computed something.
         prompt_tokens_computed_total: computed prompt tokens, repeatedly if preempted.
-        output_tokens_total: tokens sampled here; tokens of remote nodes are counted there.
+        output_tokens_total: tokens sampled by this engine.
         cached_prompt_tokens_total: prompt tokens found in the prefix cache when requests began.
         prefix_lookups_total: requests that looked for their prompt in the prefix cache.
         prefix_lookup_tokens_total: tokens of these prompts; the denominator of a hit rate.
@@ -48,8 +48,8 @@ class EngineMetrics:
         draft_steps_total: times that a step computed drafts for a request.
         drafts_total: drafts that were computed.
         accepted_drafts_total: computed drafts that became part of an output.
-        accepted_drafts_by_place: accepted drafts that were a request's first in a step, its
-            second, and so on.
+        accepted_drafts_by_place: accepted drafts by their place among a request's drafts of one
+            step: first, second, and so on.
         forward_seconds_total: seconds in the model and the sampler.
         step_seconds_total: seconds in whole steps.
         uptime_seconds: seconds since the engine was made.
@@ -105,7 +105,7 @@ class EngineCounters:
 
     Attributes:
         experts_read: sum over steps of the share of all experts that a step read.
-        attended_layers: pairs of a window (None: all tokens) and the number of layers with it.
+        attended_layers: (window, number of layers) pairs; window None: full attention.
         attended: pairs of tokens in which one attends to the other, over all layers.
         kv_read: tokens whose KV steps read, over all layers; a chunk reads earlier KV once.
     """

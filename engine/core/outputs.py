@@ -14,7 +14,7 @@ from engine.core.request import Request
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: compute its next ``num_scheduled_tokens`` tokens.
 
-    A struct, as many are made: making a frozen dataclass takes ten times as long.
+    A msgspec struct, as making a frozen dataclass takes ten times as long.
 
     Attributes:
         draft_token_ids: the last of the scheduled tokens, if they are drafts.
@@ -26,7 +26,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def samples(self) -> bool:
-        """Return whether this step computes the last known token, and so samples the next one."""
+        """Return whether this step computes the last known token, and so samples the next."""
         request = self.request
         return request.num_computed_tokens + self.num_scheduled_tokens >= request.num_tokens
 
@@ -36,8 +36,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
     Attributes:
         has_drafts: whether any request may have drafts; False saves most steps a search for them.
-        num_drafts: number of drafts to make behind each sampled token.
-        decodes: whether a request decodes in this step.
+        num_drafts: number of drafts to make after each sampled token.
+        decodes: whether any request decodes in this step.
         num_prompt_tokens: prompt tokens in this step.
     """
 
@@ -53,7 +53,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
         """Return whether the step may be launched before the step in flight has ended.
 
         False for a step that computes nothing, or whose penalties, grammars or prompt
-        logprobs need that step's tokens on the host.
+        logprobs need tokens of the step in flight on the host.
         """
         for item in self.scheduled:
             request = item.request
@@ -95,8 +95,8 @@ class ModelRunnerOutput:
         logprobs: logprobs of the sampled tokens (maybe of other requests too), by request id.
         prompt_logprobs: logprobs of the prompt tokens that this step predicts, of requests that
             ask for them.
-        draft_token_ids: drafts of the tokens behind the sampled ones, by request id; the next
-            step may compute these.
+        draft_token_ids: drafts of the tokens after the sampled ones, by request id, for the next
+            step to compute.
         without_numbers: ids of requests with NaN or infinite logits; their tokens mean nothing.
         started_at, ended_at: when the step was computed, by the monotonic clock.
         drafting_s: seconds spent on making drafts, as part of the step.

@@ -53,8 +53,8 @@ class RequestStatus(Enum):
 class Request:
     """One prompt, its output, and its progress.
 
-    The first ten fields are the whole request in the plain case: one engine, a free output, steps
-    one after the other. Each other group of fields serves one feature.
+    The first ten fields suffice in the plain case: one engine, unconstrained output, no step
+    scheduled ahead. Each other group of fields serves one feature.
 
     Attributes:
         token_ids: prompt, then output.
@@ -70,7 +70,7 @@ class Request:
         num_planned_blocks: blocks that the worker knows. Set by `StepPlanner`.
         num_tokens_in_flight: tokens computed by steps in flight (two at most).
         num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
-            drafts may sample more, but nothing is scheduled behind such a step before it ends.
+            drafts may sample more, but nothing is scheduled after such a step before it ends.
 
         adapter: digest of the adapter that computes the request; empty: the base model.
         extra_keys: values that the KV depends on besides the tokens, such as the adapter.
@@ -84,8 +84,8 @@ class Request:
         epoch: number of the router's attempt; repeated in each output.
 
         changes_logits: see `SamplingParams.changes_logits`.
-        grammar: the grammar state of the output and of the thought before; None: free, or not
-            compiled yet.
+        grammar: state of the output's grammar and of the thought before it; None: unconstrained, or
+            not compiled yet.
         siblings: requests with the same prompt, which share its blocks once computed.
         prompt_logprobs: logprobs of the prompt tokens from the second on, as far as computed.
 
@@ -125,7 +125,7 @@ class Request:
     # Hand-offs and retries.
     num_initial_tokens: int
     epoch: int = 0
-    # What the sampling parameters ask for.
+    # Features that sampling parameters ask for.
     changes_logits: bool = False
     grammar: GrammarState | None = None
     siblings: list[Request] = field(default_factory=list)
@@ -161,13 +161,13 @@ class Request:
         Args:
             max_tokens: most new tokens, if fewer than ``sampling_params`` allows; a prefill node
                 gives 1.
-            output_token_ids: output tokens of earlier attempts; the output continues behind them.
+            output_token_ids: output tokens of earlier attempts, which the output continues.
             extra_keys: values that the KV depends on besides tokens and adapter.
             adapter: digest of a loaded adapter; empty: the base model.
-            grammar: the compiled grammar of its structured output, if compiled already.
+            grammar: the grammar's state, if compiled already.
         """
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
-        # Where a grammar lets the output end, an end token ends the output.
+        # With a grammar, an end token ends the output even under `ignore_eos`.
         if not sampling_params.ignore_eos or sampling_params.structured_output is not None:
             stop_token_ids |= eos_token_ids
         num_prompt_tokens = len(prompt_token_ids)
@@ -206,7 +206,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Return whether prompt logprobs are still to be given, with the first output."""
+        """Return whether the first output must still bring prompt logprobs."""
         asks = self.sampling_params.prompt_logprobs is not None
         return asks and self.num_output_tokens == 0
 
@@ -217,7 +217,7 @@ class Request:
         self.num_tokens_pending += end >= self.num_tokens + self.num_tokens_pending
 
     def keep_prompt_logprobs(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Store the logprobs of a chunk; those from before a preemption are replaced."""
+        """Store a chunk's logprobs, replacing logprobs from before a preemption."""
         self.prompt_logprobs[first_position - 1 :] = logprobs
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
@@ -235,7 +235,7 @@ class Request:
     def append(self, token_id: int) -> RequestStatus | None:
         """Add a sampled token; return the final status if the token ends the output, else None.
 
-        In a thought whose answer must still come, an end token is replaced by the closing mark.
+        If a thought must still be followed by an answer, its closing mark replaces an end token.
         Return FINISHED_ABORTED, without adding the token, if the grammar refuses the token.
         """
         grammar = self.grammar

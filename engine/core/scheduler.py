@@ -30,8 +30,8 @@ from engine.core.request import Request, RequestStatus
 from engine.core.step_plan import StepHooks, StepPlan, StepPlanner
 from engine.core.waiting_room import WaitingRoom
 
-# Blocks kept free when a waiting request is admitted, as a share of all blocks: running requests
-# need these next, and a preempted request must compute everything again.
+# Share of all blocks to keep free when a waiting request is admitted: running requests need them
+# next, and a preempted request must compute everything again.
 WATERMARK = 0.01
 
 _NO_NUMBERS = "the model's logits are not numbers: its weights, or this node's memory, are damaged"
@@ -54,8 +54,8 @@ class Scheduler:
     Attributes:
         num_preemptions: preemptions since the start.
         counters: counts of all work since the start.
-        failures: ids of requests that cannot go on, and why. The reader aborts those that are
-            still open, and empties the list.
+        failures: ids of requests that cannot go on, and why. The reader aborts those still open,
+            and empties the list.
         handed_back: requests that were preempted and therefore ended; the reader empties the list.
         drafts: drafts for later steps.
         masks: computes the masks of grammars between steps.
@@ -106,7 +106,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests come
 
     def add_request(self, request: Request) -> None:
-        """Queue a request whose KV this engine computes; its siblings follow it."""
+        """Queue a request whose KV this engine computes; siblings wait for its prompt."""
         self._register(request)
         self._room.queue(request)
         for sibling in request.siblings:
@@ -120,7 +120,7 @@ class Scheduler:
         self._room.park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def grant(self, request_id: str) -> GrantedBlocks | None:
-        """Give a parked request its cached blocks, new blocks for the rest, and one decode block.
+        """Give a parked request its cached blocks, all other blocks, and one decode block.
 
         Returns None if too few blocks are free besides those that waiting requests need. Requests
         that wait for their turn in a step, and not for blocks, delay no grant.
@@ -140,7 +140,7 @@ class Scheduler:
         return manager.blocks_to_receive(request)
 
     def can_begin(self, request: Request) -> bool:
-        """Return whether a new request would run in the next step without delaying another one."""
+        """Return whether a new request would run in the next step without delaying another."""
         manager, has_slot = self.kv_cache_manager, len(self._running) < self._max_num_requests
         num_blocks = manager.num_blocks_for(manager.num_tokens_to_grant(request))
         has_blocks = num_blocks + self._watermark_blocks <= manager.block_pool.num_free
@@ -150,7 +150,7 @@ class Scheduler:
         """Let a parked request run: its prompt's KV is complete, and ``token_id`` is token 1.
 
         Args:
-            drafts: drafts of the tokens behind token 1; the request's first step computes them.
+            drafts: drafts of the tokens after token 1; the request's first step computes them.
         """
         request = self.requests[request_id]
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -170,7 +170,7 @@ class Scheduler:
         """Set a request's compiled grammar, or its error; ignored if the request has ended.
 
         Args:
-            grammar: a state that has accepted the output so far, or the first part of it.
+            grammar: a state that has accepted the output so far, or only its first tokens.
         """
         if self.requests.get(request.request_id) is not request:
             return
@@ -237,10 +237,9 @@ class Scheduler:
         """Choose what the next step computes, and allocate blocks for it.
 
         May be called while a step runs (between `begin_step` and `update`). Each request that
-        samples in the running step is then counted with one more token. Requests that compute
-        drafts in that step, or will get drafts from it, are left for a later step. No request is
-        preempted then, as the running step writes into the blocks: where memory is short, nothing
-        is scheduled.
+        samples in the running step then counts one token more. Requests that compute drafts in the
+        running step, or get drafts from it, are left for a later step. No request is preempted, as
+        the running step writes into its blocks: if memory is short, nothing is scheduled.
 
         Args:
             num_beside_decodes: most prompt tokens if a request decodes; a second limit beside the
@@ -258,14 +257,14 @@ class Scheduler:
         if is_mixed:
             num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
         elif self._room.num_remote:
-            # KV that arrives during a long step would wait for that step's end.
+            # Keep the step short, as KV that arrives meanwhile waits for its end.
             num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
         budget = self._admit_arrived(scheduled, budget)
-        # Memory is short after a preemption: the preempted request must not come straight back.
+        # A preempted request must not be admitted again in the step that preempted it.
         if self.num_preemptions == num_preemptions:
             budget = self._admit_waiting(scheduled, budget)
         has_drafts = bool(self.drafts.kept)
@@ -277,7 +276,7 @@ class Scheduler:
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:
             self.awaits_masks = True
-            self.masks.wait_for_any()  # no other request can run: wait here, and run it next
+            self.masks.wait_for_any()  # no request can run before its mask is ready
         num_prompt_tokens = num_allowed - self._num_prefill_tokens_left
         return SchedulerOutput(
             tuple(scheduled), num_tokens, has_drafts, num_drafts, is_mixed, num_prompt_tokens
@@ -286,9 +285,9 @@ class Scheduler:
     def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Return a step that was scheduled ahead, without requests whose masks are not ready.
 
-        The previous step has ended meanwhile, so its sampled tokens need new masks. Only requests
-        that have sampled a token are left out. Chunks of prompts stay, as hooks that push their
-        blocks after each layer may already exist.
+        The previous step has ended since, so its sampled tokens need new masks. Only requests that
+        have sampled a token are left out: for prompt chunks, hooks that push blocks after each
+        layer may already exist.
         """
         self.masks.wait()
         return scheduled.without(self._lacks_mask)
@@ -334,7 +333,7 @@ class Scheduler:
             if request.status.is_finished:  # ended since the step was scheduled
                 self._free_when_idle(request)
                 continue
-            if has_drafts:  # accepted ones are counted once they are known (`Drafts.append`)
+            if has_drafts:  # `Drafts.append` counts accepted drafts
                 num_tokens -= len(item.draft_token_ids)
             start = request.num_computed_tokens
             request.num_computed_tokens = end = start + num_tokens
@@ -351,7 +350,7 @@ class Scheduler:
                 manager.free_slid_out(request)
             request_id = request.request_id
             sampled = token_ids.get(request_id)
-            if sampled is None:  # a chunk of a prompt
+            if sampled is None:  # a prompt chunk, which samples no token
                 continue
             index = len(request.token_ids) - request.num_prompt_tokens
             of_prompt = () if index else request.take_prompt_logprobs()
@@ -413,14 +412,14 @@ class Scheduler:
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int | None:
         """Schedule running requests, in order of rank.
 
-        Returns the rest of the budget, or None if a request must be preempted first.
+        Returns the unused budget, or None if a request must be preempted first.
         """
         block_size, num_groups = self.kv_cache_manager.block_size, self.kv_cache_manager.num_groups
-        for request in self._running:  # preemption shortens the list behind this request
+        for request in self._running:  # preemption shortens the list after this request
             if budget <= 0:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # must wait for the step in flight, or for prompt room
+            if num_tokens <= 0:  # waits for the step in flight, or for the prompt budget
                 continue
             if request.grammar is not None and not self._may_run(request, num_tokens):
                 continue
@@ -440,14 +439,13 @@ class Scheduler:
             if request is None:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # the request needs a chunk, and the step has no room for it
+            if num_tokens <= 0:  # no room in the step for the request's chunk
                 break
             target = request.num_computed_tokens + num_tokens
             if self.kv_cache_manager.allocate(request, target) is None:
                 if self._running:
                     break
-                # Requests that arrived hold all blocks among themselves, and none of them can
-                # start.
+                # Requests that arrived hold all blocks, and none of them can start.
                 self._preempt(self._room.pop_last_arrived())
                 continue
             budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)
@@ -507,7 +505,7 @@ class Scheduler:
         """Return whether a request may compute these tokens now; False if it needs a mask first."""
         grammar = request.grammar
         if grammar is None or grammar.has_mask or request.num_tokens_pending:
-            return True  # `with_masks` checks again if a step in flight samples its token
+            return True  # with a step in flight, `with_masks` checks once more
         return request.num_computed_tokens + num_tokens < request.num_tokens
 
     def _lacks_mask(self, item: ScheduledRequest) -> bool:
@@ -531,7 +529,7 @@ class Scheduler:
         self._fail(request, InvalidRequestError(field, problem))
 
     def _fail(self, request: Request, error: BatonError) -> None:
-        """Note a failure; end the request unless it is parked, when a peer may write its blocks."""
+        """Record a failure; end the request unless a peer may still write its blocks."""
         self.failures.append((request.request_id, error))
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)
@@ -542,7 +540,7 @@ class Scheduler:
             missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
-            if request.request_id in self.drafts.kept:  # out of date; new ones follow
+            if request.request_id in self.drafts.kept:  # its drafts are out of date
                 return 0
         if missing == 1:
             return 1
@@ -553,7 +551,7 @@ class Scheduler:
         return size
 
     def _allocate_or_preempt(self, request: Request, target: int) -> bool:
-        """Get a running request blocks for ``target`` tokens, preempting the last one if necessary.
+        """Get a running request blocks for ``target`` tokens, maybe preempting the last request.
 
         Returns False if that failed: the request itself was preempted, or a step is in flight.
         """
@@ -579,7 +577,7 @@ class Scheduler:
         self._room.put_back(request)
 
     def _note_prompt_computed(self, request: Request, start: int, num_tokens: int) -> None:
-        """Count a chunk that began at ``start``; after the last chunk, queue the siblings."""
+        """Count a prompt chunk that began at ``start``; after the last one, queue the siblings."""
         prompt_left = request.num_prompt_tokens - start
         num_prompt_tokens = min(prompt_left, num_tokens)
         request.num_prompt_tokens_computed += num_prompt_tokens
@@ -605,13 +603,13 @@ class Scheduler:
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
-        if not request.num_tokens_in_flight:  # otherwise `update` frees, once no step writes there
+        if not request.num_tokens_in_flight:  # else `update` frees, once no step writes there
             self.kv_cache_manager.free(request)
 
 
 def _is_decoding(request: Request) -> bool:
     """Return whether a request computes one token in its next step."""
     num_known = request.num_tokens + request.num_tokens_pending
-    if num_known >= request.max_num_tokens:  # the step in flight samples its last token
+    if num_known >= request.max_num_tokens:  # the step in flight samples the last token
         return False
     return num_known - request.num_computed_tokens - request.num_tokens_in_flight <= 1

@@ -65,15 +65,15 @@ class StepPlan:
         shares: four numbers per request: its row, the position of its first computed token, the
             number of computed tokens, and the number of known tokens, including those that the
             step in flight samples. A request whose last known token is computed samples the next
-            token. Computed tokens behind the last known one are drafts, and one more token is
-            sampled behind each draft. Requests of one adapter are side by side.
+            token. Computed tokens after the last known one are drafts, and one more token is
+            sampled after each draft. Requests of one adapter are side by side.
         token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` where the step in flight
             samples a token.
         constrained: ids of requests that sample by a grammar, or whose thought must end
             (`StepHooks.allowed_bits`).
-        num_drafts: number of drafts to make behind each request's last sampled token.
-        behind: for the drafter: each request's token behind the computed ones; `UNKNOWN_TOKEN`
-            where this step samples the token. Empty without a drafter.
+        num_drafts: number of drafts to make after each request's last sampled token.
+        behind: each request's token after the computed ones, for the drafter; `UNKNOWN_TOKEN` if
+            this step samples the token. Empty without a drafter.
     """
 
     new_rows: tuple[NewRow, ...]
@@ -94,10 +94,10 @@ class StepHooks:
     """Functions that are called while a step is computed, on the computing thread.
 
     Attributes:
-        after_layer: called with each layer's number once computed (on a GPU: launched).
+        after_layer: called with each layer's number once the layer is computed (GPU: launched).
         allowed_bits: returns the tokens that grammars allow, by request id and in sampling order
-            (`GrammarState.allowed_bits`). Called once the logits are launched, as the host has
-            time then.
+            (`GrammarState.allowed_bits`). Called after launching the logits, while the host is
+            idle.
     """
 
     after_layer: Callable[[int], None] | None = None
@@ -105,7 +105,7 @@ class StepHooks:
 
 
 class StepPlanner:
-    """Assigns rows to requests, and makes plans of the changes since a row's last step.
+    """Assigns rows to requests, and makes plans of what changed since a row's last step.
 
     Args:
         max_num_requests: number of rows.

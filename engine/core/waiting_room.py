@@ -37,7 +37,7 @@ class WaitingQueue:
 
     def add_new(self, request: Request) -> None:
         """Queue a request that has not run yet, by its time of arrival."""
-        # Most requests are the newest; one that waited for its grammar goes before later arrivals.
+        # Usually the newest request; after waiting for a grammar, it precedes later ones.
         index = len(self._requests)
         while index and self._requests[index - 1].rank > request.rank:
             index -= 1
@@ -66,8 +66,8 @@ class WaitingQueue:
 class WaitingRoom:
     """Requests that do not run, in the order of their turns.
 
-    A request that ends here stays in its queue until it reaches front or back, but is no longer
-    counted.
+    A request that ends here stays in its queue until it reaches front or back, but is not
+    counted any more.
 
     Attributes:
         num_arrived: requests in line that hold blocks.
@@ -132,7 +132,7 @@ class WaitingRoom:
             self.num_without_blocks -= 1
 
     def _count_remote(self, request: Request, status: RequestStatus | None) -> None:
-        """Count a request that goes from its status to another one; None: it ends."""
+        """Count a request whose status changes to ``status``; None: the request ends."""
         self.num_remote -= request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         self.num_remote += status is RequestStatus.WAITING_FOR_REMOTE_KVS
 

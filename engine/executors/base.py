@@ -12,7 +12,7 @@ from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import StepHooks, StepPlan
 from models.config import ModelConfig
 
-if TYPE_CHECKING:  # nodes give its memory to a connector; the engine reads numbers only
+if TYPE_CHECKING:  # the engine itself needs no torch
     from engine.worker.kv_cache import KVMemory
 
 
@@ -30,7 +30,7 @@ class Executor(Protocol):
         config: the options, resolved for the workers' devices.
         model_config: configuration of the loaded model.
         dtype: name of the weights' dtype.
-        linear_weights: description of the linear layers' weights; equal only if results are equal.
+        linear_weights: description of the linear layers' weights; equal ones give equal results.
         max_model_len: most tokens of one request.
         kv_memory: KV memory of the worker in this process.
         runs_ahead: whether a step may be submitted before the previous one has ended; `submit`
@@ -49,7 +49,7 @@ class Executor(Protocol):
         """Start the workers and load the model; raises ModelLoadError or ConfigError."""
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
-        """Submit a step, behind all submitted ones."""
+        """Submit a step, to run after all submitted ones."""
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
@@ -72,7 +72,7 @@ class Executor(Protocol):
         """
 
     def rest(self) -> None:
-        """Note that there is nothing to submit now, so that shared cores can be lent."""
+        """Note that nothing can be submitted now, so other nodes may use this node's cores."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
         """Do a little work that can wait; return whether more is left.

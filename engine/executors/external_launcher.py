@@ -20,7 +20,7 @@ from engine.executors.ranks import START_TIMEOUT_S, OtherRanks, RanksExecutor
 from models.parallel.torch_group import connect, launchers_store, own_address
 
 _INVITATION = "baton/invitation"
-# Names of rank and size: torchrun, SLURM, Open MPI; the first pair that is set counts.
+# Rank and size by torchrun, SLURM, Open MPI; the first pair that is set is used.
 _NAMES = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
@@ -84,11 +84,11 @@ class ExternalLauncherExecutor(RanksExecutor):
         if place.rank != config.leader:
             attend(Invitation.decode(store.get(_INVITATION)), place.rank, model_folder)
             raise SystemExit
-        # The other ranks know the host of rank 0 already.
+        # Ranks know only the host of rank 0.
         host = place.host if place.rank == 0 else own_address(place.host, place.port)
         meeting = Meeting(host, [rank for rank in range(place.size) if rank != place.rank])
         store.set(_INVITATION, meeting.invitation.encode())
-        self._stores = meeting, store  # other ranks use both while this rank lives
+        self._stores = meeting, store  # kept, as other ranks use both while this rank lives
         ranks = meeting.wait(START_TIMEOUT_S, lambda: None)
         others = OtherRanks(ranks, lambda: None)
         start_all(ranks, meeting, model_folder, config)

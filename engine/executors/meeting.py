@@ -3,7 +3,7 @@
     rank 0 ── messages, life line, an extra link ──> the engine's process ──> plans
     rank 1 ── messages, life line, an extra link ──>
 
-A rank first sends a key, which its starter was given; nothing is unpickled before.
+A rank first sends a key that its starter gave it; nothing is unpickled before.
 Refuses to know: how ranks are started.
 """
 
@@ -38,17 +38,17 @@ _KEY_BYTES = 32
 _HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, kind of link
 _MESSAGES, _LIFE_LINE, _BESIDE = _LINKS = range(3)
 _HELLO_TIMEOUT_S = 10.0
-_MAX_UNKNOWN = 128  # connections that have sent no key yet; each has a thread
+_MAX_UNKNOWN = 128  # most connections without a key yet, as each has a thread
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 _BEAT_S = 0.2
-# A busy machine is silent for a while, too. A stopped rank is reported earlier (`rank_watch`).
+# Longer than a busy machine is silent. `rank_watch` reports a stopped rank earlier.
 _SILENCE_S = 5.0
-# A machine that is gone closes no connection; its kernel only stops answering.
+# A lost machine closes no connection; its kernel only stops answering.
 _USER_TIMEOUT_MS = 10_000
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """A rank's way to the meeting.
+    """Where and how a rank joins the meeting.
 
     Attributes:
         host: host of the engine's process.
@@ -142,7 +142,7 @@ class Meeting:
                 with contextlib.suppress(queue.Empty):
                     rank, kind, link = self._arrived.get(timeout=_BEAT_S)
                     if links.setdefault((rank, kind), link) is not link:
-                        link.close()  # a rank's second link of this kind
+                        link.close()  # a rank's second link of this kind is refused
         except BaseException:
             for link in links.values():
                 link.close()
@@ -155,12 +155,12 @@ class Meeting:
         ]
 
     def _accept(self) -> None:
-        """Accept connections; if too many have sent no key, close the oldest of these."""
+        """Accept connections; if too many have sent no key, close the oldest such connection."""
         while True:
             try:
                 link, _ = self._listener.accept()
             except OSError as error:
-                if error.errno not in _TRANSIENT:  # closed: no rank is waited for any more
+                if error.errno not in _TRANSIENT:  # closed: all ranks have connected
                     return
                 time.sleep(_BEAT_S)
                 continue

@@ -1,6 +1,6 @@
 """MultiprocExecutor: starts the other ranks as processes of this machine.
 
-Each inherits two socket pairs, which nobody else can write to, and a pipe as life line.
+Each process inherits two private socket pairs, and a pipe as life line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RankProcess:
     """One rank's process, as seen by this process.
 
     Args:
-        start: the rank's first message; the rank inherits the memory that is named there.
+        start: the rank's first message; the rank inherits the shared memory that it names.
     """
 
     def __init__(self, start: Start) -> None:

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _ABORT_GRACE_S = 0.5
 _LOOK_EVERY_S = 0.2
-_MOST_LOOKS = 3  # looks in a row, as a stopped process group may be continued together
+_MOST_LOOKS = 3  # times in a row that the engine must look stopped: both may just be continued
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -54,7 +54,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Compute a step behind all earlier ones."""
+    """Compute a step after all earlier ones."""
 
     plan: StepPlan
     eager: bool
@@ -148,7 +148,7 @@ def serve(
 def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> None:
     if isinstance(message, Step):
         prepared = worker.runner.prepare(message.plan, eager=message.eager)
-        # A step that the leader cannot replay is not replayed here either.
+        # Replay no step that the leader cannot replay.
         worker.launch(prepared, StepHooks(after_layer=_ignore if message.eager else None))
         return
     assert isinstance(message, Call)
@@ -168,8 +168,8 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
     """Run a function on a thread; an exception ends this process, and so all ranks.
 
     Args:
-        cores: all cores where the thread may run, not only this rank's: the leader's thread of this
-            kind may occupy those while another core is idle. Empty: this rank's cores only.
+        cores: where the thread may run: on all ranks' cores, as the leader's thread may occupy this
+            rank's core while another core is idle. Empty: on this rank's cores only.
     """
     module, _, name = message.entry.partition(":")
     function = getattr(importlib.import_module(module), name)

@@ -3,7 +3,7 @@
     python -I -S rank_watch.py 1234 7 9     (1234: the rank's process, 7: its life line,
                                              9: a pipe that closes when the rank ends)
 
-A stopped process cannot report that, and the engine's process may be on another machine. This
+A stopped process cannot report it, and the engine's process may be on another machine. This
 file runs by itself, beside every rank, so it imports nothing large.
 """
 
@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-STOPPED = ("T", "t")  # in /proc/PID/stat: by a signal, or by a debugger
+STOPPED = ("T", "t")  # in /proc/PID/stat: stopped by signal, by debugger
 WAS_STOPPED = b"T"  # message on the life line
 _LOOK_EVERY_S = 0.2
 _MOST_LOOKS = 2
@@ -34,7 +34,7 @@ def process_state(pid: int) -> str:
 
 def start_watch(life_line: int) -> None:
     """Start a process that watches this one, and ends with this one."""
-    read_end, _ = os.pipe()  # the other end stays open while this process lives
+    read_end, _ = os.pipe()  # the other end is open as long as this process
     command = [sys.executable, "-I", "-S", __file__]
     subprocess.Popen(
         [*command, str(os.getpid()), str(life_line), str(read_end)],
@@ -51,7 +51,7 @@ def watch(pid: int, life_line: int, its_end: int) -> None:
         if select.select([its_end], [], [], _LOOK_EVERY_S)[0]:
             return
         num_looks = num_looks + 1 if process_state(pid) in STOPPED else 0
-    with contextlib.suppress(OSError):  # the reader is gone
+    with contextlib.suppress(OSError):  # the reader may be gone
         os.write(life_line, struct.pack("!i", len(WAS_STOPPED)) + WAS_STOPPED)
     os.kill(pid, signal.SIGKILL)
 

@@ -96,18 +96,18 @@ class OtherRanks:
             rank.messages.send_bytes(content)
 
     def answers(self, deadline: float) -> list[Any]:
-        """Return the next answer of each rank; raise what a rank raised, or TimeoutError."""
+        """Return the next answer of each rank; raise a rank's error, or TimeoutError."""
         return [_answer(rank, deadline) for rank in self.ranks]
 
     @contextlib.contextmanager
     def failing_as_one(self) -> Iterator[None]:
-        """End the other ranks if this one fails, as they would wait for it in vain."""
+        """End the other ranks if the block raises, as they would wait in vain."""
         try:
             yield
         except (CollectiveError, OSError) as error:
             deadline = time.monotonic() + 3 * _LOOK_EVERY_S
             while self.failure is None and time.monotonic() < deadline:
-                time.sleep(_LOOK_EVERY_S / 10)  # `_watch` is about to find the reason
+                time.sleep(_LOOK_EVERY_S / 10)  # let `_watch` find the reason first
             self.fail(f"ranks cannot be reached: {error}")
             raise cast("EngineDeadError", self.failure) from error
         except BaseException as error:
@@ -115,7 +115,7 @@ class OtherRanks:
             raise
 
     def fail(self, why: str) -> None:
-        """End all ranks for good; the first reason is kept."""
+        """End all ranks for good; keep the first reason."""
         self.failure = self.failure or EngineDeadError(why)
         self.end_all()
 
@@ -132,7 +132,7 @@ class OtherRanks:
 
 
 class _Pending:
-    """A step of all ranks; this process's rank gives the result."""
+    """A step on all ranks; this process's rank returns the result."""
 
     def __init__(self, step: PendingStep, ranks: OtherRanks) -> None:
         self._step, self._ranks = step, ranks
@@ -161,7 +161,7 @@ class RanksExecutor:
 
     Args:
         others: the other ranks, which are starting and know their options.
-        meet: connects all ranks; returns the group as this rank sees it.
+        meet: connects all ranks; returns this rank's view of the group.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RanksExecutor:
             self._local = local = UniprocExecutor(model_folder, config, ranks)
             others.answers(deadline)
         except (CollectiveError, RuntimeError) as error:
-            with contextlib.suppress(TimeoutError):  # a rank may have said why
+            with contextlib.suppress(TimeoutError):  # wait for a rank's own error
                 others.answers(min(deadline, time.monotonic() + 1.0))
             others.end_all()
             raise others.failure or error from error
@@ -212,7 +212,7 @@ class RanksExecutor:
         try:
             own = self._local.collective_rpc(method, args, timeout_s)
             values = self._others.answers(deadline)
-        except TimeoutError as error:  # a late answer would be taken for the next call's
+        except TimeoutError as error:  # a late answer would be mistaken for the next call's
             self._others.fail(str(error))
             raise
         return values[: self._leader] + own + values[self._leader :]

@@ -39,13 +39,13 @@ class RayExecutor(RanksExecutor):
         ray = connect_ray(config.ray_address, log_to_driver=True)
         ranks = [rank for rank in range(config.num_ranks) if rank != config.leader]
         meeting = Meeting(ray.util.get_node_ip_address(), ranks)
-        self._meeting = meeting  # keeps the store alive that other ranks use
+        self._meeting = meeting  # keeps the store alive, which other ranks use
         need = {"CPU": 1.0, "GPU": 1.0} if config.device.startswith("cuda") else {"CPU": 1.0}
         group = ray.util.placement_group([need] * len(ranks), strategy="PACK")
         actors: list[Any] = []
 
         def end_all() -> None:
-            with contextlib.suppress(Exception):  # Ray itself may be gone, which is fine
+            with contextlib.suppress(Exception):  # Ray itself may be gone
                 for actor in actors:
                     ray.kill(actor)
                 ray.util.remove_placement_group(group)

@@ -50,7 +50,7 @@ class UniprocExecutor:
         self.runs_ahead = worker.runs_ahead
         self.thread = ThreadPoolExecutor(1, "model-runner") if worker.runs_ahead else None
         if self.thread is not None:
-            self.thread.submit(int).result()  # start the thread now, as threads may run out later
+            self.thread.submit(int).result()  # start now, as threads may run out later
         self._failure: str | None = None
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
@@ -72,7 +72,7 @@ class UniprocExecutor:
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
     ) -> list[Any]:
         started, call = time.monotonic(), getattr(self.worker, method)
-        # On the steps' thread, behind submitted steps: a call may change what a step computes with.
+        # Run calls after submitted steps, on their thread: a call may change what steps read.
         value = call(*args) if self.thread is None else self.thread.submit(call, *args).result()
         if timeout_s is not None and time.monotonic() - started >= timeout_s:
             self._failure = f"{method} took longer than {timeout_s} s"
@@ -85,7 +85,7 @@ class UniprocExecutor:
     def rest(self) -> None:
         if self.thread is None:
             self.worker.rest()
-        else:  # the thread that computes has borrowed the cores
+        else:  # the computing thread borrowed the cores, so it returns them
             self.thread.submit(self.worker.rest).result()
 
     def do_idle_work(self, num_used_blocks: int) -> bool:

@@ -25,8 +25,8 @@ class Answer:
 
     Args:
         choice_index: index of the request among its prompt's outputs.
-        streams: whether pieces are wanted one by one. If not, the text is decoded at the end,
-            which is cheaper, unless a stop string may end the output.
+        streams: whether the text is read piece by piece. If not, and no stop string can
+            end the output, the text is decoded at the end, which is cheaper.
 
     Attributes:
         ended: whether the engine or a stop string has ended the answer.
@@ -115,7 +115,7 @@ class Answer:
         )
 
     def _metrics(self) -> RequestMetrics | None:
-        """Return the request's metrics, or None if no token came."""
+        """Return the request's metrics; None without a token."""
         request = self.request
         if self._first_at is None or request.started_at is None:
             return None

@@ -86,7 +86,7 @@ class BeamSearchParams:
 
     @property
     def num_candidates(self) -> int:
-        """Return how many next tokens each prefix needs, so that enough are not end tokens."""
+        """Return how many next tokens each prefix needs, as some may be end tokens."""
         return self.beam_width + len(self.end_token_ids)
 
     def score(self, logprob: float, num_tokens: int) -> float:
@@ -140,7 +140,7 @@ class BeamSearch:
         candidates.sort(key=lambda beam: beam.logprob, reverse=True)
         num_tokens = len(candidates[0].token_ids)
         at_limit = num_tokens >= self._max_tokens
-        # Only outputs that end among the best beam_width candidates are good enough to keep.
+        # An output that ends is kept only if it is among the best `beam_width` candidates.
         ended = [
             Beam(beam.token_ids, beam.logprob, params.score(beam.logprob, num_tokens))
             for beam in candidates[: params.beam_width]
@@ -155,7 +155,7 @@ class BeamSearch:
         self.done = at_limit or not self.running or self._cannot_improve(num_tokens)
 
     def _cannot_improve(self, num_tokens: int) -> bool:
-        """Return whether no running output can still improve on the ended ones."""
+        """Return whether no running output can still beat the ended outputs."""
         params = self._params
         if len(self.finished) < params.beam_width:
             return False

@@ -90,8 +90,7 @@ class LLM:
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
         )
-        # In a batch nobody waits for a single token, so prompts are not cut for the sake of
-        # decodes.
+        # Offline, throughput counts: prompts are not cut into chunks for the sake of decodes.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         options["max_adapters"] = max(len(adapters), options.get("max_adapters", 0))
         self.engine = make_engine(folder, EngineConfig(**options))
@@ -123,8 +122,8 @@ class LLM:
             progress: show a progress bar on standard error.
 
         Returns:
-            Completions in prompt order, with those of one prompt (``SamplingParams.n``) side by
-            side; ``text`` is empty for a checkpoint without a tokenizer. A completion ends with
+            Completions in prompt order; those of one prompt (``SamplingParams.n``) are side by
+            side. ``text`` is empty for a checkpoint without a tokenizer. A completion ends with
             ``ABORT`` if its structured output and its bans allow no further token.
 
         Raises:
@@ -176,8 +175,8 @@ class LLM:
         """Return each prompt's ``beam_width`` best outputs, best first; see `BeamSearchParams`.
 
         The tokens equal those of `transformers`' ``generate(num_beams=beam_width,
-        do_sample=False)``. Each step finds its prefixes in the prefix cache; without one, it
-        computes them from the beginning, with the same result.
+        do_sample=False)``. Each step finds its prefixes in the prefix cache; without one,
+        each step computes its prefixes from the beginning, with the same result.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
@@ -291,8 +290,8 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """Complete one prompt, piece by piece; leaving the loop aborts the request.
 
-        The pieces of several outputs (``SamplingParams.n``) come as they are made.
-        Raises InvalidRequestError, when the iteration begins.
+        The pieces of several outputs (``SamplingParams.n``) are interleaved. Raises
+        InvalidRequestError on the first iteration.
         """
         self._load_named({adapter})
         requests = self._make_choices(prompt, sampling_params or SamplingParams(), adapter)
@@ -302,7 +301,7 @@ class LLM:
                 self._step()
                 for answer in answers:
                     yield from answer.take_unread()
-            for answer in answers:  # pieces that arrived during another reader's steps
+            for answer in answers:  # pieces that came while another stream was read
                 yield from answer.take_unread()
         finally:
             for request in requests:
@@ -339,7 +338,7 @@ class LLM:
             raise EngineDeadError("the engine has failed before; make a new LLM")
         try:
             result = self.engine.step()
-        except Exception as error:  # the loop's top
+        except Exception as error:  # outermost handler
             self._dead = True
             path = dump_crash(self.engine, error)
             raise EngineDeadError(f"the engine cannot continue: {error}; see {path}") from error
@@ -348,7 +347,7 @@ class LLM:
         num_ended = self._end_failed()
         for output in result.outputs:
             answer = self._answers.get(output.request_id)
-            if answer is None:  # submitted to the engine directly
+            if answer is None:  # a request submitted to the engine directly
                 continue
             answer.on_delta(output)
             if answer.ended:

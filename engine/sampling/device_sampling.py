@@ -17,10 +17,10 @@ from torch import Tensor
 # Float32 overflows outside these limits. Below the first, sampling is greedy; above the second, all
 # tokens are equally likely.
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
-# Smaller values become 0 in float32 and would keep no token; this one keeps the best.
+# Smaller values become 0 in float32, which keeps no token; this one keeps the best.
 LEAST_TOP_P = 1e-30
 
-# Triton compiles for aligned pointers and takes this many 4-byte words as aligned
+# Triton compiles for aligned pointers; this many 4-byte words keep an array aligned.
 _ALIGNED_WORDS = 4
 
 # The kernel's parameters by name, each `[num_requests]`, except the keys, `[num_requests, 2]`.
@@ -70,7 +70,7 @@ def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         logits: `[num_requests, vocab_size]`, of any floating dtype.
         tensors: tensors that `PARAMETER_TYPES` names, on the same device.
     """
-    # Imported late: Triton takes a while, and reads only once whether to compile or interpret.
+    # Imported late: Triton is slow to import, and reads only once whether to interpret kernels.
     from baton_kernels.triton.sampling.tokens import sample_tokens
 
     return sample_tokens(
@@ -88,8 +88,8 @@ def upload_parameters(
 ) -> dict[str, Tensor]:
     """Return `kernel_arrays` on the device, uploaded in one asynchronous copy.
 
-    Each array begins at a multiple of 16 bytes for any number of requests; for other addresses,
-    Triton would compile the kernels again while serving.
+    Each array begins at a multiple of 16 bytes, whatever the number of requests; otherwise Triton
+    would compile the kernels again while serving.
     """
     arrays = kernel_arrays(parameters, keys)
     starts = list(accumulate((_round_up(array.size) for array in arrays.values()), initial=0))
@@ -98,7 +98,7 @@ def upload_parameters(
         packed[start : start + array.size] = array.view(np.int32).ravel()
     host = torch.from_numpy(packed)
     if device.type == "cuda":
-        # Pinned memory is reused only after the copy out of it.
+        # Torch reuses pinned memory only after this copy.
         host = host.pin_memory().to(device, non_blocking=True)
     tensors = {}
     for start, (name, array) in zip(starts, arrays.items(), strict=False):

@@ -1,8 +1,8 @@
 """GrammarCompiler: compiles requests' grammars into states, outside the step loop.
 
-A worker process compiles each grammar first, within limits. Then threads compile the grammar here,
-once for equal grammars of one tenant. A state is handed over with its first mask. Refuses to know:
-queues, steps.
+A worker process compiles each grammar first, within limits. Then threads compile the grammar in
+this process, once for equal grammars of one tenant. A state is returned with its first mask.
+Refuses to know: queues, steps.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from engine.core.request import Request
 NUM_THREADS = 2
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 256 * 2**20
-# The library recurses into nested grammars. The worker process, with a smaller stack, tried the
-# grammar before. Unused stack takes no memory.
+# The library recurses into nested grammars. The worker process has tried the grammar with a smaller
+# stack before. Unused stack takes no memory.
 _STACK_BYTES = 512 * 2**20
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True)
 class _Compiled:
-    """A remembered grammar, also if compiling failed.
+    """A remembered result of compiling a grammar, or of failing to.
 
     Attributes:
         matcher: matcher at the beginning of an output; only copies of it advance.
         num_bytes: memory that the grammar takes; 0: not known yet.
-        may_pass_later: whether compiling failed for lack of resources, not for the grammar itself.
+        may_pass_later: whether compiling failed for lack of resources, not because of the grammar.
     """
 
     matcher: asyncio.Future[LLMatcher] | None = None
@@ -61,8 +61,8 @@ class _Compiled:
 class GrammarCompiler:
     """Compiles grammars for one checkpoint; remembers some, so that equal grammars compile once.
 
-    Tenants, told apart by `Request.extra_keys`, take turns, and share no compiled grammars: a fast
-    answer would reveal another tenant's grammar, and one tenant's queue would delay the others.
+    Tenants (`Request.extra_keys`) take turns and share no compiled grammars: a fast answer would
+    reveal another tenant's grammar, and one tenant's queue would delay the others.
 
     All methods are for the engine's thread; compiling happens on other threads.
 
@@ -100,7 +100,7 @@ class GrammarCompiler:
         self._ready: deque[tuple[Request, Outcome]] = deque()
 
     def prepare(self) -> None:
-        """Load and start all that the first grammar needs, and compile a small one of each kind.
+        """Load and start what the first grammar needs, and compile a small grammar of each kind.
 
         Loads the tokenizer here, under the GIL, while the trial process loads its own. An error of
         the tokenizer is reported to each request with a grammar.
@@ -134,7 +134,7 @@ class GrammarCompiler:
         )
 
         def on_done(future: Future[Outcome]) -> None:
-            error = future.exception()  # such as a Rust panic; nothing else ends the request
+            error = future.exception()  # such as a Rust panic, which must end the request
             unforeseen = InvalidRequestError("structured_output", one_line(repr(error)))
             self._ready.append((request, future.result() if error is None else unforeseen))
             self.on_ready()
@@ -149,7 +149,7 @@ class GrammarCompiler:
         return ready
 
     def follow_thought(self, request: Request) -> None:
-        """Give a request the state of its thought, if it has one and no grammar behind it."""
+        """Give a request the state of its thought, if it has a thought without a grammar."""
         params = request.sampling_params
         if params.thinking is None or params.structured_output or request.grammar:
             return
@@ -180,9 +180,9 @@ class GrammarCompiler:
             matcher = await asyncio.shield(self._compile(structured_output, caller))
             return await self._on_thread(lambda: self._bring_to(matcher, params, output_token_ids))
         except InvalidRequestError as error:
-            return InvalidRequestError(error.field, error.problem)  # raised once, not again
+            return InvalidRequestError(error.field, error.problem)  # copied: requests share it
         except (BatonError, OSError, RuntimeError) as error:
-            # The request and this node are not at fault, so the request stays here.
+            # Neither the request nor this node is to blame, so this counts as overload.
             return OverloadedError(f"structured_output: {error}")
 
     def _make_thought(self, params: SamplingParams) -> GrammarState:
@@ -230,12 +230,12 @@ class GrammarCompiler:
         except InvalidRequestError:
             raise
         except (BatonError, OSError, RuntimeError):
-            compiled.may_pass_later = True  # too many are waiting, or no process or thread is left
+            compiled.may_pass_later = True  # the queue is full, or no process or thread is left
             raise
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
         """Run a function on one of the threads; the library releases the GIL."""
-        before = threading.stack_size(_STACK_BYTES)  # applies to threads that start from now on
+        before = threading.stack_size(_STACK_BYTES)  # applies to threads started from now on
         try:
             future = self._threads.submit(make)
         finally:
@@ -281,7 +281,7 @@ class GrammarCompiler:
 
 
 def _take_notice(making: asyncio.Future[LLMatcher]) -> None:
-    """Retrieve an error for which no caller may wait any more, so that asyncio logs nothing."""
+    """Retrieve an error that nobody may be waiting for, so that asyncio logs nothing."""
     if not making.cancelled():
         making.exception()
 

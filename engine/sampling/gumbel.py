@@ -4,7 +4,7 @@
 
 With Gumbel-distributed G, this draws from softmax(logit / temperature): Maddison, Tarlow and Minka,
 "A* Sampling", NeurIPS 2014. Rounding differs between batches or nodes, but changes a token only if
-the two best scores nearly tie. Inverting the cumulative distribution would be sensitive at every
+the two best scores nearly tie, while inverting the cumulative distribution is sensitive at every
 token. Scores are float64 on a CPU, and of the logits' type on a GPU. Refuses to know: filters,
 requests.
 """
@@ -22,13 +22,13 @@ Floats = npt.NDArray[np.float64]
 TokenIds = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
-# Logits processed together, so that these and their noise stay in a core's cache.
+# Logits processed together, so that they and their noise stay in a core's cache.
 CHUNK_ELEMENTS = 2**16
 NO_TOKEN = -1
 _SPREAD = 0x9E3779B9  # 2**32 over the golden ratio, so that neighbouring ids become distant
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B
-# A float's bits, read as an integer in units of 2**-23, exceed its binary logarithm by 127
-# (float32's exponent bias). The other 32 turn a hash into a share of 2**32.
+# A float's bits, read as an integer in units of 2**-23, are about its binary logarithm plus 127
+# (the exponent bias). The other 32 scale a 32-bit hash to a share of 2**32.
 _BITS_OFFSET = 127 + 32
 
 
@@ -77,7 +77,7 @@ def best_scores(
     scores = logits + temperatures[rows] * gumbel(noise_hashes(keys[rows], token_ids))
     best = np.full(num_rows, -np.inf)
     np.fmax.at(best, rows, scores)
-    winners = (scores == best[rows]).nonzero()[0][::-1]  # of equal scores the first wins
+    winners = (scores == best[rows]).nonzero()[0][::-1]  # of equal scores, the first wins
     drawn = np.full(num_rows, NO_TOKEN, dtype=np.int64)
     drawn[rows[winners]] = token_ids[winners]
     return drawn
@@ -116,16 +116,16 @@ def _draw_chunk(
     spread: Words,
     buffers: Words,
 ) -> TokenIds:
-    """Draw tokens for some rows: bound every score, then compute exactly those that may be best.
+    """Draw tokens for some rows: bound every score, then compute possible winners exactly.
 
-    Logarithms of a whole vocabulary would cost as much as everything else.
+    Exact logarithms of all tokens would cost as much as other work.
     """
     num_rows, vocab_size = logits.shape
     hashes, scratch = buffers[:, :num_rows]
     _mix(spread, keys[:, None], hashes, scratch)
     bounds, offsets = _score_bounds(logits, temperatures, hashes, scratch)
     rows = np.arange(num_rows)
-    likely = bounds.argmax(axis=1)  # a score that others must reach to matter
+    likely = bounds.argmax(axis=1)  # others must beat its score
     values = logits[rows, likely].astype(np.float64)
     reached = values + temperatures * gumbel(noise_hashes(keys, likely))
     with np.errstate(invalid="ignore"):
@@ -155,7 +155,7 @@ def _score_bounds(
     bounds[...] = scratch.view(np.int32)
     slopes = temperatures * math.log(2)
     bounds *= (slopes * -(2.0**-23)).astype(np.float32)[:, None]
-    # Penalties may have made float64 logits that float32 cannot hold.
+    # Penalties may have made float64 logits, too large for float32.
     sums = np.add(bounds, logits, out=bounds if logits.dtype == np.float32 else None)
     return sums, slopes * _BITS_OFFSET
 
@@ -205,7 +205,7 @@ def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
     """
     hashes = device_hashes(keys, logits.shape[1], logits.device)
     shares = hashes.to(logits.dtype)
-    shares.add_((hashes < 0).to(shares), alpha=2**32).add_(0.5)  # read as unsigned
+    shares.add_((hashes < 0).to(shares), alpha=2**32).add_(0.5)  # int32 hashes are read as unsigned
     noise = shares.mul_(-(2.0**-32)).log1p_().neg_().log_()  # -G
     return logits - torch.from_numpy(temperatures).to(logits).unsqueeze(1) * noise
 

@@ -1,7 +1,7 @@
 """Adjusts logits for a request, with penalties, biases and bans, before a token is chosen.
 
-The result depends only on the model's logits and the request's own tokens, hence not on batch, node
-or preemption. Refuses to know: temperature, randomness.
+The result depends only on the model's logits and the request's own tokens, not on batch, node or
+preemption. Refuses to know: temperature, randomness.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.api.sampling_params import SamplingParams
 from engine.sampling.sampling_input import RequestSnapshot
 
-# A penalty close to 0 or infinity would make numbers that temperature cannot divide.
+# Beyond it, a penalty close to 0 or infinity would give logits that cannot be divided.
 _LARGEST_LOGIT = 1e300
 
 
@@ -91,7 +91,7 @@ def _unpack(bits: Mapping[int, NDArray[np.uint8]], logits: Tensor) -> dict[int, 
     """Return masks of tokens that grammars allow, by row: `[vocab_size]` bool each."""
     if not bits:
         return {}
-    # Copy packed bits and unpack them on the device: an eighth of the bytes.
+    # Unpack on the device: packed bits are an eighth of the bytes to copy.
     packed = torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
     values = torch.arange(256, device=logits.device).unsqueeze(1)
     unpacked = (values >> torch.arange(8, device=logits.device) & 1).bool()  # [256, 8]

@@ -1,6 +1,6 @@
 """Logprobs: the model's own log-probabilities of tokens, and of the most probable tokens.
 
-For output and prompt tokens; from the log-softmax of the model's logits before penalties, biases,
+Both for output and for prompt tokens, from the log-softmax of the logits before penalties, biases,
 bans, temperature and filters.
 """
 
@@ -17,7 +17,7 @@ from baton.api.outputs import TokenLogprobs
 from engine.core.outputs import PromptLogprobs
 from engine.sampling.sampling_input import SamplingInput
 
-# Prompt tokens whose logits are computed at a time; logits of a long chunk would take gigabytes.
+# Prompt tokens whose logits are computed together; a long chunk's logits would take gigabytes.
 MAX_PROMPT_ROWS = 256
 
 
@@ -121,7 +121,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 def _best(logprobs: Tensor, num_top: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
     """Return each row's best tokens and their logprobs, descending; ties by token id.
 
-    `topk` alone breaks ties arbitrarily, depending on the number asked for over all rows.
+    `topk` breaks ties arbitrarily, depending on the most tokens that a row asks for.
     """
     vocab_size = logprobs.shape[-1]
     wanted = torch.tensor(num_top, device=logprobs.device).clamp(max=vocab_size)
@@ -131,7 +131,7 @@ def _best(logprobs: Tensor, num_top: Sequence[int]) -> tuple[list[list[int]], li
     ids, order = found.indices.sort(dim=-1)
     values, order = found.values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
-    # Check whether a token that was not found ties with the last wanted token.
+    # Check whether a token beyond those found ties with the last wanted token.
     last = values.gather(1, (wanted - 1).clamp(min=0).unsqueeze(1))  # [n, 1]
     is_cut = (values[:, -1:] == last) & (wanted > 0).unsqueeze(1)
     for row in is_cut.squeeze(1).nonzero().squeeze(1).tolist() if most < vocab_size else ():

@@ -1,6 +1,6 @@
 """MaskThreads: computes masks of grammars on threads, so that a step waits only for cheap masks.
 
-A mask takes some hundredths of a millisecond, or a hundred times as long if the library meets new
+A mask takes about 0.01 ms, but a hundred times as long if the library meets new
 states, which cannot be predicted. Refuses to know: requests, steps.
 """
 
@@ -16,17 +16,17 @@ from engine.core.grammar import GrammarState
 NUM_THREADS = 2
 # Most seconds that the engine's thread waits, once a step, for the masks of the previous step.
 WAIT_S = 0.004
-# Most seconds that the engine's thread waits if nothing else can run, before it checks for
-# requests.
+# Most seconds that the engine's thread waits for masks if nothing else can run, before it looks for
+# new requests.
 IDLE_WAIT_S = 0.01
-# A mask is computed at once if the grammar's latest mask took less than `CHEAP_S`, as a hand-over
-# would take longer. This stops when the masks of one step have taken `AT_ONCE_S` together.
+# A mask is computed by the engine's thread if the grammar's latest mask took less than `CHEAP_S`,
+# as a thread would take longer to start. In each step, this ends after `AT_ONCE_S` in total.
 CHEAP_S = 0.0005
 AT_ONCE_S = 0.002
 
 
 class MaskThreads:
-    """Compute masks on threads that start with the first mask, or with `start`.
+    """Computes masks on threads that start with the first mask, or with `start`.
 
     Only the engine's thread calls these methods; see `engine.core.grammar.MaskMaker`.
     """
@@ -74,7 +74,7 @@ class MaskThreads:
 
 
 class _Open:
-    """Count the masks being computed, and how many of them the current round began.
+    """Counts the masks being computed, and how many of them the current round began.
 
     Attributes:
         num_open: masks that are not ready.
@@ -117,7 +117,7 @@ def _compute(work: queue.SimpleQueue[tuple[GrammarState, int] | None], state: _O
         grammar, begun_in = item
         try:
             grammar.compute_mask()
-        except BaseException as error:  # the loop's top; a panic in Rust is no Exception
+        except BaseException as error:  # outermost; a panic in Rust is no Exception
             grammar.fail(str(error) or type(error).__name__)
         state.note_ready(begun_in)
 

@@ -1,6 +1,6 @@
 """Random words that depend only on (seed, output position), so there is no generator state to lose.
 
-Words kept between steps are only computed in advance.
+Words kept between steps are only computed ahead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WordTable:
 
     def __init__(self, num_rows: int) -> None:
         self._words = np.zeros((num_rows, POSITIONS_AHEAD, 2), dtype=np.uint32)
-        self._pairs = self._words.view(np.uint64).reshape(-1)  # the same memory
+        self._pairs = self._words.view(np.uint64).reshape(-1)  # the same memory, as uint64
         self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # first position of each row
 
     def clear(self, row: int) -> None:
@@ -70,13 +70,13 @@ class WordTable:
         """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
-            # Refill all rows, so that they run out together, not one in every step.
+            # Refill all rows at once; otherwise, one row would run out in nearly every step.
             first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))  # first place per row
             wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
             words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))
             self._words[rows[first]] = words.reshape(*wanted.shape, 2)
             self._first[rows[first]] = positions[first]
             ahead = positions - self._first[rows]
-            if (ahead >= POSITIONS_AHEAD).any():  # one row spans too many positions in this step
+            if (ahead >= POSITIONS_AHEAD).any():  # more than a refill holds
                 return counter_words(seeds, positions)
         return self._pairs.take(rows * POSITIONS_AHEAD + ahead).view(np.uint32).reshape(-1, 2)

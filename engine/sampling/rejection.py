@@ -1,13 +1,13 @@
-"""Rejection sampling of drafts: tokens differ from those without drafts; the distribution does not.
+"""Rejection sampling of drafts: keeps the distribution of tokens, though not the tokens.
 
 Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. A draft x that was drawn from q
 is kept with probability min(1, p(x) / q(x)), where p is the model's distribution. Otherwise, the
-token is drawn from the part of p above q (*recovered*), and never equals the draft. A draft with
-unknown q counts as if q allowed no other token. Behind the last draft, the token is drawn from p
+token is drawn from the part of p above q (*recovered*), and never equals the draft. If q is
+unknown, all its mass is taken to be on x. After the last draft, the token is drawn from p
 (*bonus*).
 
-Randomness depends only on seed and position here, too, with separate words for each purpose. So
-the decision to keep a draft does not depend on the noise that the draft was drawn with.
+Random words depend only on seed, position and purpose, so the decision to keep a draft does not
+depend on the noise that the draft was drawn with.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words
     if not len(again):
         return drafts
     rest = np.maximum(target[again] - proposed[again], 0.0)
-    # Both sum to 1, so only rounding can make the target exceed nowhere.
+    # Both sum to 1, so `rest` is empty only by rounding.
     nothing = rest.sum(axis=1) == 0
     rest[nothing] = target[again[nothing]]
     with np.errstate(divide="ignore"):

@@ -1,8 +1,8 @@
 """Sampler: turns logits into tokens. Randomness depends only on (seed, output position, token id).
 
-So a request gets the same tokens in any batch, on any node, and after any preemption or retry. This
-file applies the filters; gumbel.py draws from the rest. Work per vocabulary entry is in float32; on
-a CPU, the final decision is in float64. On a GPU with Triton,
+A request gets the same tokens in any batch, on any node, and after any preemption or retry. This
+file applies the filters; gumbel.py draws from the kept tokens. Work per vocabulary entry is
+in float32; on a CPU, the final decision is in float64. On a GPU with Triton,
 `baton_kernels.triton.sampling.tokens` gives the same tokens in a few launches.
 """
 
@@ -29,10 +29,10 @@ from engine.sampling.gumbel import NO_TOKEN, Floats, TokenIds, Words, best_score
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampling_input import SamplingInput
 
-# Most distributions have nearly all their mass in this many tokens, and sorting a whole vocabulary
-# for top-p costs many times more. If the first number is not enough, the next is tried.
+# Numbers of largest logits to sort for top-p, tried in order: most distributions have nearly all
+# their mass in few tokens, and sorting a whole vocabulary costs many times more.
 TOP_VALUES = (128, 2048)
-# Share of all logits above which drawing from all is faster than picking out the kept ones.
+# If more than this share of all logits is kept, drawing from all is faster than from the kept ones.
 MANY_KEPT = 1 / 32
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -75,8 +75,8 @@ def sample(
 def rows_without_numbers(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
     """List the rows whose logits are NaN or infinite; their tokens mean nothing.
 
-    Looks only at the chosen token's logit of each row, which costs a step nearly nothing. A hidden
-    state with one NaN makes all logits of its row NaN.
+    Looks only at the logit of each row's chosen token, which costs nearly nothing: one NaN in a
+    hidden state makes all logits of its row NaN.
 
     Args:
         logits: `[num_sampling, vocab_size]`, as `sample` was given.
@@ -113,9 +113,9 @@ def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Tok
 
 
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Choose tokens on the logits' device, with one copy of all parameters to it."""
+    """Choose tokens on the logits' device; copies all parameters there at once."""
     tensors = upload_parameters(parameters, keys, logits.device)
-    # Types up to float32 are not widened: the kernel would add up a widened row in another order.
+    # Types up to float32 are not widened, as the kernel adds up a widened row in another order.
     if logits.dtype == torch.float64:
         # A large penalty may give numbers beyond float32, which must not become infinity.
         logits = logits.clamp(max=torch.finfo(torch.float32).max).float()
@@ -145,7 +145,7 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Draw with the noise of an unfiltered draw: if its winner is kept, it wins here, too."""
+    """Draw with the noise of an unfiltered draw, whose winner wins here if kept."""
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:
@@ -207,7 +207,7 @@ def _least_of(
     Args:
         ordered: `[num_requests, num_values]`, the largest logits, descending.
         limits: `[num_requests]`, top-k; the vocabulary size if off.
-        totals: `[num_requests]`, total weight of the vocabulary, where only top-p is on.
+        totals: `[num_requests]`, total weight of the vocabulary; read only where top-p alone is on.
 
     Returns:
         `[num_requests]` both.

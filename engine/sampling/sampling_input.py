@@ -63,13 +63,13 @@ class RequestSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """Inputs for the tokens that a step samples: one per request, and one more behind each draft.
+    """Inputs for the tokens that a step samples: one per request, and one more after each draft.
 
     Attributes:
         request_ids: `[num_sampling]`; a request's tokens are neighbours.
         parameters: `[num_sampling]` of `PARAMETERS`.
         keys: `[num_sampling, 2]`, random words by seed and output position: the only source of
-            randomness. If all rows are greedy, they may be stale, as they are not read.
+            randomness. If all rows are greedy, keys may be stale, as they are not read.
         adjusted: snapshots, by row, of the requests whose choice depends on more than the logits.
         draft_token_ids: `[num_sampling]`, the draft at the sampled token's position;
             `UNKNOWN_TOKEN` where there is none. Empty: the step has no drafts.
@@ -95,8 +95,8 @@ class SamplingInput:
     def accept(self, token_ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Group sampled tokens by request id, up to a request's first token that is not its draft.
 
-        Later tokens were computed behind a wrong draft. As randomness depends only on seed and
-        position, the tokens are those that steps without drafts would sample (except with rejection
+        Later tokens were computed after a wrong draft. As randomness depends only on seed and
+        position, steps without drafts would sample the same tokens (except with rejection
         sampling).
         """
         if not self.draft_token_ids:
@@ -113,5 +113,5 @@ class SamplingInput:
 
     @property
     def needs_host(self) -> bool:
-        """Return whether the host must sample, as the sampling kernel alone does not suffice."""
+        """Return whether the host must sample, as the sampling kernel does not suffice."""
         return bool(self.adjusted) or self.wants_logprobs

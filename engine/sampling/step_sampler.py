@@ -1,6 +1,6 @@
-"""StepSampler: reads a step's tokens and logprobs off its logits, on the device or on the host.
+"""StepSampler: draws a step's tokens and logprobs from its logits, on the device or the host.
 
-LaunchedStep: a step on the device, and the result that it becomes when the device has ended.
+LaunchedStep: a step launched on the device; its result, once computed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import rows_without_numbers, sample
 from engine.sampling.sampling_input import SamplingInput
 
-Proposed = Mapping[int, Floats]  # by row, the distribution that its draft was drawn from
+Proposed = Mapping[int, Floats]  # by row, the distribution that the draft was drawn from
 
 
 @dataclass(frozen=True, slots=True)
 class StepSampler:
-    """Draw tokens; the choice between device and host changes no token.
+    """Draws tokens; choosing between device and host changes no token.
 
     Tokens whose choice depends on more than the logits (penalties, grammars), and tokens with
     logprobs, are drawn on the host.
@@ -41,11 +41,11 @@ class StepSampler:
     rejects: bool
 
     def needs_host(self, sampling: SamplingInput) -> bool:
-        """Return whether these tokens are drawn on the host although the kernel runs."""
+        """Return whether the host draws these tokens despite the kernel."""
         return sampling.needs_host or self.judges_drafts(sampling)
 
     def judges_drafts(self, sampling: SamplingInput) -> bool:
-        """Return whether rejection sampling judges drafts of this step."""
+        """Return whether rejection sampling judges this step's drafts."""
         return self.rejects and bool(sampling.draft_token_ids)
 
     def prompt_logprobs(
@@ -75,7 +75,7 @@ class StepSampler:
 
         Args:
             logits: `[num_sampling, vocab_size]`.
-            proposed: called if drafts are judged.
+            proposed: returns the drafts' distributions; called only if drafts are judged.
         """
         if self.judges_drafts(sampling):
             token_ids = sample_with_rejection(
@@ -100,9 +100,9 @@ class LaunchedStep:
     """A step that was launched on the device.
 
     Attributes:
-        output: the result, except tokens that are still to come.
+        output: the result, but for tokens still to come.
         token_ids: `[num_sampling]` int64 on the host, valid after ``done``; None: see ``output``.
-        done: event when the device has computed the step; None: it has.
+        done: event of the step's end on the device; None: the step has ended.
         started_at: when the step was launched, by the monotonic clock.
         ended_at: when the step ended, by the monotonic clock; None: unknown before `wait`.
     """

@@ -1,7 +1,7 @@
 """Speculation: makes drafts, and decides how many to compute. One file and line per proposer.
 
-Drafters with weights run where the model computes (`models/drafters`, `engine/worker/drafting`);
-here, their drafts are read from the steps' results. No proposer is imported before use.
+Drafters with weights run in the workers (`models/drafters`, `engine/worker/drafting`); their drafts
+are read from the steps' results. No proposer is imported before use.
 """
 
 from baton.registry import Registry

@@ -10,7 +10,7 @@ from engine.core.request import Request
 
 
 class Proposer(Protocol):
-    """Proposes drafts behind the known tokens of requests. The engine's thread owns it.
+    """Proposes drafts of a request's next tokens. The engine's thread owns it.
 
     Wrong drafts do no harm: a step samples the right token in a draft's place, and accepts the
     draft only if both are equal (docs/speculation.md).
@@ -23,7 +23,7 @@ class Proposer(Protocol):
         """Store the drafts that a worker made in the latest step, by request id."""
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        """Propose up to ``num_drafts`` tokens behind each request's ``token_ids``."""
+        """Propose up to ``num_drafts`` tokens after each request's ``token_ids``."""
 
     def forget(self, request: Request) -> None:
         """Drop all data about a request; do nothing if there is none."""

@@ -15,25 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 YES: Callable[[], bool] = lambda: True  # noqa: E731
-# From this many samples of a size on, their median counts; before that, the fastest, because the
+# From this many samples of a size on, their median is used; before, their minimum, because the
 # first steps of a size compile.
 _ENOUGH = 5
-TRIED = 3  # samples of a size until its cost counts as known
-# A size's time is fresh for `_FRESH` steps. If other sizes seem faster by less than the factor
-# `_MUCH`, which a slow moment may explain, the time is fresh for `_FRESH_IF_LITTLE` steps only.
+TRIED = 3  # samples until a size's cost is known
+# A measured time is used for `_FRESH` steps. If other sizes seem faster by less than `_MUCH` times,
+# maybe by chance, it is measured again after `_FRESH_IF_LITTLE` steps.
 _FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
-_SAMPLES = 5  # latest samples of a size; their median counts, as other programs disturb
+_SAMPLES = 5  # latest samples kept per size; their median ignores disturbances by other programs
 _FORGET_AFTER = 2000  # steps until a size's old samples are dropped
 _MEMORY = 0.93  # decay of a request's acceptance, per checked draft
 _MEMORY_OF_ALL = 0.99  # decay of all requests' acceptance, per checked draft
-_PRIOR_WEIGHT = 2.0  # weight of all requests' rate in a request's rate, in drafts
+_PRIOR_WEIGHT = 2.0  # weight of all requests' rate in a request's rate, as a number of drafts
 _FIRST_PRIOR = 0.7
-_FIRST_TRIED = 8  # first steps with drafts, whose times are ignored, as tapes are recorded
+_FIRST_TRIED = 8  # first steps with drafts, which record tapes; their times are ignored
 TRY_AFTER = 512  # steps without drafts until a trial; doubles each time
-TRY_AT_LEAST = 8192  # most steps without drafts until a trial
+TRY_AT_LEAST = 8192  # most steps without drafts before a trial
 TRIAL_SHARE = 0.005  # largest share of all time that trials may take
-# Least gain in tokens per second. Smaller gains are within noise, and requests that get ahead leave
-# smaller batches behind.
+# Least gain in tokens per second that pays for drafts. Smaller gains are within noise, and requests
+# that finish early leave smaller batches.
 _MARGIN = 1.1
 
 
@@ -44,7 +44,7 @@ class StepCosts:
         self._samples: dict[int, deque[float]] = {}
         self._noted_at: dict[int, deque[int]] = {}
         self._num_noted = 0
-        # Typical seconds by size, ascending: of known sizes, or of all if none is known.
+        # Typical seconds by size, ascending: of known sizes only, unless none is known.
         self._typical: dict[int, float] = {}
         self._num_known = 0
 
@@ -92,13 +92,12 @@ class StepCosts:
 
         Interpolates linearly between known sizes. Beyond the largest one, extends the line from the
         smallest to the largest; with one known size, assumes equal times. Unknown sizes are tried,
-        and so become known. The first number is about the size in use.
+        and so become known. ``num_tokens[0]`` is near the size in use.
         """
         sizes, costs = list(self._typical), np.array(list(self._typical.values()))
         if not sizes:
             return np.ones(len(num_tokens))
-        # A larger step cannot be faster: a smaller one that seems slower was measured in a slow
-        # moment.
+        # A larger step cannot be faster: the smaller one was measured in a slow moment.
         costs = np.minimum.accumulate(costs[::-1])[::-1]
         found: NDArray[np.float64] = np.interp(num_tokens, sizes, costs)
         if len(sizes) > 1:
@@ -126,10 +125,10 @@ class DraftingCosts:
     def seconds(self, num_rows: int, most: int) -> NDArray[np.float64]:
         """Return the seconds of making 0, 1, ..., ``most`` drafts: ``[most + 1]``.
 
-        A number of drafts costs at most as much as any larger measured number. Compared with a
-        smaller measured number, the cost grows at most in proportion, as the first draft is the
-        most expensive. So a time from a slow moment, or from before a tape was made, is tried
-        again. All are 0 at first, so that drafts are tried.
+        A number of drafts costs at most as much as any larger measured number, and at most in
+        proportion to any smaller one, as the first draft is the most expensive. So a number whose
+        time was measured in a slow moment, or before there was a tape, is tried again. All costs
+        are 0 at first, so that drafts are tried.
         """
         found = np.zeros(most + 1)
         if self._num_noted < _FIRST_TRIED:
@@ -162,7 +161,7 @@ class Acceptance:
         return cls(_MEMORY_OF_ALL)
 
     def note(self, is_right: bool) -> None:
-        """Count a checked draft; drafts behind a wrong one are not checked."""
+        """Count a checked draft; drafts after a wrong one are not checked."""
         self._right = self._right * self._memory + is_right
         self._looked_at = self._looked_at * self._memory + 1
 
@@ -187,7 +186,7 @@ def choose_lengths(
     requests = np.repeat(np.arange(len(num_drafts)), num_drafts)
     places = np.concatenate([np.arange(1, num + 1) for num in num_drafts])
     chances = np.asarray(rates)[requests] ** places
-    order = np.argsort(-chances, kind="stable")  # earlier drafts of a request come first
+    order = np.argsort(-chances, kind="stable")  # a request's earlier drafts first
     tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
     seconds = costs.seconds(num_rows + np.arange(len(tokens)))
     speed = tokens / seconds
@@ -205,7 +204,7 @@ class Choice:
     """A decision on the number of drafts, and its reasons.
 
     Attributes:
-        num_drafts: chosen drafts, over all requests of the step.
+        num_drafts: drafts to compute, over all requests of the step.
         num_possible: available drafts, over all requests of the step.
         num_rows: requests in the step.
         rate: mean acceptance rate of the requests with drafts.
@@ -259,18 +258,18 @@ def choose_num_drafts(
 class Trials:
     """Decides when to retry drafting after it stopped paying, at growing intervals.
 
-    Trials also take only a small share of all time: a drafter that has many unread tokens may take
-    as long as many steps.
+    Trials take only a small share of all time: a drafter with many unread tokens may take as long
+    as many steps.
     """
 
     def __init__(self) -> None:
         self._num_silent = self._num_left = 0
         self._wait = TRY_AFTER
-        self._owed = 0.0  # additional steps to wait, by the cost of the latest trial
+        self._owed = 0.0  # steps to wait in addition, to pay for the latest trial
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether a trial is waiting for a request that can be drafted for."""
+        """Return whether a trial waits for a request that can be drafted for."""
         return self._num_silent > max(self._wait, self._owed)
 
     def is_due(self, can_draft: Callable[[], bool] = YES) -> bool:

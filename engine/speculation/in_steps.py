@@ -18,7 +18,7 @@ class InStepsProposer:
         self._latest = drafts
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        """Return the latest step's drafts; earlier ones are out of date."""
+        """Return the latest step's drafts; older ones are out of date."""
         latest = self._latest
         return [latest.get(request.request_id, ())[:num_drafts] for request in requests]
 

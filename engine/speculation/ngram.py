@@ -1,7 +1,7 @@
-"""NgramProposer: proposes the tokens that followed the output's last words earlier.
+"""NgramProposer: looks up the output's last tokens in earlier text, and proposes successors.
 
-"Prompt lookup decoding" (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding), which here also
-searches outputs. Good if an output repeats its prompt: editing, summaries, questions about a text.
+"Prompt lookup decoding" (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding); also searches
+outputs. Good if an output repeats its prompt: editing, summaries, questions about a text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NgramProposer:
         assert not drafts, "nobody else makes drafts"
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        """Propose drafts, in microseconds per request with some thousand tokens."""
+        """Propose drafts, in microseconds per request of a few thousand tokens."""
         proposed = []
         for request in requests:
             text = self._texts.get(request)

@@ -31,11 +31,11 @@ from engine.speculation.draft_lengths import (
     choose_num_drafts,
 )
 
-# Most steps that a choice lasts while the number of requests stays equal
+# Most steps between choices while the number of requests stays equal.
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32
-_NONE_FOR_LONG = 64  # steps without paying drafts, after which new requests are not drafted for
-_LOOK_RARELY = 4  # after these steps, times and choices are updated this many times less often
-_ONE_MORE_AFTER = 128  # steps with fewer than all drafts until one more is tried
+_NONE_FOR_LONG = 64  # steps without paying drafts, after which the drafter reads no new requests
+_LOOK_RARELY = 4  # when no drafts pay for long, one of this many updates is made
+_ONE_MORE_AFTER = 128  # steps with fewer than all drafts before one more is tried
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # ended requests to collect before cleaning up
 
@@ -45,7 +45,7 @@ class Speculation:
 
     Attributes:
         choice: the number of drafts of the latest step, and its reasons; None: all drafts.
-        in_steps, drafter_reads: the arguments of these names, which `DraftPolicy` requires.
+        in_steps, drafter_reads: the arguments of the same names; part of `DraftPolicy`.
 
     Args:
         proposer: makes drafts.
@@ -53,7 +53,7 @@ class Speculation:
         vocab_size: size of the model's vocabulary.
         adaptive: whether to hold back drafts that do not pay.
         in_steps: whether workers make drafts within steps, which takes time.
-        drafter_reads: whether the drafter keeps KV of all computed tokens, and so must read all.
+        drafter_reads: whether the drafter has KV of its own, and so must read all tokens.
     """
 
     def __init__(
@@ -74,21 +74,21 @@ class Speculation:
         self._num_steps_of_some = 0  # steps with fewer than all drafts
         self._tries_one_more = False
         self._trials = Trials()
-        self._to_draft = (0, 0, 0)  # number of drafts, for how many requests, for how many steps
+        self._to_draft = (0, 0, 0)  # drafts per request, requests, steps left for this choice
         self._known: dict[str, Request] = {}  # requests that the proposer may have data about
-        self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts behind the known tokens
+        self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts after the known tokens
         self._acceptance: dict[str, Acceptance] = {}
         self._acceptance_of_all = Acceptance.of_all()
         self._costs = StepCosts()
         self._drafting_costs = DraftingCosts()
         self.choice: Choice | None = None
-        self._gain = 1.0  # gain of the latest step's choice
-        self._num_rows = 0  # requests that continue after the previous step
+        self._gain = 1.0  # gain by drafts in the latest step's choice
+        self._num_rows = 0  # requests that continue in the next step
 
     def num_to_draft(self, num_rows: int, can_draft: Callable[[], bool] = YES) -> int:
-        """Return how many drafts the next step is to make behind each sampled token.
+        """Return how many drafts the next step is to make after each sampled token.
 
-        If none pay, some are still made now and then, as their value may change.
+        If drafts do not pay, some are still made now and then, as this may change.
 
         Args:
             num_rows: most requests in the next step.
@@ -119,10 +119,9 @@ class Speculation:
         return best
 
     def _one_more(self, best: int) -> bool:
-        """Return whether to compute one draft more than seems to pay.
+        """Return whether to compute one draft more than pays by the measured times.
 
-        The cost of one more may have been measured in a slow moment.
-
+        The time with one more draft may have been measured in a slow moment.
         """
         if best == self._num_drafts or self._num_steps_of_some == _ONE_MORE_AFTER + TRIED:
             self._num_steps_of_some = 0
@@ -138,8 +137,8 @@ class Speculation:
     def num_to_read(self) -> int:
         """Return the number of requests that start now and must be read by the drafter.
 
-        All requests, unless no drafts have paid for long. Then one request if a trial is due, else
-        none. A request that is not read from its start is never drafted for.
+        All, unless no drafts have paid for long. Then one if a trial is due, else none. A request
+        that is not read from its start is never drafted for.
         """
         if not self.drafter_reads or not self._none_for_long:
             return ALL
@@ -151,7 +150,7 @@ class Speculation:
         requests: Mapping[str, Request],
         drafted: Mapping[str, tuple[int, ...]] = _NOTHING,
     ) -> dict[str, tuple[int, ...]]:
-        """Return drafts behind the sampled tokens of a step, by request id.
+        """Return drafts after the sampled tokens of a step, by request id.
 
         Args:
             requests: requests that have not ended.
@@ -198,7 +197,7 @@ class Speculation:
                     self._trials.note_cost(drafting_s / max(seconds - drafting_s, 1e-6))
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
-        """Return drafts for a node that continues a request, which ends here."""
+        """Return drafts for the node that continues a request."""
         drafts = self._propose([request]).get(request.request_id, ())
         self._proposer.forget(request)
         del self._known[request.request_id]
@@ -249,7 +248,7 @@ class Speculation:
         for request in requests:
             before = self._known.get(request.request_id)
             if before is not request:
-                if before is not None:  # an earlier attempt
+                if before is not None:  # an earlier attempt's data
                     self._proposer.forget(before)
                 self._known[request.request_id] = request
         proposed = self._proposer.propose(requests, self._num_drafts)
@@ -260,7 +259,7 @@ class Speculation:
         }
 
     def _forget_ended(self, requests: Mapping[str, Request]) -> None:
-        """Drop data of ended requests, from time to time, as most end unnoticed."""
+        """Drop data of ended requests, from time to time, as most requests end unnoticed."""
         if max(len(self._known), len(self._proposed)) <= 2 * len(requests) + _SPARE:
             return
         for request_id, request in list(self._known.items()):
@@ -277,7 +276,7 @@ def _only_decodes(item: ScheduledRequest) -> bool:
 
 
 def drafter_identity(config: EngineConfig, model_folder: Path) -> str:
-    """Identify a drafter by its files: its drafts, and the KV of its layers, depend on these.
+    """Return a drafter's identity: its files, which its drafts and its layers' KV depend on.
 
     Raises ModelLoadError when a file cannot be read.
     """

@@ -1,6 +1,6 @@
 """BlockTable: block ids of running requests in one host table. Refuses to know: requests.
 
-row of a request   | b0 b1 b2 .  .  . |     kept between steps; a step writes new blocks only
+row of a request   | b0 b1 b2 .  .  . |     kept between steps; steps add only new blocks
                      num_blocks = 3
 """
 
@@ -17,18 +17,18 @@ from engine.core.kv_retention import NULL_BLOCK, SlidingWindow
 
 
 class BlockTable:
-    """The block ids of one KV cache group; a row belongs to one request until it is cleared.
+    """Block ids of one KV cache group; a row belongs to one request until cleared.
 
     Args:
         max_num_requests: number of rows.
         max_blocks: most blocks of one request.
         block_size: tokens per block.
-        group: index of the group: block ids at this place, and every ``num_groups`` places after.
+        group: index of the group; its ids are at this place and every ``num_groups`` places after.
         num_groups: number of groups of the KV cache.
         sliding_window: the group's window, in tokens; None: full attention.
 
     Attributes:
-        num_changes: writes since the start; while unchanged, `gather` returns equal tables.
+        num_changes: writes since the start; if equal, `gather` returns equal tables.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class BlockTable:
         """Append blocks to a row.
 
         Args:
-            block_ids: block ids of all groups in turn.
+            block_ids: block ids, interleaved over groups.
         """
         written, added = self._num_blocks[row], block_ids[self._group :: self._num_groups]
         self._rows[row, written : written + len(added)] = added
@@ -81,7 +81,7 @@ class BlockTable:
         self.num_changes += 1
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """Replace blocks that no token behind the first ``num_tokens`` needs by null blocks."""
+        """Replace blocks not needed after the first ``num_tokens`` tokens by null blocks."""
         assert self._retention is not None
         num_expired = min(self._retention.num_expired_blocks(num_tokens), self._num_blocks[row])
         num_null = self._num_null[row]
@@ -96,11 +96,11 @@ class BlockTable:
         positions: npt.NDArray[np.int64],
         out: npt.NDArray[np.int64],
     ) -> None:
-        """Write the cache slot of each token, block id * block_size + offset. All `[num_tokens]`.
+        """Write each token's cache slot, block id * block_size + offset, to ``out``.
 
         Args:
-            rows: row of each token's request.
-            positions: position of each token in its request.
+            rows: `[num_tokens]`, row of each token's request.
+            positions: `[num_tokens]`, position of each token in its request.
             out: receives the slots, `[num_tokens]`.
         """
         blocks, offsets = np.divmod(positions, self._block_size)

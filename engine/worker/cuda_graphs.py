@@ -1,13 +1,13 @@
-"""CUDA graphs of decode steps: captured once per size, replayed with other inputs.
+"""CUDA graphs of decode steps: captured once per size, replayed with new inputs.
 
 Launching a step's kernels one by one takes longer than running them, in small models several times
 as long. A graph holds all kernels from the requests' token ids to the next token ids:
 
     token ids | layers | output head | sampling | last tokens, for the next step
 
-Sizes are captured from the largest down in one memory pool, so that smaller graphs reuse the memory
-of the largest. A step is padded to the next size; see `graph_inputs.py`. Steps with prompts have
-other graphs; see `chunks/`. Steps with callbacks after layers, and all others, run eagerly.
+Sizes are captured from the largest down in one memory pool, so that smaller graphs reuse the
+largest's memory. A step is padded to the next size (`graph_inputs.py`). Steps with prompts have
+other graphs (`chunks/`). All other steps, such as those with callbacks after layers, run eagerly.
 Refuses to know: requests, schedulers, how attention plans its work.
 """
 
@@ -28,7 +28,7 @@ from engine.worker.graph_inputs import GraphInputs
 from engine.worker.inputs.prepared_step import StagedStep
 from models.base import CausalLM, ForwardContext, LayerCache
 
-# Runs a step's body once or more; returns a function that computes it again.
+# Runs a step's body at least once; returns a function that repeats the step.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 # Backends whose decode steps launch the same kernels for all lengths.
@@ -36,9 +36,9 @@ CAPTURABLE_BACKENDS = ("triton", "triton_invariant", "flash_triton")
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:
-    """Return the captured numbers of requests: 1, 2, 4, 8, then every 8th, beyond 256 every 16th.
+    """Return the captured numbers of requests: 1, 2, 4, 8, every 8th up to 256, every 16th after.
 
-    The last one is ``most``.
+    The last number is ``most``.
     """
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16))
     return (*(size for size in sizes if size < most), most)
@@ -56,7 +56,7 @@ def reason_against_graphs(
 def reason_against_replays(
     config: EngineConfig, device: torch.device, backend_names: BackendNames
 ) -> str | None:
-    """Return why no step can be captured, as a phrase for the log; None: steps can be."""
+    """Return why no step can be captured, as a phrase for the log; None: some can be."""
     if not config.cuda_graphs:
         return "switched off"
     if device.type != "cuda":
@@ -95,7 +95,7 @@ class Graphs(Protocol):
         ...
 
     def capture(self, size: int) -> None:
-        """Capture a size; larger ones first, as smaller ones reuse their memory."""
+        """Capture a size; call with larger sizes first, as smaller ones reuse their memory."""
         ...
 
 
@@ -103,14 +103,14 @@ AnyGraphs = TypeVar("AnyGraphs", bound=Graphs)
 
 
 class Replays(Generic[AnyGraphs]):
-    """One kind of a runner's steps, which are replayed once captured.
+    """One kind of a runner's steps: captured once, then replayed.
 
     Args:
         make: makes graphs, given a recorder; not needed if nothing can be captured.
-        capturable: sizes with inputs, ascending.
+        capturable: sizes that have inputs, ascending.
 
     Attributes:
-        capturable: sizes with inputs, ascending.
+        capturable: the argument, unchanged.
         graphs: the captured graphs; None before `capture`.
     """
 
@@ -148,7 +148,7 @@ class StepGraphs:
     Args:
         context: the model and its cache.
         inputs: the tensors that the graphs read.
-        capture: records a step; tests on a CPU pass one that runs the step again.
+        capture: records a step; on a CPU, the tests' function reruns the step.
     """
 
     def __init__(self, context: GraphContext, inputs: GraphInputs, capture: Capture) -> None:
@@ -159,7 +159,7 @@ class StepGraphs:
         weight = context.layer_caches[0]
         assert isinstance(weight, Tensor), "steps of models with states are not captured"
         largest, config = inputs.sizes[-1], context.model.config
-        # [largest, hidden_size] and [largest]; outside the memory that the graphs share.
+        # [largest, hidden_size] and [largest]; not in the pool, whose memory graphs share.
         self._hidden = torch.zeros(
             largest, config.hidden_size, dtype=weight.dtype, device=weight.device
         )
@@ -171,7 +171,7 @@ class StepGraphs:
         return tuple(sorted(self._replays))
 
     def capture(self, size: int) -> None:
-        """Capture a size; larger ones first."""
+        """Capture a size; call with larger sizes first."""
         self._replays[size] = self._capture(self._body(size))
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ class StepGraphs:
         return self._hidden[: staged.num_requests], self._token_ids[: staged.num_requests]
 
     def correct(self, staged: StagedStep, token_ids: Tensor) -> None:
-        """Replace the last tokens of the latest replay by tokens that were sampled differently.
+        """Replace the tokens that the latest replay sampled by tokens from the host.
 
         Args:
             token_ids: `[num_requests]` int64 on the device.
@@ -214,7 +214,7 @@ class StepGraphs:
             input_ids = inputs.source.index_select(0, token_index)  # [size]
             hidden = context.model.forward(input_ids, forward_context)  # [size, hidden_size]
             token_ids = sample_on_device(context.model.compute_logits(hidden), sampling)
-            # The next step embeds these tokens, so NO_TOKEN must not be among them.
+            # The next step embeds these tokens, so NO_TOKEN is replaced.
             inputs.last_tokens.scatter_(0, rows, token_ids.clamp(min=0))
             self._hidden[:size].copy_(hidden)
             self._token_ids[:size].copy_(token_ids)

@@ -1,4 +1,4 @@
-"""Chooses device, dtypes, weights and backends of an engine, by options and by the machine.
+"""Chooses an engine's device, dtypes, weights and backends, by options and machine.
 
 Refuses to know: the model's computation, memory.
 """
@@ -35,15 +35,15 @@ _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _ROUNDED_WEIGHTS = [one.value for one in QuantizedFormat if one != QuantizedFormat.INT8]
 
-# Major compute capabilities with one matrix instruction for any number of tokens.
+# Major compute capabilities whose matrix instruction is the same for any number of tokens.
 _ONE_INSTRUCTION = (8, 9, 12)
 
-# Name of each KV cache group's backend; None: the group has states, and no layer attends.
+# Name of each KV cache group's backend; None: the group has states and no attention.
 BackendNames = tuple[str | None, ...]
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a name, with its index, and make it this thread's current device.
+    """Return the named device, with its index, and make it this thread's current device.
 
     Raises ConfigError if the device does not exist, or if peers could not access its memory.
     """
@@ -78,8 +78,8 @@ def make_current(device: torch.device) -> None:
 def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
     """Raise ConfigError if PyTorch would allocate GPU memory that no other process can map.
 
-    NIXL shares memory of ``cudaMalloc`` with peers on the same machine (CUDA IPC), which excludes
-    expandable segments.
+    NIXL shares memory of ``cudaMalloc`` with peers on the same machine (CUDA IPC); expandable
+    segments are allocated otherwise.
     """
     for option in _ALLOCATOR_OPTIONS:
         if re.search(r"expandable_segments\s*:\s*true", environment.get(option, ""), re.IGNORECASE):
@@ -125,7 +125,7 @@ def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def choose_packer(
     config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> WeightPacker | None:
-    """Return the packer of the model's linear layers; None: weights stay parameters.
+    """Return the packer of the model's linear layers; None: torch's format.
 
     Raises ConfigError if the device does not support the format.
     """
@@ -134,7 +134,7 @@ def choose_packer(
     packer = _gpu_packer(config.weights, device, dtype)
     if not config.batch_invariant:
         return packer
-    # Sums of integers do not depend on their order, so only int8 weights stay packed.
+    # Batch-invariant: sums of integers do not depend on their order, so int8 weights stay packed.
     is_int8 = packer is not None and packer.weights == QuantizedFormat.INT8
     kind = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return InvariantPacker(kind, packer if is_int8 else None)
@@ -146,7 +146,7 @@ def choose_ops(config: EngineConfig, device: torch.device) -> Ops | None:
 
 
 def check_batch_invariant(config: EngineConfig, device: torch.device, model: ModelConfig) -> None:
-    """Raise ConfigError if batch-invariant results are asked for and impossible."""
+    """Raise ConfigError if batch-invariant results are asked for but impossible."""
     if not config.batch_invariant:
         return
     kinds = {layer.mixer.kv.kind for layer in model.layers}
@@ -176,7 +176,7 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
     own = WeightFormat.of(dtype)
     if own is not None and own.value == weights:
-        return None  # weights stay in torch's format
+        return None  # torch's format
     if weights in [one.value for one in WeightFormat if one.keeps_numbers]:
         raise ConfigError(
             f"weights: {weights} on a GPU requires the matching --dtype, got {dtype_name(dtype)}"
@@ -195,7 +195,7 @@ def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPa
 
 
 def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -> str:
-    """Describe the format of linear layers; only nodes with equal descriptions may be paired.
+    """Describe the linear layers' format; only nodes with equal descriptions may be paired.
 
     CPUs and GPUs round weights of few bits differently; GPUs of different kinds add differently.
     """

@@ -1,4 +1,4 @@
-"""Forward: runs the model over a step's inputs, layer by layer or by a captured graph."""
+"""Forward: runs the model over a step's inputs, layer by layer or as a captured graph."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from models.base import ForwardContext, GroupStep
 
 
 class Forward:
-    """Run one model over its cache.
+    """Runs one model over its cache.
 
     Args:
-        context: the model, its cache, and one attention backend per KV cache group that attends.
+        context: the model, its cache, and the attention backend of each KV cache group.
         decode_graphs: captured graphs of decode steps; empty until captured.
         chunk_graphs: captured graphs of steps with prompts; empty until captured.
 
@@ -39,7 +39,7 @@ class Forward:
         """Return the hidden states, `[num_tokens, hidden_size]`.
 
         Args:
-            after_layer: called after each layer; None: nothing waits for single layers.
+            after_layer: called after each layer; None: no caller needs single layers.
         """
         context, chunks = self.context, self.chunk_graphs.graphs
         if chunks is not None and chunks.takes(inputs):
@@ -59,7 +59,7 @@ def _plan_groups(
     groups: Sequence[AttentionMetadata | StateMetadata],
     backends: Sequence[AttentionBackend | None],
 ) -> tuple[GroupStep, ...]:
-    """Let each backend plan its group's step; return the groups with their backends."""
+    """Let each backend plan its group's part of the step; return groups with backends."""
     steps: list[GroupStep] = []
     for metadata, backend in zip(groups, backends, strict=True):
         if isinstance(metadata, StateMetadata):

@@ -38,7 +38,7 @@ def capture_stream(device_index: int) -> torch.cuda.Stream:
     """Return the stream on which all steps of a device are captured; lives as long as the process.
 
     cuBLAS allocates a workspace for each stream it has used (32 MiB on Hopper) and keeps it. This
-    stream's is allocated here, once, so that it does not count as a graph's memory.
+    stream's is allocated here, so that it does not count as a graph's memory.
     """
     stream = torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -67,7 +67,7 @@ class DeviceCapture:
         """Implement `cuda_graphs.Capture`."""
         self._warm_up(body)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a connector's, may use the device meanwhile.
+        # Other threads, such as a connector's, may use the device, too.
         try:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -87,7 +87,7 @@ class DeviceCapture:
             graphs.append(torch.cuda.CUDAGraph())
             graphs[-1].capture_begin(self._pool, "thread_local")
 
-        # Like `torch.cuda.graph`, whose graphs cannot end in the middle of a call.
+        # As in `torch.cuda.graph`, whose graphs cannot end in the middle of a call.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         try:
@@ -104,13 +104,13 @@ class DeviceCapture:
     def _warm_up(self, body: Callable[[], None]) -> None:
         """Compile kernels and let libraries allocate memory; then look for operations that wait.
 
-        Inside a capture, an operation that waits raises an error without its cause.
+        In a capture, an operation that waits raises an error without its cause.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             body()
             torch.cuda.synchronize()
-            with warnings.catch_warnings():  # the mode warns that it is new and incomplete
+            with warnings.catch_warnings():  # torch warns that the mode is new and incomplete
                 warnings.simplefilter("ignore")
                 torch.cuda.set_sync_debug_mode("error")
             try:
@@ -183,7 +183,7 @@ def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
     Args:
         make_runner: makes a runner with inputs for graphs; dropped afterwards.
     """
-    capture_stream(torch.cuda.current_device())  # not part of a graph's memory
+    capture_stream(torch.cuda.current_device())  # allocates its workspace now
     free_before = _free_bytes()
     runner = make_runner()
     free_inputs = _free_bytes()

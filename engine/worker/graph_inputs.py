@@ -1,14 +1,13 @@
 """GraphInputs: the device tensors that captured steps read; copies a step into them.
 
 A captured step reads the same addresses in every replay. A step's inputs are written into one
-pinned buffer and copied at once, except requests' last tokens, which the device has written
-itself:
+pinned buffer and copied at once, except the last tokens, which are on the device already:
 
     source          | last_tokens by row ........ , spare | token_ids of this step .... |
     token_index       ^ sampled by the previous step        ^ known on the host
 
-Rows behind the step's requests are padding up to the captured size: no query, no slot, and a token
-and a row that are never read.
+After the step's requests, padding fills up the size: rows without query or slot, whose token
+and row are never read.
 Refuses to know: requests, models, graphs.
 """
 
@@ -53,7 +52,7 @@ class _Sections:
 
 
 class GraphInputs:
-    """Static inputs of all captured sizes; smaller ones are views of the largest one's.
+    """Static inputs of all captured sizes; those of smaller sizes are views of the largest's.
 
     Args:
         sizes: captured numbers of requests, ascending.
@@ -78,7 +77,7 @@ class GraphInputs:
         self._capacity = capacity = self.sizes[-1]
         self._max_blocks, self._max_seq_len = max_blocks, max_seq_len
         self._spare_row = num_rows
-        self._num_rows = -(-(num_rows + 1) // 2) * 2  # whole 16 bytes
+        self._num_rows = -(-(num_rows + 1) // 2) * 2  # a multiple of 16 bytes
         sizes_of = self._section_sizes(num_groups)
         num_bytes = _Sections.num_bytes(sizes_of)
         pin = device.type == "cuda"
@@ -134,14 +133,14 @@ class GraphInputs:
         kernel_parameters: Mapping[str, npt.NDArray[np.generic]],
         sampling: SamplingInput,
     ) -> StagedStep:
-        """Write a step into the staging buffer that the previous step does not use.
+        """Write a step into the staging buffer (of two) that the previous step does not use.
 
         Args:
             rows: `[num_requests]`, rows of the input batch.
-            token_ids: `[num_requests]`; negative where the previous step samples the token.
+            token_ids: `[num_requests]`; negative if the previous step samples the token.
             positions: `[num_requests]`, positions of these tokens.
             block_tables: one per KV cache group.
-            kernel_parameters: arrays of all names in `PARAMETER_TYPES` except keys, with one value
+            kernel_parameters: all arrays that `PARAMETER_TYPES` names except keys, with one value
                 per row of the input batch.
         """
         self._staging = 1 - self._staging

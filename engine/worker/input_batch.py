@@ -1,4 +1,4 @@
-"""InputBatch: turns a step's plan into tensors; rows persist, and a plan tells their changes."""
+"""InputBatch: turns a step's plan into tensors; keeps rows between steps."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from engine.worker.inputs.step_columns import Ints, StepColumns
 class InputBatch:
     """Persistent host buffers (pinned if there is a GPU) and the copies to the device.
 
-    There are two sets of buffers, as one step may be prepared while the previous one runs.
-    A row of block ids and parameters belongs to one request until a plan assigns it to another.
-    A token that a running step samples is unknown here; the next step reads it from
-    ``last_tokens`` on the device.
+    There are two sets of buffers, as one step may be prepared while the previous one runs. A row of
+    block ids and parameters belongs to one request until a plan assigns it to another. A token that
+    a running step samples is not known here; the next step reads it from ``last_tokens`` on the
+    device.
 
     Args:
         max_num_requests: most requests in a step.
@@ -40,7 +40,7 @@ class InputBatch:
         max_blocks: most blocks of one request in one group.
         block_size: tokens per block.
         device: where the model runs.
-        graph_inputs: stages steps that can be replayed; None: nothing is captured.
+        graph_inputs: stages steps for replays; None: nothing is captured.
 
     Attributes:
         device: where the model runs.
@@ -104,12 +104,12 @@ class InputBatch:
         self._rows = RequestRows(max_num_requests, is_staged=graph_inputs is not None)
 
     def fill(self, plan: StepPlan) -> PreparedStep:
-        """Write a step into the buffers; return views of them on the device."""
+        """Write a step into the buffers; return views of the buffers on the device."""
         self._read(plan)
         return self._fill_again(plan) or self._fill(StepColumns(plan, self._max_decode_rows))
 
     def fill_or_stage(self, plan: StepPlan) -> PreparedStep | StagedStep:
-        """Stage a step for a replay if possible; otherwise, do as `fill`."""
+        """Stage a step for a replay if possible; otherwise, call `fill`."""
         self._read(plan)
         columns, inputs = StepColumns(plan, self._max_decode_rows), self._graph_inputs
         if inputs is None or not columns.is_decode or inputs.size_for(len(columns.rows)) is None:
@@ -128,10 +128,10 @@ class InputBatch:
         return drafting_step(plan, self._rows, self._block_tables, self._block_size)
 
     def _fill_again(self, plan: StepPlan) -> PreparedStep | None:
-        """Reuse the buffers of a decode step with the same requests, writing only what changes.
+        """Reuse the buffers of a decode step with the same requests; write only what changes.
 
         Most steps are like this, and the unchanged parts take longest to make. Returns None if the
-        step is different, or if the buffers are not what the device reads.
+        requests differ, or if the device reads other buffers.
         """
         buffers, token_ids = self._spare, plan.token_ids
         kept = buffers.decodes
@@ -242,7 +242,7 @@ class InputBatch:
         return step
 
     def _keep(self, columns: StepColumns, step: PreparedStep) -> None:
-        """Keep a step for `_fill_again`, if a later step in these buffers can reuse it."""
+        """Keep a step for `_fill_again`, if a later step can reuse its buffers."""
         is_simple = not (self._on_gpu or self._state_groups or step.prompt_rows)
         if is_simple and columns.is_decode and columns.num_behind is None:
             num_changes = [block_table.num_changes for block_table in self._block_tables]

@@ -1,4 +1,4 @@
-"""The KV cache: its shape, its size, and its one tensor. Layout: architecture section "Layout".
+"""The KV cache: its shape, size and tensor. Layout: architecture section "Layout".
 
 Block-major: all layers of a block are one contiguous range, which suits a push to another machine.
 In a uniform model there is one group, and a block holds all layers:
@@ -6,9 +6,8 @@ In a uniform model there is one group, and a block holds all layers:
     [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]
     [num_blocks, 1, num_kv_heads, layers_per_group, 2, block_size, head_dim]     ordered by heads
 
-If layers keep different things (latents, states, other heads), a block is a run of bytes, and
-each layer has its own view in each block. Blocks of all groups have equal bytes; unused bytes of a
-group are at the end of its blocks.
+If layers keep different things (latents, states, other heads), a block is a run of bytes with a
+view for each layer. Blocks of all groups have equal size; unused bytes are at the end.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ class KVCacheSpec:
         block_size: tokens per block.
         dtype: dtype of keys, values and latents.
         compute_dtype: dtype of activations, and of states without their own dtype.
-        kv_scales: digest of the scales that stored numbers are multiplied by; empty: no scales.
-        rank: this rank among those that share a stage's layers.
-        num_ranks: number of ranks that share a stage's layers, and so a block.
+        kv_scales: digest of the factors for stored numbers; empty: no scales.
+        rank: number of this rank within its stage.
+        num_ranks: number of ranks of a stage, which share its layers, and so a block.
         stage: pipeline stage of this rank.
         num_stages: number of stages that share the model's layers.
-        by_heads: whether keys and values lie head by head, where possible, not layer by layer.
+        by_heads: whether keys and values are ordered by head, where possible, not by layer.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -63,12 +62,12 @@ class KVCacheSpec:
 
     @property
     def num_groups(self) -> int:
-        """Return the number of groups: the blocks that hold ``block_size`` tokens of all layers."""
+        """Return the number of groups, hence of blocks for ``block_size`` tokens of all layers."""
         return len(self.groups)
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Return each group's window: newest tokens to keep, the next one included; None: all."""
+        """Return each group's window, in tokens: the next token and those before; None: all."""
         return tuple(group.kv.retained_tokens for group in self.groups)
 
     @property
@@ -78,7 +77,7 @@ class KVCacheSpec:
 
     @property
     def num_null_blocks(self) -> int:
-        """Return how many blocks no request gets: 1, the null block, if any group has a window."""
+        """Return how many blocks no request gets: the null block, if any group has a window."""
         return int(any(window is not None for window in self.sliding_windows))
 
     @property
@@ -89,7 +88,7 @@ class KVCacheSpec:
 
     @property
     def manifest(self) -> KVManifest:
-        """Return the description of a block over all ranks, for peers that write or hash blocks."""
+        """Return the description of a block over all ranks, for peers that write or hash it."""
         groups = [
             KVGroup(
                 kind=group.kv.kind,
@@ -105,7 +104,7 @@ class KVCacheSpec:
             )
             for group in self.groups
         ]
-        if len({group.arrays for group in groups}) == 1:  # give short groups all places
+        if len({group.arrays for group in groups}) == 1:  # give small groups as many places
             num_places = max(group.num_places for group in groups)
             groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
             if self.by_heads and all(isinstance(group.kv, PagedKV) for group in self.groups):
@@ -128,10 +127,10 @@ class KVCacheSpec:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Return a block's shape in the tensor: ``(layers, *shape)``, or ``(1, bytes)``.
+        """Return a block's shape in the tensor: ``(layers, *shape)``.
 
-        It is ``(1, bytes)`` if layers differ, and ``(1, heads, layers, 2, block_size, head_dim)``
-        if the cache is ordered by heads.
+        ``(1, bytes)`` if layers differ, and ``(1, heads, layers, 2, block_size, head_dim)`` if the
+        cache is ordered by heads.
         """
         if self._plain is None:
             return (1, self.block_bytes)
@@ -162,8 +161,8 @@ class KVCacheSpec:
     def layer_caches(self, tensor: Tensor) -> tuple[LayerCache, ...]:
         """Return each layer's views of the cache, each `[num_blocks, *shape]`.
 
-        A layer that attends has one view, and a layer with a state a tuple of views. A layer of
-        another stage has an empty tensor.
+        A layer with attention has one view, a layer with a state a tuple of views, and a layer of
+        another stage an empty tensor.
 
         Args:
             tensor: the memory from `allocate_kv_cache`.
@@ -183,7 +182,7 @@ class KVCacheSpec:
         return tuple(caches[layer] for layer in range(len(caches)))
 
     def _views(self, tensor: Tensor, group: KVGroup, place: int) -> tuple[Tensor, ...]:
-        """Return views of one layer's arrays in blocks of bytes."""
+        """Return views of one layer's arrays in byte blocks."""
         ranks = (self.rank, self.num_ranks)
         views = []
         offsets = array_offsets(group.arrays, *ranks)
@@ -197,7 +196,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVMemory:
-    """The KV cache of one worker, as nodes use it.
+    """The KV cache of one worker, as nodes see it.
 
     Attributes:
         tensor: `[num_blocks, layers or 1, ...]`, see `KVCacheSpec.block_shape`; never moves, as a
@@ -218,12 +217,12 @@ class KVMemory:
 
     @property
     def rank(self) -> int:
-        """Return the owner's number among all ranks."""
+        """Return this worker's number among all ranks."""
         return self.spec.node_rank
 
     @property
     def layers_per_group(self) -> int:
-        """Return the number of layers that blocks can be cut into; 1: they cannot be cut."""
+        """Return into how many layers blocks can be cut; 1: they cannot be cut."""
         return self.manifest.layers_per_unit if self.spec.tensor_dtype == self.spec.dtype else 1
 
     @property
@@ -232,9 +231,9 @@ class KVMemory:
         return dtype_name(self.spec.dtype)
 
     def fence(self) -> Callable[[], bool] | None:
-        """Return a query whether a GPU has computed all work launched so far; None: it has.
+        """Return a query whether a GPU has done all work launched so far; None: it is done.
 
-        Call this on the thread that computes; the query is safe on any thread.
+        Call this on the computing thread; any thread may call the query.
         """
         if not self.tensor.is_cuda:
             return None
@@ -260,10 +259,10 @@ def kv_cache_spec(
         block_size: tokens per block; 0: 16, or more if the model's states need more.
         scales: scales of each layer's keys and values, for a float8 cache.
         compute_dtype: dtype of activations; None: ``dtype``.
-        ranks: number of this rank in its stage, and number of ranks there. Groups are made
-            for the whole model.
+        ranks: this rank's number in its stage, and the number of ranks there. Groups are made for
+            the whole model.
         stages: number of this rank's stage, and number of stages.
-        by_heads: whether keys and values lie head by head, where possible.
+        by_heads: whether keys and values are ordered by head, where possible.
 
     Raises:
         ConfigError: blocks of this size cannot hold the model's states, or the model's KV is not
@@ -317,9 +316,9 @@ def choose_num_blocks(
 def choose_max_model_len(
     model: ModelConfig, config: EngineConfig, spec: KVCacheSpec, num_blocks: int
 ) -> int:
-    """Return the most tokens of one request, which must fit the model and, alone, the cache.
+    """Return the most tokens of one request: limited by the model, and by the whole cache.
 
-    A request starts with blocks for all its tokens in every group, so windows save nothing here.
+    A request starts with blocks for all its tokens in every group, so windows save nothing.
 
     Args:
         num_blocks: number of blocks in the cache.
@@ -352,9 +351,9 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
     """Allocate the cache tensor, `[num_blocks, *spec.block_shape]`.
 
     Zeroed, so that positions that attention masks out are never NaN. Allocated once and kept until
-    the process ends, as peers may write into it. On a CPU, the kernel allocates pages when they are
-    first written, so an unused cache costs nothing (see ``host/pages_ahead.py``). The cache asks
-    for huge pages, as attention jumps from block to block and so from page to page.
+    the process ends, as peers may write into it. On a CPU, the kernel allocates pages on their
+    first write, so an unused cache costs nothing (see ``host/pages_ahead.py``). The cache asks for
+    huge pages, as attention jumps between blocks.
     """
     shape = (num_blocks, *spec.block_shape)
     if device.type != "cpu":

@@ -99,5 +99,5 @@ def make_model_runner(
 
 
 def make_backends(names: BackendNames) -> tuple[AttentionBackend | None, ...]:
-    """Return a separate backend for each group that attends."""
+    """Return a new backend for each group with attention."""
     return tuple(None if name is None else ATTENTION_BACKENDS.load(name)() for name in names)

@@ -1,7 +1,7 @@
 """Memory profile: the memory that weights and activations leave for the KV cache.
 
-Computes the largest step once and reads the peak. Refuses to know: what the step consists of, how
-the result is used.
+Computes the largest step once and reads the peak. Refuses to know: the contents of the step, the
+use of the result.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from models.parallel.group import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
-# Several nodes that do not know each other may share a machine.
+# A limit, as several nodes that do not know each other may share a machine.
 MAX_CPU_CACHE_BYTES = GIB
-# A CPU has plenty of memory if weights and cache would fit this many times: no step takes the rest.
+# If weights and cache fit this many times into a CPU's memory, steps cannot exhaust it.
 PLENTY = 8
 
 
@@ -40,12 +40,12 @@ class MemoryProfile:
     """Uses of a device's memory, in bytes.
 
     Attributes:
-        total: the device's memory; on a CPU, what this process and its control group may have.
-        used: memory in use by this process, weights included, and by others, before activations.
+        total: the device's memory; on a CPU, what this process's control group may use.
+        used: memory used by this process (weights included) and by others, before activations.
         weights: memory of the model's weights.
         activations: additional memory of the largest step.
-        graphs: memory that captured steps take for good.
-        utilization: share of ``total`` that all of this and the KV cache may take.
+        graphs: memory that captured steps keep.
+        utilization: share of ``total`` for weights, activations, graphs and KV cache together.
         largest_cache: most bytes of the KV cache, however much is free.
     """
 
@@ -59,7 +59,7 @@ class MemoryProfile:
 
     @property
     def room(self) -> int:
-        """Return the memory left for the KV cache within the share; negative if none is left."""
+        """Return the bytes left for the KV cache within ``utilization``; may be negative."""
         return int(self.total * self.utilization) - self.used - self.activations - self.graphs
 
     @property
@@ -69,7 +69,7 @@ class MemoryProfile:
 
     @property
     def has_plenty(self) -> bool:
-        """Return whether the KV cache gets `largest_cache` whatever activations take."""
+        """Return whether the KV cache gets `largest_cache`, whatever activations take."""
         return self.room >= PLENTY * (self.weights + self.largest_cache)
 
     def __str__(self) -> str:
@@ -92,17 +92,17 @@ def measure_kv_cache_bytes(
 ) -> int:
     """Return the size of the KV cache, and log its reasons in one line.
 
-    Computes a dummy of the largest step, except on a CPU with plenty of memory: the step would take
-    time, and its memory stays with the process.
+    Computes a dummy of the largest step, but not on a CPU with plenty of memory: the step would
+    take time, and the process would keep its memory.
 
     Raises ConfigError if two blocks, or on a GPU the largest step, do not fit.
     """
     utilization = config.memory_utilization
     total, used = _total_and_used(device)
     if device.type == "cpu":
-        # Mapped pages of a file count as free memory, but every step reads them.
+        # A file's mapped pages count as free memory, but every step reads them.
         used += model.mapped_bytes
-        # All ranks share the CPU's memory.
+        # All ranks use the same CPU memory.
         used += (total - used) * (ranks.everyone.size - 1) // ranks.everyone.size
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(
@@ -118,9 +118,9 @@ def measure_kv_cache_bytes(
     if device.type == "cpu" and ranks.everyone.size == 1 and profile.has_plenty:
         logger.info("memory of %s: %s; activations are not measured", device, profile)
         return profile.kv_cache_bytes
-    # A request is never longer than the largest possible cache.
+    # No request is longer than the largest possible cache.
     num_tokens = profile.kv_cache_bytes // spec.block_bytes // spec.num_groups * spec.block_size
-    if ranks.everyone.size > 1:  # all ranks compute the same step
+    if ranks.everyone.size > 1:  # all ranks must compute the same step
         num_tokens = int(ranks.everyone.all_gather(torch.tensor([num_tokens], device=device)).min())
     if num_tokens > 0:
         longest = min(num_tokens, model.config.max_model_len)
@@ -130,7 +130,7 @@ def measure_kv_cache_bytes(
             graphs = _measure_graphs(model, spec, config, device, backend_names, longest, ranks)
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
-        # On a GPU, libraries take memory for good in the first step. On a CPU, memory that the
+        # On a GPU, libraries keep memory from the first step on. On a CPU, memory that the
         # allocator keeps after the step would count twice.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
         profile = replace(profile, activations=activations, graphs=graphs, used=used)
@@ -153,7 +153,7 @@ def _measure_peak(
     step: StepPlan,
     ranks: Ranks,
 ) -> int:
-    """Return the bytes that computing ``step`` needs beyond allocated memory."""
+    """Return the bytes that computing ``step`` takes beyond allocated memory."""
 
     def compute() -> None:
         compute_dummies(model, spec, config, device, backend_names, [step], ranks)
@@ -176,7 +176,7 @@ def _measure_graphs(
     longest: int,
     ranks: Ranks,
 ) -> int:
-    """Return the bytes that graphs take, with requests of up to ``longest`` tokens."""
+    """Return the bytes of graphs for requests of up to ``longest`` tokens."""
     with_graphs = reason_against_graphs(config, device, backend_names) is None
     with_chunks = reason_against_chunks(config, device, backend_names, ranks) is None
     if not with_graphs and not with_chunks:
@@ -203,7 +203,7 @@ def _total_and_used(device: torch.device) -> tuple[int, int]:
 
 
 def _largest_cpu_cache(model: CausalLM, spec: KVCacheSpec, config: EngineConfig) -> int:
-    """Return the default limit of a CPU's cache: room for a full batch of longest requests."""
+    """Return a CPU cache's default limit: room for a full batch of longest requests."""
     blocks_each = -(-model.config.max_model_len // spec.block_size)
     num_blocks = config.max_num_requests * blocks_each * spec.num_groups + spec.num_null_blocks
     return min(num_blocks * spec.block_bytes, MAX_CPU_CACHE_BYTES)

@@ -29,10 +29,10 @@ class ModelRunner:
 
     `prepare` takes plans in the order of the steps; `launch` may run on another thread meanwhile.
     There are two sets of buffers: a step may be prepared and launched while the previous one runs,
-    once the step before that has been waited for. Steps are launched in order, and find the tokens
-    of the previous step on the device.
+    if the step before that has been waited for. Steps are launched in order, and read the previous
+    step's tokens on the device.
 
-    Launching a step waits for the step if the sampler draws its tokens on the host.
+    If the host samples, launching a step waits for the step.
 
     Args:
         forward: runs the model, eagerly or by captured graphs.
@@ -41,7 +41,7 @@ class ModelRunner:
         ranks: the ranks that share the model; the leader samples for all.
         tells_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
             step may be launched before the planner knows these tokens.
-        drafting: makes drafts behind each step, once its tokens are known; None: no drafts here.
+        drafting: makes drafts after each step, once its tokens are known; None: no drafts.
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
@@ -59,7 +59,7 @@ class ModelRunner:
     ) -> None:
         self._forward, self._context = forward, forward.context
         self._drafting, self._sampler = drafting, sampler
-        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, not launched yet
+        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, but not launched
         self._model = forward.context.model
         self._input_batch = input_batch
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
@@ -75,7 +75,7 @@ class ModelRunner:
         )
 
     def execute(self, plan: StepPlan, hooks: StepHooks = NO_HOOKS) -> ModelRunnerOutput:
-        """Compute the planned tokens; return when their KV is in the cache."""
+        """Compute the planned tokens; return once their KV is in the cache."""
         return self.launch(self.prepare(plan), hooks).wait()
 
     def prepare(self, plan: StepPlan, *, eager: bool = False) -> AnyPreparedStep:
@@ -103,8 +103,7 @@ class ModelRunner:
             if not self._sampler.needs_host(prepared.sampling):
                 launched = self._launched(prepared, token_ids, {}, started_at)
                 return self._drafted(launched, hidden, hooks)
-            # Compute all logits again here, which is rare: keeping them would cost memory in every
-            # step.
+            # Compute all logits again, which is rare: keeping them would take memory in every step.
             logits = self._model.compute_logits(hidden)
             launched, token_ids = self._sampled_on_host(prepared, logits, {}, hooks, started_at)
             graphs.correct(prepared, token_ids)
@@ -143,7 +142,7 @@ class ModelRunner:
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
             launched = self._launched(prepared, token_ids, prompt_logprobs, started_at)
-            token_ids = token_ids.clamp(min=0)  # the next step embeds the tokens
+            token_ids = token_ids.clamp(min=0)  # valid ids, as the next step embeds them
         else:
             launched, token_ids = self._sampled_on_host(
                 prepared, logits, prompt_logprobs, hooks, started_at
@@ -161,7 +160,7 @@ class ModelRunner:
         return self._model.compute_logits(hidden[rows.start : rows.stop], spans)
 
     def _drafted(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
-        """Make drafts behind a launched step, waiting for the step; do nothing without a drafter.
+        """Make drafts after a launched step, waiting for the step; do nothing without a drafter.
 
         Args:
             hidden: `[num_tokens, hidden_size]`, the step's hidden states.
@@ -171,12 +170,12 @@ class ModelRunner:
         step, layers = self._drafting_steps.popleft(), hooks.after_layer
         is_known = launched.ended_at is not None and launched.token_ids is None
         if not step.rows or (step.is_silent and is_known):
-            # No drafts are made, and the result is known already.
+            # No drafts are made; the drafter only reads the result.
             self._drafting.after_step(step, hidden, launched.output.sampled_token_ids, layers)
             return launched
         output = launched.wait()
         started_at = time.monotonic()
-        # The next replay of a graph overwrites its output.
+        # The next replay of a graph overwrites the hidden states.
         replays = self.decode_graphs.graphs or self.chunk_graphs.graphs
         states = hidden.clone() if replays else hidden
         drafts = self._drafting.after_step(step, states, output.sampled_token_ids, layers)
@@ -185,7 +184,7 @@ class ModelRunner:
         return LaunchedStep(launched.sampling, output, None, None, launched.started_at, ended_at)
 
     def _hear_tokens(self) -> None:
-        """Receive the leader's last sampled tokens, if they have not been received."""
+        """Receive the tokens that the leader sampled last, unless already received."""
         rows, self._untold = self._untold, None
         if rows is not None:
             told = torch.empty(len(rows), dtype=torch.int64, device=self._device)
@@ -199,7 +198,7 @@ class ModelRunner:
         prompt_logprobs: dict[str, PromptLogprobs],
         started_at: float,
     ) -> LaunchedStep:
-        """Return a launched step; a copy of its sampled tokens to the host is queued behind it."""
+        """Return a launched step, and queue a copy of its sampled tokens to the host."""
         on_host = None
         if token_ids is not None:
             self._sampled, self._spare = self._spare, self._sampled
@@ -221,7 +220,7 @@ class ModelRunner:
         hooks: StepHooks,
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
-        """Sample on the host; return the finished step, and its tokens on the device."""
+        """Sample on the host; return the finished step, and the tokens on the device."""
         sampling = prepared.sampling
         output, token_ids = self._sampler.draw_on_host(
             logits, sampling, hooks, prompt_logprobs, self._proposed

@@ -1,8 +1,8 @@
-"""Dummy steps at start: they compile kernels, show a step's memory, and check the weights.
+"""Dummy steps at start: compile kernels, measure a step's memory, and check the weights.
 
-The first launch of a kernel compiles it, as do launches with certain other sizes. On a GPU, dummy
-steps do this at start, for some seconds, so that no request waits for it. All dummies read and
-write a cache of one block. Refuses to know: schedulers, the amount of memory.
+A kernel compiles when first launched, and again for certain other sizes. On a GPU, dummy steps
+spend some seconds on this at start, so that no request waits. All dummies read and write a cache of
+one block. Refuses to know: schedulers, the amount of memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAMPLED = SamplingParams(top_p=0.9, seed=0)
 _WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
 _MOST_PROBABLE = SamplingParams(temperature=0, logprobs=1)
 _CHECKED_PROMPTS = 4  # several, because a model may compute NaN for an odd token
-_PROMPT_TOKENS = 2  # length of a dummy prompt; with one token it would be a decode
+_PROMPT_TOKENS = 2  # length of a dummy prompt; one token would make a decode step
 
 
 def warm_up(
@@ -64,7 +64,7 @@ def compute_dummies(
     steps: Iterable[StepPlan],
     ranks: Ranks = ALONE,
 ) -> list[ModelRunnerOutput]:
-    """Compute steps on a temporary cache; return only their outputs."""
+    """Compute steps on a temporary cache; return their outputs."""
     steps = list(steps)
     longest = max(
         start + num_tokens
@@ -83,7 +83,7 @@ def check_numbers(
     device: torch.device,
     backend_names: BackendNames,
 ) -> None:
-    """Raise ModelLoadError if the logits behind several one-token prompts are all NaN or infinite.
+    """Raise ModelLoadError if the logits after several short prompts are all NaN or infinite.
 
     Otherwise a node whose weights are all NaN would join and answer every request with an error.
     """
@@ -110,7 +110,7 @@ def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> S
     """Return the step that needs most memory: as many tokens and requests as a step may have.
 
     The first request computes the last chunk of a prompt of ``max_seq_len`` tokens; the others
-    compute their first chunk. Every request samples. All read and write block 0.
+    compute their first chunk. Every request samples. All use block 0.
     """
     left, dummies = config.max_num_batched_tokens, list[tuple[int, int]]()
     for index in range(config.max_num_requests):
@@ -124,13 +124,13 @@ def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> S
 def small_steps(config: EngineConfig, spec: KVCacheSpec) -> Iterator[StepPlan]:
     """Yield prompts and decodes of 1 and 2 requests, of powers of two, and of the most requests.
 
-    Their tokens are sampled on the device, unlike those of the largest step. Triton compiles
-    separately for a size of 1, and attention plans decodes by the next power of two.
+    These steps sample on the device, the largest step does not. Triton compiles separately
+    for a size of 1, and attention plans decodes by the next power of two.
     """
     most = config.max_num_requests
     counts = {1, 2, most} | {2**power for power in range(4, most.bit_length())}
-    # Tokens of a request, how many of them are computed, and how many of these are drafts. All
-    # kinds but the first are decodes.
+    # (tokens of a request, computed ones of these, drafts among the computed). All kinds but the
+    # first are decodes.
     kinds = [(_PROMPT_TOKENS, _PROMPT_TOKENS, 0), (_PROMPT_TOKENS, 1, 0)]
     if config.max_num_drafts:
         num_computed = 1 + config.max_num_drafts
@@ -151,8 +151,8 @@ def _plan(
     """Plan a step of requests in block 0, all of which sample.
 
     Args:
-        dummies: for each request its number of tokens, and how many of the last ones to compute.
-        num_drafts: most computed tokens of a request that are drafts.
+        dummies: each request's number of tokens, and how many of the last ones to compute.
+        num_drafts: most drafts among a request's computed tokens.
     """
     shares: list[int] = []
     new_rows: list[NewRow] = []

@@ -29,8 +29,8 @@ from engine.worker.device_choice import (
     choose_ops,
     choose_packer,
     describe_weights,
-    make_current,
     has_bfloat16,
+    make_current,
 )
 from engine.worker.drafting.make_drafting import (
     AnyDrafter,
@@ -96,9 +96,9 @@ class Worker:
         self.device = device = choose_device(config.device)
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
-        # On a CPU, scheduling would take time from the forward, so only a GPU runs ahead by
-        # default. Pipeline stages must run ahead: each stage computes a step while the previous one
-        # computes the next.
+        # On a CPU, scheduling would slow the forward, so only a GPU runs ahead by default. Pipeline
+        # stages must run ahead: each stage computes a step while the previous stage computes the
+        # next step.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
@@ -137,7 +137,7 @@ class Worker:
             config,
             lambda: measure_kv_cache_bytes(model, spec, config, device, backends, ranks),
         )
-        if ranks.everyone.size > 1:  # equal on all ranks: the smallest number
+        if ranks.everyone.size > 1:  # the smallest number of any rank
             rooms = ranks.everyone.all_gather(torch.tensor([num_blocks], device=device))
             num_blocks = int(rooms.min())
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
@@ -153,7 +153,7 @@ class Worker:
     def _kv_cache_spec(
         self, model: CausalLM, drafter: AnyDrafter | None, config: EngineConfig, ranks: Ranks
     ) -> KVCacheSpec:
-        """Describe the KV of all layers; a drafter's layers come behind the model's."""
+        """Describe the KV of all layers; a drafter's layers come after the model's."""
         of_drafter = layers_of(drafter)
         scales = _scales_of_all_stages(model.kv_scales, ranks, self.device)
         return kv_cache_spec(
@@ -199,7 +199,7 @@ class Worker:
         self._adapters.unload(digest)
 
     def num_blocks(self) -> int:
-        """Return the number of KV blocks; called on all workers."""
+        """Return the number of KV blocks; the engine calls this on all workers."""
         return self.kv_memory.num_blocks
 
     def prepare(self, plan: StepPlan, hooks: StepHooks) -> AnyPreparedStep:
@@ -208,24 +208,23 @@ class Worker:
 
     def launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
         """Launch a prepared step, on any thread."""
-        make_current(self.device)  # the loading thread may be another one
+        make_current(self.device)  # another thread may have loaded the model
         if self._lent_cores is not None:
             self._lent_cores.borrow()
-            if isinstance(step, PreparedStep) and step.has_prompts:  # cores may change
+            if isinstance(step, PreparedStep) and step.has_prompts:  # cores may change meanwhile
                 after_layer = self._lent_cores.between_layers(hooks.after_layer)
                 hooks = replace(hooks, after_layer=after_layer)
         return self.runner.launch(step, hooks)
 
     def rest(self) -> None:
-        """Note that there is nothing to launch now, so that cores can be lent."""
+        """Note that nothing can be launched now, so that cores can be lent."""
         if self._lent_cores is not None:
             self._lent_cores.rest()
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Populate memory for a few KV blocks ahead; return whether more is left to do now.
+        """Populate memory for a few KV blocks ahead; return whether more is left to do.
 
-        Does nothing while another node computes on this node's cores, as clearing memory would slow
-        that node's steps.
+        Does nothing while another node computes on this node's cores, as this would slow that node.
         """
         if self._lent_cores is not None and self._lent_cores.are_taken():
             return False
@@ -263,12 +262,12 @@ def _weights_cache(config: EngineConfig) -> WeightsCache:
 def _scales_of_all_stages(
     scales: Sequence[tuple[float, float]], ranks: Ranks, device: torch.device
 ) -> list[tuple[float, float]]:
-    """Return the scales of each layer's keys and values, gathered from the stages with the layers.
+    """Return the scales of all layers' keys and values, gathered from the layers' stages.
 
-    All stages and nodes must agree on the meaning of a block.
+    All stages and nodes must use blocks with the same scales.
 
     Args:
-        scales: scales of all layers; those of other stages' layers are unknown.
+        scales: scales of all layers; only those of this stage's layers are known.
         device: device on which ranks exchange tensors.
     """
     if ranks.num_stages == 1:

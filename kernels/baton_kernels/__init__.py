@@ -1,8 +1,7 @@
-"""The ops that a model may call; ``baton_kernels.dispatch`` chooses what computes them.
+"""The ops that a model may call; ``baton_kernels.dispatch`` chooses implementations.
 
-The function of the same name in ``baton_kernels.reference`` defines each op, its arguments and its
-result; ``baton_kernels.ops`` has the signatures. Refuses to know: models, requests, where a tensor
-came from.
+Each op is defined by its namesake in ``baton_kernels.reference``; ``baton_kernels.ops`` has the
+signatures. Refuses to know: models, requests, the origin of tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Choose what computes the ops on a tensor: C on CPUs, Triton on GPUs, else the reference.
+"""Choose the ops' implementation for a tensor: C on CPUs, Triton on GPUs, else the reference.
 
-No other module chooses. Refuses to know: what the ops do.
+No other module chooses. Refuses to know: the ops' meaning.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from baton_kernels.ops import Ops
 
 @functools.cache
 def native_ops() -> NativeOps | None:
-    """Return the native ops for CPU tensors; None where they are off or cannot be built."""
+    """Return the native ops for CPU tensors; None if they are off or cannot be built."""
     return None if are_kernels_off() else load_native_ops()
 
 
 def ops_for(tensor: Tensor) -> Ops:
-    """Return the ops for tensors on the device of this one."""
+    """Return the ops for tensors on this tensor's device."""
     if tensor.is_cpu and (native := native_ops()) is not None:
         return native
     if tensor.is_cuda:
@@ -33,7 +33,7 @@ def ops_for(tensor: Tensor) -> Ops:
     return reference
 
 
-# Op -> module of Triton kernels with a function of that name.
+# Op -> module of Triton kernels with a function of the op's name.
 _TRITON = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
@@ -54,7 +54,7 @@ _TRITON = {
 
 @functools.cache
 def _triton_ops() -> Ops:
-    """Load the Triton ops; where a module cannot be imported, take the reference's op."""
+    """Load the Triton ops; if a module cannot be imported, take the reference's op."""
     ops: Any = SimpleNamespace(
         packed_linear=reference.packed_linear,
         packed_gated_linear=reference.packed_gated_linear,

@@ -1,6 +1,6 @@
-"""Host memory in huge pages, for data that is read in long streams or with far jumps.
+"""Host memory in huge pages, for data read in long streams or with far jumps.
 
-Refuses to know: what is kept there.
+Refuses to know: the data.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LINE = 64  # bytes; tensors begin at multiples of a cache line
 
 
 def huge_pages(num_bytes: int) -> Tensor:
-    """Allocate `[num_bytes]` zero bytes that begin at a huge page.
+    """Allocate `[num_bytes]` zero bytes, from the beginning of a huge page.
 
-    They take no memory until they are written. They are then in huge pages, if the kernel has some
-    and grants them on request.
+    Memory is used only once written, in huge pages if the kernel has free ones and grants them on
+    request.
 
     Raises:
         OSError, OverflowError: there is not enough memory.
@@ -35,17 +35,17 @@ def huge_pages(num_bytes: int) -> Tensor:
 
 
 class WeightMemory:
-    """Hands out tensors that lie one after another in huge pages.
+    """Allocates tensors one after another in huge pages.
 
-    Memory that torch allocates for a tensor alone has huge pages only where it covers whole ones:
-    for tensors of a few MiB, that is half of it.
+    A tensor that torch allocates alone uses huge pages only where it covers whole pages: half of
+    its memory, if it has a few MiB.
     """
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Allocate as ``torch.empty`` does; a chunk is freed with the last of its tensors."""
+        """Allocate as ``torch.empty`` does; memory is freed with the last tensor of its chunk."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(*shape, dtype=dtype)

@@ -1,6 +1,6 @@
-"""Find where the last tokens of a text occurred before; on the host, in C if possible.
+"""Find an earlier occurrence of a text's last tokens; on the host, in C if possible.
 
-Refuses to know: requests, how the place is used.
+Refuses to know: requests, the use of the place.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
 
     Args:
         tokens: `[num_tokens]`.
-        least, most: number of tokens of the run; matches longer than ``most`` are no better.
+        least, most: length of the run; a match longer than ``most`` is not preferred.
 
     Returns:
-        The position after the earlier copy, the last one if there are several; -1 if there is none.
+        The position after the latest earlier copy; -1: no earlier copy.
     """
     num = len(tokens)
     if num < 2:
@@ -38,7 +38,7 @@ def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
 
 
 class Text:
-    """A growing text of tokens, with look-ups of its last tokens."""
+    """A growing text of tokens, in which its last tokens can be looked up."""
 
     def __init__(self) -> None:
         ops = native_ops()
@@ -58,13 +58,13 @@ class Text:
         self.num_tokens = num_tokens
 
     def continuation(self, num_tokens: int, least: int, most: int) -> tuple[int, ...]:
-        """Return the tokens after the earlier copy of the text's last run; see `find_run`.
+        """Return the tokens after the copy that `find_run` finds; empty if there is none.
 
-        If the text ends before ``num_tokens`` are found, the tokens after that copy are repeated: a
-        text that repeats itself probably goes on doing so. Empty if there is no earlier copy.
+        If the text ends before ``num_tokens`` are found, the tokens after the copy are repeated, as
+        a text that repeats itself probably continues to.
 
         Args:
-            num_tokens: tokens to return.
+            num_tokens: number of tokens to return.
         """
         num = self.num_tokens
         if self._find_run is None:

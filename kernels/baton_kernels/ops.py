@@ -17,7 +17,7 @@ from baton_kernels.state_metadata import StateMetadata
 
 
 class Ops(Protocol):
-    """The ops; each means what its namesake in ``baton_kernels.reference`` does."""
+    """The ops; ``baton_kernels.reference`` defines each under the same name."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

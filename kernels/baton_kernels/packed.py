@@ -1,6 +1,6 @@
 """A linear layer's weight in the panels and number formats that CPU kernels read.
 
-Refuses to know: what computes with it, and layers.
+Refuses to know: layers, kernels.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FLOAT8 = torch.float8_e4m3fn
 FLOAT8_CAPABILITY = (8, 9)  # compute capability of GPUs that have float8 (Ada, Hopper)
 # Most inputs that share a scale in weights of codes.
 INPUT_BLOCK = 64
-# Inputs whose groups share a factor, if scales are stored as multiples of factors.
+# Number of inputs whose groups share a factor, if scales are multiples of factors.
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
-FLOAT8_GROUP = 128  # this many inputs, or a multiple, share a scale of float8
+FLOAT8_GROUP = 128  # float8: a multiple of this many inputs has one scale
 _STEP = 8  # codes are padded to a multiple of this many inputs
-# Twice the values of e2m1 codes (OCP Microscaling Formats, 1.0): a 1 stands for 0.5. The same order
-# as in codes.h.
+# Values of e2m1 codes (OCP Microscaling Formats, 1.0), doubled as 1 stands for 0.5; in the order of
+# codes.h.
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _QUAD = 4  # adjacent codes of one output
 _PAIR = 2  # adjacent bfloat16 weights of one output
@@ -39,23 +39,23 @@ class WeightFormat(Enum):
     FP16 = "fp16"
     # 8 bits, one scale per output; inputs are not rounded.
     INT8_WEIGHT_ONLY = "int8-weight-only"
-    # e4m3, a scale per output or per 128 of its inputs; inputs are not rounded.
+    # e4m3 with a scale per output, or per 128 of its inputs; inputs are not rounded.
     FP8 = "fp8"
-    # Codes of 8 bits. Rows that Baton rounds have a bfloat16 scale per 128 inputs. Inputs are
-    # rounded to 8 bits, too.
+    # Codes of 8 bits; rows that Baton rounds have a bfloat16 scale per 128 inputs. Inputs are also
+    # rounded to 8 bits.
     INT8 = "int8"
-    # Codes of 4 bits. Rows that Baton rounds have a scale and a minimum of 8 bits per 32 inputs.
-    # Inputs are rounded to 8 bits.
+    # Codes of 4 bits; rows that Baton rounds have an 8-bit scale and minimum per 32 inputs. Inputs
+    # are rounded to 8 bits.
     INT4 = "int4"
 
     @property
     def code_bits(self) -> int | None:
-        """Bits of a code; None if weights are numbers."""
+        """Return the bits of a code; None if weights are not codes."""
         return {WeightFormat.INT8: 8, WeightFormat.INT4: 4}.get(self)
 
     @property
     def keeps_numbers(self) -> bool:
-        """Return whether weights are floating-point numbers, without scales."""
+        """Return whether weights are floating-point numbers without scales."""
         return self in (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.FP16)
 
     @property
@@ -77,23 +77,22 @@ _ELEMENTS = {
     WeightFormat.INT8_WEIGHT_ONLY: torch.int8,
     WeightFormat.FP8: FLOAT8,
 }
-# Formats with one scale per output -> the number to which the largest weight is scaled.
+# Formats with one scale per output -> the number that the output's largest weight becomes.
 _LARGEST = {WeightFormat.INT8_WEIGHT_ONLY: INT8_LIMIT, WeightFormat.FP8: torch.finfo(FLOAT8).max}
 _PAIRED = (WeightFormat.BF16, WeightFormat.FP8)
 
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """Layout of a weight's codes and of the numbers of their groups.
+    """Layout of a weight's codes, and of its groups' scales, minima and factors.
 
     Attributes:
-        format: `INT8` or `INT4`; or `FP8`, which has float32 scales and no other group numbers.
+        format: `INT8` or `INT4`; or `FP8`, whose groups have only float32 scales.
         group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; for
-            `FP8` a multiple of `FLOAT8_GROUP`.
+            `FP8`, a multiple of `FLOAT8_GROUP`.
         scales: dtype of the scales. int8: multiples of a factor that `SUPER_GROUP` inputs share.
-        minima: dtype of the minima; None: there are none, and codes are symmetric. int8: multiples
-            of a factor of their own if scales have factors, else zero points, multiples of the
-            scale.
+        minima: dtype of the minima; None: no minima, and codes are symmetric. int8: multiples of a
+            factor of their own if scales have factors, else zero points, multiples of the scale.
         factors: dtype of the factors; None: no factors.
         is_e2m1: whether codes are indexes into `E2M1_TWICE`; needs 4 bits and no minima.
     """
@@ -115,7 +114,7 @@ _SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """The numbers of a weight's groups, see `CodeLayout`: ``[n, groups, ...]``.
+    """Scales, minima and factors of a weight's groups, see `CodeLayout`: ``[n, groups, ...]``.
 
     Factors are ``[n, super groups, ...]``.
     """
@@ -127,7 +126,7 @@ class Groups:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors, in order of the fields."""
+        """Return all tensors, in order of the fields."""
         return self.scales, self.minima, self.scale_factors, self.minimum_factors
 
     def widened(self, group_size: int) -> tuple[Tensor, Tensor | None]:
@@ -147,7 +146,7 @@ class Groups:
         return Groups(scales, *others)
 
     def of_smaller(self, times: int) -> Groups:
-        """Return the groups after each is cut into ``times`` equal parts."""
+        """Return the groups after cutting each into ``times`` equal parts."""
         minima = None if self.minima is None else self.minima.repeat_interleave(times, dim=1)
         return replace(self, scales=self.scales.repeat_interleave(times, dim=1), minima=minima)
 
@@ -161,16 +160,16 @@ def _in_units(numbers: Tensor, factors: Tensor | None, group_size: int) -> Tenso
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedIntegers:
-    """Rows of a weight as a checkpoint keeps them, group by group.
+    """Rows of a weight as a checkpoint stores them, in groups.
 
-    Without minima a weight is ``number * scale``, with them ``number * scale + minimum``.
+    A weight is ``number * scale``, or with minima ``number * scale + minimum``.
 
     Attributes:
         bits: bits of a number: 4 or 8.
-        numbers: ``[n, in_features]``. Without minima int8: -8 to 7 for 4 bits, -128 to 127 for 8.
-            With minima uint8: 0 to 15 for 4 bits, 0 to 255 for 8. With ``is_e2m1`` -12 to 12.
+        numbers: ``[n, in_features]``. Without minima, int8: -8 to 7 for 4 bits, -128 to 127 for 8.
+            With minima, uint8: 0 to 15 for 4 bits, 0 to 255 for 8. With ``is_e2m1``, -12 to 12.
         groups: scales and minima of the rows.
-        group_size: neighbouring inputs with one scale, see `CodeLayout`; or all inputs of a row.
+        group_size: neighbouring inputs with one scale, see `CodeLayout`; or a row's whole size.
         is_e2m1: whether the numbers are values of e2m1 (4 bits), doubled.
     """
 
@@ -184,7 +183,7 @@ class GroupedIntegers:
     def of(
         cls, bits: int, numbers: Tensor, groups: Groups | Tensor, group_size: int
     ) -> GroupedIntegers | None:
-        """Make integers in groups; None if kernels do not support the group size or the bits.
+        """Make grouped integers; None if kernels do not support the group size or the bits.
 
         Args:
             bits: bits of a number.
@@ -195,7 +194,7 @@ class GroupedIntegers:
         in_features, fits = numbers.shape[1], bits in (4, 8)
         if isinstance(groups, Tensor):
             groups = Groups(groups)
-        if groups.scales.shape[1] == 1:  # a single group, whatever its nominal size
+        if groups.scales.shape[1] == 1:  # one group, whatever its nominal size
             group_size = -(-in_features // INPUT_BLOCK) * INPUT_BLOCK
         fits = fits and (group_size in _SMALL_GROUPS or group_size % INPUT_BLOCK == 0)
         for one in (groups.scales, groups.minima):
@@ -211,7 +210,7 @@ class GroupedIntegers:
 
     @property
     def layout(self) -> CodeLayout:
-        """Layout of the codes, which all parts of one weight must share."""
+        """Return the codes' layout, which all parts of one weight must share."""
         groups, format_ = self.groups, WeightFormat.INT4 if self.bits == 4 else WeightFormat.INT8
         minima = None if groups.minima is None else groups.minima.dtype
         factors = None if groups.scale_factors is None else groups.scale_factors.dtype
@@ -227,7 +226,7 @@ class GroupedIntegers:
         return (self.numbers.to(torch.int16) + middle).to(torch.uint8)
 
     def part(self, rows: slice | Tensor | None, columns: slice | None) -> GroupedIntegers | None:
-        """Return some rows, and some columns of these; None where a group would be cut."""
+        """Return some rows, and some of their columns; None if a group would be cut."""
         numbers, groups = self.numbers, self.groups
         if rows is not None:
             numbers, groups = numbers[rows], groups.map(lambda one: one[rows])
@@ -258,9 +257,9 @@ class GroupedIntegers:
 
     @classmethod
     def alike(cls, parts: Sequence[GroupedIntegers]) -> list[GroupedIntegers]:
-        """Give parts of one weight the same layout; their values stay the same to the bit.
+        """Give parts of one weight the same layout; values stay equal to the bit.
 
-        Where scales or minima are of different kinds, they become float32.
+        Scales or minima of different kinds become float32.
         """
         if len({part.layout for part in parts}) == 1:
             return list(parts)
@@ -296,13 +295,13 @@ def _cut(part: GroupedIntegers, group_size: int) -> Groups:
 
 
 def _with_minima(part: GroupedIntegers, *, zero_points: bool) -> GroupedIntegers:
-    """Shift the numbers to start at 0 and compensate by minima, integers with ``zero_points``."""
+    """Shift the numbers to start at 0; minima undo the shift, as integers with ``zero_points``."""
     groups = part.groups
     if groups.minima is not None:
         return part
-    shift = 1 << max(-int(part.numbers.min()) - 1, 0).bit_length()  # a power of 2: exact
+    shift = 1 << max(-int(part.numbers.min()) - 1, 0).bit_length()  # a power of 2, so exact
     factors, minima = groups.scale_factors, groups.scales * -shift
-    if factors is not None:  # the multiples stay, and the factors are shifted
+    if factors is not None:  # the multiples stay, and the factors change
         factors, minima = factors * -shift, groups.scales
     elif zero_points and groups.scales.dtype != torch.float32:
         minima = torch.full_like(groups.scales, -shift, dtype=torch.int8)
@@ -325,12 +324,12 @@ def _scaled(numbers: Tensor, scales: Tensor, minima: Tensor | None, group_size: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8Rows:
-    """Rows of a weight in float8, as a checkpoint keeps them.
+    """Rows of a weight in float8, as a checkpoint stores them.
 
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
-        scales: ``[n, groups]`` float32 factors of the numbers of a row's groups.
-        group_size: number of neighbours in a group; a group may be a whole row.
+        scales: ``[n, groups]`` float32, one factor per group of a row.
+        group_size: number of neighbours in a group; maybe all of a row.
     """
 
     numbers: Tensor
@@ -338,7 +337,7 @@ class Float8Rows:
     group_size: int
 
     def part(self, rows: slice | Tensor | None, columns: slice | None) -> Float8Rows | None:
-        """Return some rows, and some columns of these; None where a group would be cut."""
+        """Return some rows, and some of their columns; None if a group would be cut."""
         numbers, scales, size = self.numbers, self.scales, self.group_size
         if rows is not None:
             numbers, scales = numbers.view(torch.uint8)[rows].view(FLOAT8), scales[rows]
@@ -365,37 +364,36 @@ class PackedWeight:
 
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
-    The last panel is padded with zeros. 8-bit numbers are symmetric: the largest weight of each
-    output becomes 127, or 448 in float8. bfloat16 and float8 are stored in pairs of inputs, padded
-    with 0, for instructions that multiply pairs: ``[panel, pair, output, 2]``.
+    The last panel is padded with zeros. 8-bit numbers are symmetric: each output's largest weight
+    becomes 127, or 448 in float8. bfloat16 and float8 are stored in pairs of inputs, padded with 0,
+    for instructions that multiply pairs: ``[panel, pair, output, 2]``.
 
     Codes are stored as ``[panel, step, output, 4 bytes]``. A step has 4 inputs of 8 bits, or 8
     inputs of 4 bits: inputs 0 to 3 in the bytes' low halves, 4 to 7 in the high halves. A weight is
-    ``(code - 2 ** (bits - 1)) * scale``, or ``code * scale + minimum`` where groups have minima.
-    Codes of e2m1 are indexes into `E2M1_TWICE`.
-    Products with codes round their inputs, see `rounded_inputs`.
+    ``(code - 2 ** (bits - 1)) * scale``, or with minima ``code * scale + minimum``. Codes of e2m1
+    are indexes into `E2M1_TWICE`. Products with codes round the inputs, see `rounded_inputs`.
     """
 
     format: WeightFormat
-    # [ceil(out_features / width), in_features, width] numbers, or pairs or codes as above.
+    # [ceil(out_features / width), in_features, width] numbers; or pairs or codes, see above.
     panels: Tensor
     scales: Tensor | None  # [out_features] float32; None: all are 1
-    groups: Groups | None  # [panels, groups of the inputs, width]; for codes only
+    groups: Groups | None  # [panels, groups of inputs, width]; only for codes
     group_size: int  # inputs of a group, see `CodeLayout`
     bias: Tensor | None  # [out_features] float32
     out_features: int
     in_features: int
     is_e2m1: bool = False  # see `CodeLayout`
-    has_fine_inputs: bool = False  # for codes only: inputs are rounded to 16 bits
+    has_fine_inputs: bool = False  # only for codes: inputs are rounded to 16 bits
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors of the weight."""
+        """Return all tensors of the weight."""
         return (self.panels, self.scales, *(self.groups.tensors if self.groups else ()), self.bias)
 
     @property
     def width(self) -> int:
-        """Number of outputs in a panel."""
+        """Return the number of outputs in a panel."""
         return self.panels.shape[2]
 
     def in_whole_panels(self, num_rows: int) -> int:
@@ -404,7 +402,7 @@ class PackedWeight:
 
     @property
     def layout(self) -> CodeLayout | None:
-        """Layout of the codes; None if weights are numbers."""
+        """Return the codes' layout; None if weights are not codes."""
         if self.groups is None:
             return None
         scales, minima, factors, _ = self.groups.tensors
@@ -415,7 +413,7 @@ class PackedWeight:
 
     @property
     def has_own_groups(self) -> bool:
-        """Return whether groups, if any, are the ones that Baton cuts floating-point rows into."""
+        """Return whether groups, if any, have the layout of rows that Baton rounds."""
         return self.layout == _OWN_LAYOUTS.get(self.format)
 
     @classmethod
@@ -430,12 +428,12 @@ class PackedWeight:
         layout: CodeLayout | None = None,
         has_gaps: bool = False,
     ) -> PackedWeight:
-        """Allocate a weight whose rows are written later; the last panel's padding is filled in.
+        """Allocate a weight, to be filled with rows; zeros fill the last panel's padding.
 
         Args:
             empty: allocates the large tensors.
-            layout: layout of codes; None: the layout that `pack_rows` makes.
-            has_gaps: whether every panel may have rows that are never written; all rows begin as 0.
+            layout: layout of codes; None: as `pack_rows` makes it.
+            has_gaps: whether rows of any panel may stay unwritten; all rows begin as 0.
         """
         num_panels = -(-out_features // width)
         first_filled = 0 if has_gaps else -1
@@ -470,7 +468,7 @@ class PackedWeight:
         width: int,
         empty: Callable[..., Tensor] = torch.empty,
     ) -> PackedWeight:
-        """Pack a weight, ``[out_features, in_features]``, and its bias; see ``empty``."""
+        """Pack a weight, ``[out_features, in_features]``, and its bias; see `empty`."""
         out_features, in_features = weight.shape
         packed = cls.empty(out_features, in_features, format, width, empty)
         packed.write_rows(0, weight)
@@ -496,20 +494,20 @@ class PackedWeight:
         self._write_numbers(ids, numbers.to(self.panels.dtype))
 
     def write_float8(self, first_row: int, rows: Float8Rows) -> None:
-        """Write rows of float8 unchanged; they have this weight's groups."""
+        """Write float8 rows unchanged; their groups are this weight's."""
         ids = torch.arange(first_row, first_row + len(rows.numbers))
         self._write_numbers(ids, rows.numbers)
         self.write_scales(first_row, rows)
 
     def write_scales(self, first_row: int, rows: Float8Rows) -> None:
-        """Write the scales of rows of float8."""
+        """Write the scales of float8 rows."""
         if self.scales is not None:
             self.scales[first_row : first_row + len(rows.scales)] = rows.scales.squeeze(1)
         else:
             self.write_groups(first_row, Groups(rows.scales))
 
     def _write_numbers(self, ids: Tensor, numbers: Tensor) -> None:
-        """Write rows of numbers of the panels' type, ``[n, in_features]``."""
+        """Write rows of numbers in the panels' dtype, ``[n, in_features]``."""
         numbers = _as_bytes(numbers)
         if self.format in _PAIRED:
             filled = functional.pad(numbers, (0, -self.in_features % _PAIR))
@@ -517,7 +515,7 @@ class PackedWeight:
         _put_rows(_as_bytes(self.panels), ids, numbers)
 
     def write_integers(self, first_row: int, rows: GroupedIntegers) -> None:
-        """Write rows that are integers already, in this weight's layout."""
+        """Write rows of integers, in this weight's layout."""
         assert self.groups is not None
         assert rows.layout == self.layout
         ids = torch.arange(first_row, first_row + len(rows.numbers))
@@ -525,7 +523,7 @@ class PackedWeight:
         self.write_groups(first_row, rows.groups)
 
     def write_groups(self, first_row: int, groups: Groups) -> None:
-        """Write the numbers of some rows' groups."""
+        """Write scales, minima and factors of some rows' groups."""
         assert self.groups is not None
         ids = torch.arange(first_row, first_row + len(groups.scales))
         for ours, theirs in zip(self.groups.tensors, groups.tensors, strict=True):
@@ -533,7 +531,7 @@ class PackedWeight:
                 _put_rows(ours, ids, theirs)
 
     def read_rows(self, ids: Tensor) -> Tensor:
-        """Read rows ``[...]`` as numbers: ``[..., in_features]``, as kept, or float32 of codes."""
+        """Read rows ``[...]``: ``[..., in_features]``, in the panels' dtype; float32 for codes."""
         rows = _take_rows(_as_bytes(self.panels), ids)
         bits = self.format.code_bits
         if self.format in _PAIRED:  # rows: [..., pairs, 2]
@@ -560,10 +558,10 @@ class PackedWeight:
 
 
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Round inputs as a product with a weight of codes does: float32 ``[..., in_features]``.
+    """Round inputs as products with codes do: float32 ``[..., in_features]``.
 
-    The inputs of one group of weights, at most ``INPUT_BLOCK`` neighbours, share a scale that makes
-    the largest of them 127. If the weight has fine inputs, the remainder is rounded in the same way
+    The inputs of one group of weights, at most ``INPUT_BLOCK``, share a scale that makes the
+    largest of them 127. If the weight has fine inputs, the remainder is rounded in the same way,
     and added.
     """
     size, each = x.shape[-1], min(weight.group_size, INPUT_BLOCK)
@@ -576,17 +574,17 @@ def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _rounded_blocks(blocks: Tensor) -> Tensor:
-    """Round each block, ``[..., size]`` float32, to 8 bits with one scale; returns float64."""
+    """Round blocks, ``[..., size]`` float32, to 8 bits with one scale each; return float64."""
     limits = blocks.abs().amax(dim=-1, keepdim=True)
-    # Torch divides a Python number by a tensor via the reciprocal, which rounds twice.
+    # For a Python number, torch multiplies by the reciprocal, which rounds twice.
     factors = torch.where(limits > 1e-30, torch.full_like(limits, INT8_LIMIT) / limits, 0.0)
-    # In float64 a product of two floats is exact, as in a fused multiply-add.
+    # In float64, a product of two floats is exact, as in a fused multiply-add.
     numbers = (blocks.double() * factors.double()).round()
     return numbers * (limits * (1 / INT8_LIMIT)).double()
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
-    """View float8 as bytes: torch can move and pad few types of one byte."""
+    """View float8 as bytes, as torch moves and pads few one-byte dtypes."""
     return numbers.view(torch.uint8) if numbers.dtype == FLOAT8 else numbers
 
 
@@ -610,7 +608,7 @@ def _empty_groups(
     empty: Callable[..., Tensor],
     first_filled: int,
 ) -> Groups:
-    """Allocate the numbers of groups; from panel ``first_filled`` on they are 0."""
+    """Allocate scales, minima and factors; from panel ``first_filled`` on they are 0."""
 
     def numbers_of(size: int, dtype: torch.dtype | None) -> Tensor | None:
         if dtype is None:
@@ -635,7 +633,7 @@ def _cut_into_groups(rows: Tensor, size: int) -> Tensor:
 
 
 def _eight_bits(rows: Tensor) -> GroupedIntegers:
-    """Make symmetric codes of 8 bits: the largest weight of each group becomes 127."""
+    """Make symmetric 8-bit codes: each group's largest weight becomes 127."""
     layout = _OWN_LAYOUTS[WeightFormat.INT8]
     groups = _cut_into_groups(rows, layout.group_size)
     scales = (groups.abs().amax(dim=2, keepdim=True) / INT8_LIMIT).to(layout.scales)
@@ -646,7 +644,7 @@ def _eight_bits(rows: Tensor) -> GroupedIntegers:
 
 
 def _four_bits(rows: Tensor) -> GroupedIntegers:
-    """Make codes of 4 bits: scales and minima of least squared error, as multiples of factors."""
+    """Make 4-bit codes: scales and minima of least squared error, as multiples of factors."""
     layout = _OWN_LAYOUTS[WeightFormat.INT4]
     groups = _cut_into_groups(rows, layout.group_size)
     found, wide = [], []
@@ -662,10 +660,10 @@ def _four_bits(rows: Tensor) -> GroupedIntegers:
 
 
 def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Find each group's scale and minimum of least squared error; ``[n, groups]``.
+    """Find scale and minimum of least squared error for each group; ``[n, groups]``.
 
-    Twelve scales are tried. The codes of each give a scale and minimum by least squares, as in
-    GGML's K-quants. Sums run in order, in float32, so that kernels find the same bits.
+    Tries twelve scales. The codes of each give a scale and minimum by least squares, as in GGML's
+    K-quants. Sums run in order, in float32, so that kernels find the same bits.
     """
     size = groups.shape[2]
     values = groups.unbind(2)
@@ -683,7 +681,7 @@ def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
         scale = (size * products - count * total) / spread
         scale = torch.where((spread > 0) & (scale > 0), scale, 0.0)
         minimum = (total - scale * count) / size
-        error = -(scale * products + minimum * total)  # the sum of squares is left out
+        error = -(scale * products + minimum * total)  # without the constant sum of squares
         better = error < best
         best = torch.where(better, error, best)
         best_scale = torch.where(better, scale, best_scale)

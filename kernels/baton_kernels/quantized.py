@@ -3,7 +3,7 @@
     GroupedWeight    4 or 8 bits per weight; inputs are not rounded
     RoundedWeight    8 bits per weight; inputs are rounded to the same type, token by token
 
-Refuses to know: what computes with it, and layers.
+Refuses to know: layers, kernels.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.nn import functional
 
 from baton_kernels.packed import FLOAT8_GROUP, GroupedIntegers, Groups
 
-# Words of a row that are read together; also the inputs in a plane.
+# words of a row that are read together; also the number of inputs in a plane
 SIDE = 16
 _WORD_BITS = 32
 _FOUR_BITS_GROUP = 128
-_NUM_TRIED = 12  # scales that are tried for a group
-# Inputs of one product of bytes; groups of rounded weights are multiples of this number.
+_NUM_TRIED = 12  # scales to try for a group
+# Inputs in one product of bytes; group sizes of rounded weights are multiples of this number.
 ROUNDED_BLOCK = FLOAT8_GROUP
 
 
@@ -41,26 +41,25 @@ class QuantizedFormat(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedWeight:
-    """``[out_features, in_features]`` integers in groups with a scale each, and maybe a minimum.
+    """``[out_features, in_features]`` integers in groups with a scale and maybe a minimum.
 
-    Inputs that are read together form a chunk of `SIDE` words; the chunks of all rows are adjacent.
-    Each word has one code of every plane, the first in its lowest bits::
+    Inputs that are read together form a chunk of `SIDE` words; all rows' chunks are adjacent. Each
+    word has one code of every plane, the first plane in the lowest bits::
 
         input of the chunk    0 ... 15  16 ... 31  32 ...       16 neighbours are a plane
         in word                0 ... 15   0 ... 15   0 ...
 
-    So all words of a plane are unpacked in the same way, and its numbers are in the order that
-    products need. A code is ``weight / scale + 2 ** (bits - 1)``, or
-    ``(weight - minimum) / scale``.
+    So all words of a plane are unpacked alike, and give numbers in the order that products need. A
+    code is ``weight / scale + 2 ** (bits - 1)``, or ``(weight - minimum) / scale``.
 
     Attributes:
         bits: bits of a code, 4 or 8.
         codes: ``[chunks, out_features, SIDE]`` int32.
-        groups: scales, minima and factors of the groups (`CodeLayout`), ``[groups, out_features]``
+        groups: the groups' scales, minima and factors (`CodeLayout`), ``[groups, out_features]``
             each.
         group_size: number of neighbouring inputs in a group.
-        in_features: inputs of a row; zeros multiply the padding of the last chunk.
-        arrived: ``[...]`` int32, zero between launches: number of finished parts of each sum.
+        in_features: inputs of a row; the last chunk's padding is multiplied by zeros.
+        arrived: ``[...]`` int32, zero between launches: finished parts of each sum.
     """
 
     bits: int
@@ -72,24 +71,24 @@ class GroupedWeight:
 
     @property
     def out_features(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self.codes.shape[1]
 
     @property
     def chunk_size(self) -> int:
-        """Number of inputs in a chunk."""
+        """Return the number of inputs in a chunk."""
         return SIDE * _WORD_BITS // self.bits
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the weight."""
+        """Return all tensors of the weight."""
         return tuple(one for one in (self.codes, *self.groups.tensors) if one is not None)
 
     @classmethod
     def empty(
         cls, out_features: int, like: GroupedIntegers, device: torch.device | str
     ) -> GroupedWeight:
-        """Allocate a weight for rows to be written, in the layout of ``like``."""
+        """Allocate a weight in the layout of ``like``, to be filled with rows."""
         in_features, bits = like.numbers.shape[1], like.bits
         chunks = -(-in_features // (SIDE * _WORD_BITS // bits))
         codes = torch.empty(chunks, out_features, SIDE, dtype=torch.int32, device=device)
@@ -137,9 +136,7 @@ class GroupedWeight:
 
 
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Return whether `GroupedWeight` supports the group size of these integers, and their codes,
-    which must not be e2m1.
-    """
+    """Return whether `GroupedWeight` can hold these integers, by group size; never e2m1 codes."""
     size = integers.group_size
     is_one = integers.groups.scales.shape[1] == 1
     return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1
@@ -152,9 +149,9 @@ class RoundedWeight:
     Attributes:
         numbers: ``[out_features, in_features]`` int8, or float8 (e4m3).
         scales: ``[groups, out_features]`` float32.
-        group_size: neighbouring inputs with a scale, in rows and in inputs: a multiple of
-            `ROUNDED_BLOCK`; at least ``in_features`` if a whole row has one scale.
-        arrived: ``[...]`` int32, zero between launches: number of finished parts of each sum.
+        group_size: neighbours with one scale, in rows and in inputs: a multiple of `ROUNDED_BLOCK`;
+            at least ``in_features`` if a whole row has one scale.
+        arrived: ``[...]`` int32, zero between launches: finished parts of each sum.
     """
 
     numbers: Tensor
@@ -164,12 +161,12 @@ class RoundedWeight:
 
     @property
     def out_features(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self.numbers.shape[0]
 
     @property
     def in_features(self) -> int:
-        """Numbers of a row."""
+        """Return the size of a row."""
         return self.numbers.shape[1]
 
     @property
@@ -186,7 +183,7 @@ class RoundedWeight:
         group_size: int | None,
         device: torch.device | str,
     ) -> RoundedWeight:
-        """Allocate a weight for rows to be written.
+        """Allocate a weight to be filled with rows.
 
         Args:
             dtype: int8 or float8.
@@ -201,13 +198,13 @@ class RoundedWeight:
         )
 
     def write_rows(self, first_row: int, numbers: Tensor, scales: Tensor) -> None:
-        """Write rows that are rounded already: ``[n, in_features]`` and ``[n, groups]``."""
+        """Write rounded rows, ``[n, in_features]``, and their scales, ``[n, groups]``."""
         here = slice(first_row, first_row + len(numbers))
         self.numbers[here] = numbers.to(self.numbers.device)
         self.scales[:, here] = scales.to(self.scales).T
 
     def round_rows(self, first_row: int, rows: Tensor) -> None:
-        """Write rows of numbers, ``[n, in_features]`` of any floating dtype, rounded."""
+        """Round rows, ``[n, in_features]`` of any floating dtype, and write them."""
         rows = rows.to(self.numbers.device)
         self.write_rows(first_row, *rounded_rows(rows, self.numbers.dtype, self.group_size))
 
@@ -221,7 +218,7 @@ QuantizedWeight = GroupedWeight | RoundedWeight
 
 
 def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """Round each group of each row so that its largest number becomes the type's largest.
+    """Round each group of each row, whose largest number becomes the dtype's largest.
 
     Args:
         rows: ``[n, size]`` of any floating dtype.
@@ -229,7 +226,7 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
         group_size: neighbours with one scale.
 
     Returns:
-        ``[n, size]`` of ``dtype``, and ``[n, groups]`` float32; a group of zeros has a scale of 0.
+        ``[n, size]`` of ``dtype``, and scales ``[n, groups]`` float32; 0 for a group of zeros.
     """
     size = rows.shape[1]
     group_size = min(group_size, size)
@@ -238,7 +235,7 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
     largest = largest_of(dtype)
     limits = groups.abs().amax(dim=2, keepdim=True)
     factors = torch.where(limits > 1e-30, torch.full_like(limits, largest) / limits, 0.0)
-    if dtype == torch.int8:  # in float64 the product is exact, as in a fused multiply-add
+    if dtype == torch.int8:  # in float64, the product is exact, as in a fused multiply-add
         numbers = (groups.double() * factors.double()).round().float()
     else:
         numbers = groups * factors
@@ -249,7 +246,7 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
 def four_bits(rows: Tensor) -> GroupedIntegers:
     """Round ``[n, in_features]`` to 4 bits, with the scales of the least squared error.
 
-    Several scales are tried; the codes of each give a better scale by least squares.
+    Tries several scales; the codes of each give a better scale by least squares.
     """
     size = rows.shape[1]
     filled = functional.pad(rows.float(), (0, -size % _FOUR_BITS_GROUP))
@@ -275,7 +272,7 @@ def _codes(groups: Tensor, scales: Tensor) -> Tensor:
 
 
 def largest_of(dtype: torch.dtype) -> float:
-    """Return the largest number of float8, or the largest that is used of int8."""
+    """Return the largest number of float8, or the largest int8 that is used."""
     return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
 
 

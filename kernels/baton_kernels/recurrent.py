@@ -1,12 +1,12 @@
-"""The definition of the ops of recurrent token mixers: convolutions and linear recurrences.
+"""The definitions of the ops of recurrent token mixers: convolutions and linear recurrences.
 
-A mixer of this kind keeps a state of fixed size where attention keeps keys and values. Each op
-reads a request's earlier state, takes its tokens one after another, and writes the state after
-every segment, so that later steps and requests can go on from there (`StateMetadata`)::
+Instead of keys and values, such a mixer keeps a state of fixed size. Each op reads a request's
+earlier state, takes its tokens one by one, and writes the state after every segment, so that later
+steps and requests can continue from there (`StateMetadata`)::
 
     request      A                       B
     segments     0       1       2       3
-    tokens       x x x x x x x x x x x   x        a segment ends where a block of the cache does
+    tokens       x x x x x x x x x x x   x        a segment ends where a block of the cache ends
     slots        r     w       w     w   r w      r: read_slots, w: write_slots
 
 Refuses to know: models, who owns a slot.
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from baton_kernels.state_metadata import StateMetadata
 
-_LENGTH_EPS = 1e-6  # added under the root that normalizes keys and queries of the delta rule
+_LENGTH_EPS = 1e-6  # added under the root that normalizes the delta rule's keys and queries
 
 
 def causal_conv(
@@ -37,21 +37,21 @@ def causal_conv(
     in_gate: Tensor | None = None,
     out_gate: Tensor | None = None,
 ) -> Tensor:
-    """Convolve each channel along its sequence; a token sees itself and the tokens before it.
+    """Convolve each channel along its sequence; a token sees itself and earlier tokens.
 
     Args:
         x: ``[num_tokens, num_channels]``, rows of any stride.
-        weight: ``[num_channels, kernel_size]``; the last column belongs to the newest token.
+        weight: ``[num_channels, kernel_size]``; the last column is for the newest token.
         bias: ``[num_channels]``, or None.
         states: ``[num_slots, num_channels, kernel_size - 1]`` in the dtype of ``x``, any strides:
-            the inputs before a token, the newest last. The states after each segment are written.
+            inputs before a token, the newest last. The states after each segment are written.
         metadata: segments and state slots of the step.
         has_silu: whether to apply ``silu`` to the sums.
         in_gate: ``[num_tokens, num_channels]``, factors of ``x``; None: no gate.
         out_gate: ``[num_tokens, num_channels]``, factors of the result; None: no gate.
 
     Returns:
-        ``[num_tokens, num_channels]`` in the dtype of ``x``, zeros behind the last segment.
+        ``[num_tokens, num_channels]`` in the dtype of ``x``, zeros after the last segment.
         Sums are in float32; each intermediate result is rounded.
     """
     gated = x if in_gate is None else in_gate * x  # [num_tokens, num_channels]
@@ -88,7 +88,7 @@ def selective_scan(
 ) -> Tensor:
     """Scan by Mamba 2's state space (Dao and Gu, arXiv:2405.21060), token by token.
 
-    A head's state ``S`` has a column for each of its dimensions. For each token, with ``dt`` after
+    A head's state ``S`` has a column per dimension of the head. For each token, with ``dt`` after
     bias and softplus::
 
         S = exp(-exp(a_log) * dt) * S + b (x) (dt * x)        result = c @ S + d * x
@@ -105,7 +105,7 @@ def selective_scan(
         metadata: segments and state slots of the step.
 
     Returns:
-        ``[num_tokens, num_heads, head_dim]`` in the dtype of ``x``, zeros behind the last segment.
+        ``[num_tokens, num_heads, head_dim]`` in the dtype of ``x``, zeros after the last segment.
         Computed in float32.
     """
     heads_per_group = x.shape[1] // b.shape[1]
@@ -159,7 +159,7 @@ def gated_delta_rule(
         metadata: segments and state slots of the step.
 
     Returns:
-        ``[num_tokens, num_heads, value_dim]`` in the dtype of ``value``, zeros behind the last
+        ``[num_tokens, num_heads, value_dim]`` in the dtype of ``value``, zeros after the last
         segment. Computed in float32, but ``sigmoid(b)`` is rounded to the dtype.
     """
     heads_per_key = value.shape[1] // key.shape[1]
@@ -194,19 +194,18 @@ def gated_rms_norm(
     group_size: int,
     norm_before_gate: bool,
 ) -> Tensor:
-    """Norm groups of a row, and multiply the row by ``silu(gate)`` before or after.
+    """Norm groups of a row, and multiply the row by ``silu(gate)`` before or after the norm.
 
     Args:
         x: ``[num_tokens, size]``, rows of any stride.
         gate: ``[num_tokens, size]``, rows of any stride.
         weight: ``[size]``, or ``[group_size]`` for every group.
         eps: added to the mean square.
-        group_size: elements that are normalized together; divides ``size``.
+        group_size: elements that are normalized together; must divide ``size``.
         norm_before_gate: whether the gate is applied after the norm.
 
     Returns:
-        ``[num_tokens, size]`` in the dtype of ``x``; rounded before the weight is applied and again
-        after.
+        ``[num_tokens, size]`` in the dtype of ``x``; rounded before and after applying the weight.
     """
     wide = x.float().contiguous()  # [num_tokens, size]
     gated = functional.silu(gate.float())
@@ -220,7 +219,7 @@ def gated_rms_norm(
 
 
 class _Segment:
-    """A run of tokens, and the slots of the states before and after it."""
+    """A run of tokens, with slots of the states before and after the run."""
 
     def __init__(self, tokens: slice, read_slot: int, write_slot: int) -> None:
         self.tokens = tokens
@@ -229,7 +228,7 @@ class _Segment:
 
 
 def _requests(metadata: StateMetadata) -> Iterator[list[_Segment]]:
-    """Yield the segments of each request that has any."""
+    """Yield the segments of each request that has segments."""
     starts, borders = metadata.segment_start_loc.tolist(), metadata.request_start_loc.tolist()
     reads, writes = metadata.read_slots.tolist(), metadata.write_slots.tolist()
     for first, end in pairwise(borders):

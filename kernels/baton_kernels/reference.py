@@ -1,8 +1,8 @@
 """The definition of every op in plain torch; faster kernels are tested against it.
 
-Clarity wins over speed here. Arithmetic is in float32 wherever Hugging Face uses float32, so a
-float32 model agrees with ``transformers`` closely and a bfloat16 model rounds at the usual places.
-Refuses to know: devices, models, how requests are batched.
+Clarity wins over speed. Arithmetic is in float32 wherever Hugging Face uses float32, so a float32
+model agrees with ``transformers`` closely, and a bfloat16 model rounds at the same places. Refuses
+to know: devices, models, how requests are batched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton_kernels.recurrent import selective_scan as selective_scan
 from baton_kernels.routing import Routing, Scoring
 from baton_kernels.row_tiles import RowTiles
 
-# The number type of a quantized KV cache (Micikevicius et al., arXiv:2209.05433). Every wider type
+# The dtype of a quantized KV cache (Micikevicius et al., arXiv:2209.05433). Every wider dtype
 # contains all float8 numbers, so reading rounds nothing.
 FP8 = FLOAT8
 FP8_MAX = 448.0
@@ -41,8 +41,7 @@ def _clamped_swish(gate: Tensor) -> Tensor:
 
 # Activation of experts and MLPs without gates: the square of the positive part.
 RELU2 = "relu2"
-# Activations of gates; "gelu_tanh" is the approximation (Hendrycks and Gimpel,
-# arXiv:1606.08415).
+# Activations of gates; "gelu_tanh" approximates (Hendrycks and Gimpel, arXiv:1606.08415).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
@@ -62,9 +61,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
 
     Returns:
-        ``[..., size]`` in the dtype of ``x``. Like in Hugging Face's Llama, the normalized value is
-        rounded to that dtype before the weight is applied. A float32 weight with ``x`` of another
-        dtype is applied before rounding, as in Gemma and OLMo.
+        ``[..., size]`` in the dtype of ``x``. As in Hugging Face's Llama, the normalized value is
+        rounded to that dtype before the weight is applied; but a float32 weight with ``x`` of
+        another dtype is applied before rounding, as in Gemma and OLMo.
     """
     wide = x.float()  # [..., size]
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
@@ -74,7 +73,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
-    """``residual + x * factor``; the product is rounded, unless the factor is 1.
+    """Return ``residual + x * factor``; the product is rounded, unless the factor is 1.
 
     Args:
         x: ``[num_tokens, hidden_size]``, the output of a layer.
@@ -90,9 +89,7 @@ def join(x: Tensor, y: Tensor) -> Tensor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """Return the index of each row's largest number, the lowest one if several are equal: ``[n]``
-    int64.
-    """
+    """Return the first index of each row's largest number: ``[n]`` int64."""
     return torch.from_numpy(x.float().numpy().argmax(axis=-1)) if x.is_cpu else x.argmax(dim=-1)
 
 
@@ -116,7 +113,7 @@ def add_rms_norm(
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding, half-split ("neox") style (Su et al., arXiv:2104.09864).
+    """Rotate by position, half-split ("neox") style (Su et al., arXiv:2104.09864).
 
     Dimension ``i`` of the first half is paired with dimension ``i`` of the second half::
 
@@ -125,7 +122,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     Args:
         query: ``[num_tokens, num_heads, head_dim]``.
         key: ``[num_tokens, num_kv_heads, head_dim]``.
-        cos: ``[num_tokens, rotary_dim]`` cosines, both halves filled, ``rotary_dim <= head_dim``.
+        cos: ``[num_tokens, rotary_dim]``, two equal halves of cosines; ``rotary_dim <= head_dim``.
         sin: ``[num_tokens, rotary_dim]`` sines, laid out like ``cos``.
 
     Returns:
@@ -146,10 +143,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up``: the unit of SwiGLU (Shazeer, arXiv:2002.05202).
+    """Return ``silu(gate) * up``: the unit of SwiGLU (Shazeer, arXiv:2002.05202).
 
     Args:
-        gate_up: ``[..., 2 * size]``, the gate in the first half, the gated half after it.
+        gate_up: ``[..., 2 * size]``, gates in the first half, ups in the second.
 
     Returns:
         ``[..., size]``.
@@ -158,12 +155,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * up`` of the two halves (Shazeer, arXiv:2002.05202).
+    """Return ``activation(gate) * up`` of the two halves (Shazeer, arXiv:2002.05202).
 
     Args:
-        gate_up: ``[..., 2 * size]``, the gate in the first half, the gated half after it.
-        activation: one of ``ACTIVATIONS``; with ``CLAMPED_SWIGLU`` the gated half is clamped, too,
-            and 1 is added to it.
+        gate_up: ``[..., 2 * size]``, gates in the first half, ups in the second.
+        activation: one of ``ACTIVATIONS``; with ``CLAMPED_SWIGLU``, ups are also clamped, and
+            increased by 1.
 
     Returns:
         ``[..., size]``.
@@ -175,7 +172,7 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * x``; with ``relu``, pass one tensor twice to square its positive part.
+    """Return ``activation(gate) * x``; ``relu`` of the same tensor twice is a squared ReLU.
 
     Args:
         gate: ``[num_rows, size]``, rows of any stride.
@@ -186,7 +183,7 @@ def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(x / cap)`` of logits (Gemma 2, arXiv:2408.00118), computed in float32.
+    """Return ``cap * tanh(x / cap)`` of logits (Gemma 2, arXiv:2408.00118), in float32.
 
     Args:
         x: ``[..., size]``.
@@ -217,7 +214,7 @@ def store_kv(
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; -1 marks a
             padding token, which is not written.
-        key_scale: scale of keys in an ``FP8`` cache: a key is the stored number times this scale.
+        key_scale: scale of keys in an ``FP8`` cache: a key is the stored number times the scale.
             Other caches have no scales.
         value_scale: scale of values in an ``FP8`` cache.
     """
@@ -226,7 +223,7 @@ def store_kv(
     block_size = kv_cache.shape[3]
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")  # [num_tokens]
     offsets = slot_mapping - blocks * block_size  # [num_tokens]
-    # A padding slot falls into block -1, which indexing would take for the last block.
+    # Padding tokens have slots in block -1, which indexing would take for the last block.
     if bool((blocks < 0).any()):
         written = blocks >= 0  # [num_tokens]
         blocks, offsets = blocks[written], offsets[written]
@@ -254,16 +251,16 @@ def norm_rotary_store(
 
     Args:
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads;
-            rows may have further whole heads, which are not read.
-        num_heads: query heads; ``kv_cache`` tells the rest of the shape.
+            rows may end in further whole heads, which are not read.
+        num_heads: number of query heads; ``kv_cache`` has the other sizes.
         cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         sin: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         kv_cache: one layer of the paged cache, see :func:`store_kv`; receives this step's values
             and rotated keys.
         slot_mapping: ``[num_tokens]`` int64, see :func:`store_kv`.
-        query_weight: weight of the norm over each query head, ``[head_dim]``, or over all of them
-            together, ``[num_heads * head_dim]``; None: no norm.
-        key_weight: weight of the norm of keys, in either of these shapes; None: no norm.
+        query_weight: weight of the norm over each query head, ``[head_dim]``, or over all query
+            heads, ``[num_heads * head_dim]``; None: no norm.
+        key_weight: weight of the keys' norm, with either of these shapes; None: no norm.
         eps: added to the mean square.
         key_scale: scale of keys in an ``FP8`` cache, see :func:`store_kv`.
         value_scale: scale of values in an ``FP8`` cache, see :func:`store_kv`.
@@ -309,19 +306,19 @@ def norm_rotary_store_latent(
     Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     Args:
-        query: ``[num_tokens, num_heads, rotary_dim]``, the rotated part of each head; rows of any
+        query: ``[num_tokens, num_heads, rotary_dim]``, the part of each head to rotate; rows of any
             strides.
-        latent: ``[num_tokens, rank + rotary_dim]``: a part to normalize, and a key to rotate, which
-            all heads share.
+        latent: ``[num_tokens, rank + rotary_dim]``: a part to normalize, and a key to rotate, the
+            same for all heads.
         cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         sin: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         cache: ``[num_blocks, block_size, rank + rotary_dim]``, any strides of blocks and tokens;
-            this step's latents are written into it.
+            receives this step's latents.
         slot_mapping: ``[num_tokens]`` int64, see :func:`store_kv`.
         weight: ``[rank]``, weight of the norm.
         eps: epsilon of the norm.
-        interleaved: whether neighbours are rotated as pairs, ``x0 y0 x1 y1 ..``, instead of halves.
-            The result has the halves apart, ``x0 x1 .. y0 y1 ..``, which changes no product.
+        interleaved: whether adjacent dims are rotated as pairs, ``x0 y0 x1 y1 ..``, not halves. The
+            result has halves, ``x0 x1 .. y0 y1 ..``, which changes no product.
         out: ``[num_tokens, num_heads, rotary_dim]``; receives the rotated query.
     """
     rank, block_size = len(weight), cache.shape[1]
@@ -341,7 +338,7 @@ def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
 
     Args:
         x: ``[num_tokens, num_groups, in_features]``, any strides.
-        weight: each group has as many outputs as a group of ``out``, padded to whole panels
+        weight: one block per group, each with as many outputs as ``n``, padded to whole panels
             (`PackedWeight.in_whole_panels`). The weight holds numbers, not codes, and has no bias.
         out: ``[num_tokens, num_groups, n]``, any strides; receives the result.
     """
@@ -361,7 +358,7 @@ def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
 
 
 def pack_float8(weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
-    """Write rows that a checkpoint keeps in float8 into a weight's panels, unchanged.
+    """Write rows that a checkpoint stores in float8 into a weight's panels, unchanged.
 
     Args:
         weight: a weight of format `FP8` with groups of the same size.
@@ -372,7 +369,7 @@ def pack_float8(weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
 
 
 def pack_integers(weight: PackedWeight, first_row: int, integers: GroupedIntegers) -> None:
-    """Write rows that a checkpoint keeps as integers into a weight's panels.
+    """Write rows that a checkpoint stores as integers into a weight's panels.
 
     Args:
         weight: the weight to write to.
@@ -388,13 +385,13 @@ def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = N
     Args:
         weight: the weight to read.
         ids: ``[...]`` int64, outputs of the weight.
-        dtype: dtype of the result; None: the weight's dtype, float32 for integers.
+        dtype: dtype of the result; None: the panels' dtype, or float32 for integers.
 
     Returns:
         ``[..., in_features]``.
 
     Raises:
-        IndexError: an output that the weight does not have.
+        IndexError: an id is no output of the weight.
     """
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.out_features:
         raise IndexError("a row that the weight does not have")
@@ -403,15 +400,15 @@ def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = N
 
 
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Apply a linear layer whose weight is stored in panels, maybe in fewer bits than ``x``.
+    """Apply a linear layer with a packed weight, maybe in fewer bits than ``x``.
 
     Args:
         x: ``[..., in_features]``.
         weight: weight of ``out_features`` outputs.
 
     Returns:
-        ``[..., out_features]`` in the dtype of ``x``; computed in float32, with inputs rounded to 8
-        bits if the weight is codes.
+        ``[..., out_features]`` in the dtype of ``x``; computed in float32. Products with codes
+        round the inputs to 8 bits.
     """
     inputs = rounded_inputs(x, weight) if weight.format.code_bits else x.float()
     return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
@@ -468,12 +465,12 @@ def add_low_rank_by_slot(
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Apply a linear layer whose weight has 4 or 8 bits per number, laid out for GPUs.
+    """Apply a linear layer whose weight has 4 or 8 bits per number, in a layout for GPUs.
 
     Args:
         x: ``[..., in_features]``.
-        weight: weight of ``out_features`` outputs; with a `RoundedWeight`, ``x`` is rounded to
-            its type, token by token.
+        weight: weight of ``out_features`` outputs; with a `RoundedWeight`, ``x`` is rounded to the
+            weight's dtype, token by token.
         bias: ``[out_features]``.
 
     Returns:
@@ -497,7 +494,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Te
         x: ``[..., in_features]``.
         weight: ``[out_features, in_features]``, rows of any stride.
         bias: ``[out_features]``.
-        arrived: ``[out_features]`` int32, zero between launches: number of finished parts of a sum.
+        arrived: ``[out_features]`` int32, zero between launches: finished parts of each sum.
 
     Returns:
         ``[..., out_features]`` in the dtype of ``x``; this definition does not promise invariance.
@@ -506,7 +503,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Te
 
 
 def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Apply ``packed_linear`` with an unrounded float32 result, for ``x`` of any type."""
+    """Apply ``packed_linear`` with a float32 result, whatever the dtype of ``x``."""
     return packed_linear(x.float(), weight)
 
 
@@ -516,7 +513,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     Args:
         logits: ``[num_tokens, num_experts]``.
         routing: the rule by which experts are chosen and weighted.
-        bias: ``[num_experts]`` float32, added to scores for the choice only, not to the weights.
+        bias: ``[num_experts]`` float32, added to scores only for the choice, not for weights.
 
     Returns:
         Experts ``[num_tokens, top_k]`` int64, the best first, and their float32 weights.
@@ -555,7 +552,7 @@ def experts(
     activation: str = "silu",
     invariant: bool = False,
 ) -> Tensor:
-    """Send each token through its experts, gated MLPs, and add up their results.
+    """Send each token through its experts, which are gated MLPs, and sum their results.
 
     Args:
         x: ``[num_tokens, hidden_size]``.
@@ -565,15 +562,14 @@ def experts(
             ``[num_experts, inner_size, hidden_size]``.
         down: ``[num_experts, hidden_size, inner_size]``.
         base: ``[num_tokens, hidden_size]``, results of shared experts to add; None: none.
-        base_gate: ``[num_tokens, 1]`` float32 logits: ``sigmoid(base_gate)`` is a factor of base.
+        base_gate: ``[num_tokens, 1]`` float32 logits; ``sigmoid(base_gate)`` scales ``base``.
         biases: biases of ``gate_up``, ``[num_experts, 2 * inner_size]``, and of ``down``,
             ``[num_experts, hidden_size]``.
-        activation: activation of the gates, see :func:`gated_mul`; ``RELU2``: experts without
-            gates.
-        invariant: whether a token's bits must not depend on the batch; this definition ignores it.
+        activation: activation of the gates, see :func:`gated_mul`; ``RELU2``: no gates.
+        invariant: whether a token's bits must not depend on the batch; ignored by this definition.
 
     Returns:
-        ``[num_tokens, hidden_size]``; added in the order of ``ids``, in float32.
+        ``[num_tokens, hidden_size]``; summed in the order of ``ids``, in float32.
     """
 
     def compute(expert: int, rows: Tensor) -> Tensor:
@@ -598,8 +594,8 @@ def packed_experts(
     """Run `experts` with packed weights, which hold all experts one after another.
 
     Each expert's gates, ups and outputs are padded to whole panels (see
-    `PackedWeight.in_whole_panels`). If weights are codes, the inputs of each product are rounded
-    (see ``rounded_inputs``). The packed weights hold the biases.
+    `PackedWeight.in_whole_panels`). Products with codes round the inputs (see ``rounded_inputs``).
+    The packed weights hold the biases.
     """
     hidden = x.shape[1]
     all_halves, all_downs = gate_up.unpacked(), down.unpacked()
@@ -650,11 +646,11 @@ def _mix_experts(
 
 
 def packed_gated_linear(x: Tensor, weight: PackedWeight, activation: str = "silu") -> Tensor:
-    """``gated_mul(packed_linear(x, weight), activation)``: half as many outputs as weight rows.
+    """Return ``gated_mul(packed_linear(x, weight), activation)``.
 
     Args:
         x: ``[..., in_features]``.
-        weight: rows of the gate, then equally many rows of the gated half.
+        weight: rows of the gates, then as many rows of the ups.
         activation: activation of the gate, see :func:`gated_mul`.
     """
     return gated_mul(packed_linear(x, weight), activation)
@@ -666,7 +662,7 @@ def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Ten
     Args:
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
         block_ids: ``[n]`` integers, the request's blocks in token order; surplus ids are ignored.
-        num_tokens: tokens to read; the rest of the last block is not read.
+        num_tokens: number of tokens to read.
 
     Returns:
         ``(key, value)``, each ``[num_kv_heads, num_tokens, head_dim]``.
@@ -692,31 +688,31 @@ def paged_attention(
     value_dim: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each request's newest tokens over all of its cached tokens.
+    """Attend causally from each request's newest tokens to all of its cached tokens.
 
-    The queries of a request are its last tokens, so query ``i`` sits at position
-    ``seq_len - query_len + i`` and sees the keys up to and including its own::
+    A request's queries are its last tokens, so query ``i`` has position ``seq_len - query_len +
+    i``, and sees the keys up to this position::
 
         keys      0 ................ seq_len - query_len ....... seq_len
         query 0   x x x x x x x x x x
         query 1   x x x x x x x x x x x
 
     Args:
-        query: ``[num_tokens, num_heads, head_dim]``, requests one after another; rows behind the
-            last request are padding and come back as zeros.
-        kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides, this
+        query: ``[num_tokens, num_heads, head_dim]``, requests one after another; rows after the
+            last request are padding and become zeros.
+        kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides, with this
             step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``. An
-            ``FP8`` cache holds unscaled numbers: the caller includes the scale of keys in ``scale``
-            and multiplies the result by that of values.
+            ``FP8`` cache holds unscaled numbers: callers multiply ``scale`` by the keys' scale, and
+            the result by the values' scale.
         block_table: ``[num_requests, max_blocks]`` integers.
         query_lens: tokens of each request in this step; 0 marks a padding request.
         seq_lens: tokens of each request in the cache, this step's included.
-        scale: factor on the dot products, usually ``head_dim ** -0.5``.
-        sliding_window: each query sees at most this many newest keys, its own included.
+        scale: factor of the dot products, usually ``head_dim ** -0.5``.
+        sliding_window: most keys that a query sees: the newest, its own included.
         soft_cap: scaled products ``s`` become ``soft_cap * tanh(s / soft_cap)`` before the softmax
             (Gemma 2, arXiv:2408.00118); None: no cap.
-        value_dim: number of leading numbers of a value to use; None: all.
-        sinks: ``[num_heads]`` float32: a further score per head in the softmax, without a value
+        value_dim: how many leading numbers of each value to use; None: all.
+        sinks: ``[num_heads]`` float32: an additional score per head in the softmax, without a value
             (Xiao et al., arXiv:2309.17453; gpt-oss); None: no sinks.
 
     Returns:
@@ -759,7 +755,7 @@ def _attend(
     if sliding_window is not None:
         hidden = hidden | (key_at <= query_at - sliding_window)
     scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:  # a sink is one more column of scores
+    if sinks is not None:  # a sink is an additional column of scores
         sink = sinks.view(-1, 1, 1).expand(-1, query_len, 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., :seq_len]  # [num_heads, query_len, seq_len]

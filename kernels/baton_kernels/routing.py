@@ -1,4 +1,4 @@
-"""Routing: the numbers of the rule by which tokens choose experts.
+"""Routing: the rule by which tokens choose experts, as plain values.
 
 Refuses to know: tensors.
 """
@@ -14,7 +14,7 @@ class Scoring(Enum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
-    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # the logits choose
+    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # logits decide the choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class Routing:
     """A router's rule.
 
     Attributes:
-        top_k: experts of a token.
+        top_k: experts per token.
         scoring: function that turns logits into scores.
         normalize: whether the weights of a token's experts are divided by their sum.
         scale: factor of the weights.
-        num_groups: equal groups of experts; with more than one, groups are chosen first
-            (DeepSeek-AI, arXiv:2405.04434).
-        top_groups: groups that a token may choose its experts from.
-        group_best: best experts of a group whose scores are added to make the group's score.
+        num_groups: equal groups of experts; if more than one, groups are chosen first (DeepSeek-AI,
+            arXiv:2405.04434).
+        top_groups: groups from which a token's experts are chosen.
+        group_best: number of best experts whose scores sum to a group's score.
     """
 
     top_k: int

@@ -1,12 +1,11 @@
-"""RowTiles: rows sorted by what multiplies them, in tiles of one weight each, without the host.
+"""RowTiles: rows sorted by their weight, in tiles with one weight each, without the host.
 
     rows, by weight   | w0 w0 w0 | w2 | w5 w5 |
     tiles             [ w0     ][w0  ][w2     ][w5     ][no weight] ...
 
-The number of tiles depends on the rows. The largest possible number is made, and tiles without a
-weight come last. So shapes depend on the number of rows only, and a CUDA graph can hold all
-launches.
-Refuses to know: kernels, what the weights are.
+The number of tiles depends on the rows. The largest possible number is made; tiles without a weight
+come last. So shapes depend only on the number of rows, and a CUDA graph can hold all launches.
+Refuses to know: kernels, the weights' meaning.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ class RowTiles:
     """The rows of each tile.
 
     Attributes:
-        weights: ``[count]`` int64; ``num_weights`` for a tile without a weight.
-        first_places: ``[count]`` int64, place of each tile's first row in ``order``.
-        ends: ``[num_weights]`` int64, place behind each weight's last row in ``order``.
+        weights: ``[count]`` int64; ``num_weights``: the tile has no weight.
+        first_places: ``[count]`` int64, place in ``order`` of each tile's first row.
+        ends: ``[num_weights]`` int64, place in ``order`` after each weight's last row.
         order: ``[num_rows]`` int64, rows sorted by weight.
         tile_rows: most rows of a tile.
     """
@@ -50,7 +49,7 @@ class RowTiles:
         """Sort rows by weight.
 
         Args:
-            ids: the weight of each row, from 0; of any shape and integer type.
+            ids: the weight of each row, from 0; any shape and integer dtype.
             num_weights: number of weights.
             tile_rows: most rows of a tile.
         """
@@ -62,7 +61,7 @@ class RowTiles:
         ends = sizes.cumsum(0)
         tiles = (sizes + (tile_rows - 1)) // tile_rows
         tile_ends = tiles.cumsum(0)
-        # Each weight fills all of its tiles but the last one, which bounds the number of tiles.
+        # All tiles of a weight but the last one are full, which limits the number of tiles.
         most = min(num_rows, num_rows // tile_rows + min(num_weights, num_rows))
         ids_of_tiles = torch.arange(most, device=ids.device)
         weights = torch.searchsorted(tile_ends, ids_of_tiles, right=True)

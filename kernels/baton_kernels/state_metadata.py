@@ -1,8 +1,8 @@
-"""The input for one step of kernels that carry a state from token to token.
+"""The input, for one step, of kernels that carry a state from token to token.
 
 Convolutions over the last tokens and linear recurrences (Mamba2, gated delta net) keep one state
-per sequence instead of keys and values per token. States lie in slots, the blocks of a KV cache
-group of states: slot j of a sequence holds the state after the last computed token of its block j.
+per sequence, not keys and values per token. States lie in slots, which are blocks of a KV cache
+group: slot j of a sequence holds the state after the last computed token of its block j.
 
     tokens of a request, blocks of 4    0 1 2 3 | 4 5 6 7 | 8 9
     computed before: 2 tokens           slot a
@@ -22,24 +22,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata:
-    """The tokens that one step computes, cut where a state is to be kept.
+    """The tokens that one step computes, cut where a state is kept.
 
     A segment is a run of tokens of one request within one block. Segments of a request are in
-    order, and requests lie one after another. A segment begins with the state in its read slot and
-    leaves the state after its last token in its write slot; both may be one slot. A segment may
-    read what the previous one wrote, so segments of one request are computed in order.
+    order, and requests lie one after another. A segment begins with the state in its read slot, and
+    writes the state after its last token to its write slot, maybe the same one. A segment may read
+    the state that the previous one wrote, so a request's segments are computed in order.
 
-    Tokens behind the last segment are padding, and so are segments without tokens (read and write
-    slot -1). So a step can be padded to a captured size. The host then has that size's
-    ``num_segments`` and ``num_tokens``, and the ``segment_lens`` of the largest such step. Results
-    of padding tokens are zeros.
+    Tokens after the last segment are padding, and so are segments without tokens (read and write
+    slot -1). So a step can be padded to a captured size: on the host ``num_segments`` and
+    ``num_tokens`` are then the captured size's, and ``segment_lens`` those of its largest step.
+    Results of padding tokens are zeros.
     """
 
     num_segments: int
     num_tokens: int
     segment_start_loc: Tensor  # [num_segments + 1] int32, first token of each segment
     read_slots: Tensor  # [num_segments] int32, state to begin with; -1: all zeros
-    # [num_segments] int32, where the new state goes; -1: nowhere, as for padding.
+    # [num_segments] int32, slot for the new state; -1: none, as for padding.
     write_slots: Tensor
     request_start_loc: Tensor  # [num_requests + 1] int32, first segment of each request
     segment_lens: tuple[int, ...]  # host copy: tokens of each segment

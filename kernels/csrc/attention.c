@@ -1,24 +1,22 @@
 /* Computes paged attention, as paged_attention in baton_kernels/reference.py defines it.
  *
- * A step is cut into pieces that threads take one by one. A decode reads its keys and values once,
- * straight out of the cache, for all query heads that share them; long contexts are cut into spans
- * of fixed length and joined afterwards ("flash decoding"). A prompt's pieces are blocks of queries
- * that walk over tiles of keys, packed for the same micro kernel as linear layers. Both sum in the
- * order that attention.h lays down. Dao et al., arXiv:2205.14135.
+ * A step is cut into pieces that threads take one by one. A decode reads each key and value once from the cache,
+ * for all query heads that share it; long contexts are cut into spans of fixed length, which are then joined
+ * ("flash decoding"). A prompt's pieces are blocks of queries that go through tiles of keys, packed for the same
+ * micro kernel as linear layers. Both sum in the order of attention.h. Dao et al., arXiv:2205.14135.
  * Refuses to know: layers, schedulers.
  */
 #include <float.h>
 #include "attention.h"
 #include "attention_shared.h"
 
-/* Fewest heads per key for which a decode packs its keys for the micro kernel: with so many heads, products take
- * more time than reading keys. Both ways give the same bits. */
+/* Fewest heads per key for which a decode packs its keys for the micro kernel, as products then take longer than
+ * reading keys. Both ways give the same bits. */
 #define PACKED_GROUP 16
 
 enum { SCRATCH_PIECES = 1, SCRATCH_PARTIALS = 2, SCRATCH_TILES = 3 };
 
-/* Return the number of tokens in a piece of a prompt; its query rows are these tokens times the heads that share
- * keys. */
+/* Return the tokens per piece of a prompt; its query rows are these tokens times the heads that share a key. */
 static int64_t tokens_per_piece(const attention_call *c) {
     int64_t group = c->num_heads / c->num_kv_heads;
     return max64(1, PROMPT_ROWS / group);
@@ -28,7 +26,7 @@ INLINE int64_t first_key(const attention_call *c, int64_t position) {
     return c->sliding_window > 0 ? max64(0, position + 1 - c->sliding_window) : 0;
 }
 
-/* Return the number of a step's pieces; unless `pieces` is NULL, write them there. */
+/* Return the number of a step's pieces; if `pieces` is not NULL, write them there. */
 static int64_t make_pieces(const attention_call *c, piece *pieces) {
     int64_t n = 0, partials = 0, block = tokens_per_piece(c), span = SPAN;
     for (int64_t r = 0; r < c->num_requests; r++) {
@@ -44,7 +42,7 @@ static int64_t make_pieces(const attention_call *c, piece *pieces) {
                                             min64(length, (first + s + 1) * span), spans,
                                             spans > 1 ? partials++ : -1};
         } else {
-            /* Late queries see the most keys: starting with them puts long pieces first, and short ones fill the
+            /* Late queries see the most keys: from the last one back, long pieces come first, and short ones fill
              * gaps. */
             for (int64_t t = count; t > 0; t -= min64(t, block))
                 for (int64_t head = 0; head < c->num_kv_heads; head++, n++)
@@ -74,7 +72,7 @@ static void join(const attention_call *c, const piece *p, int64_t h, const float
     write_row(c->type, sums, (char *)c->out + to * size_of(c->type), c->value_dim);
 }
 
-/* Returns 0, or 1 when there is no memory for the pieces. */
+/* Return 0, or 1 without memory for the pieces. */
 int baton_attention(const attention_call *c) {
     int64_t num_pieces = make_pieces(c, NULL), num_partials = 0, group = c->num_heads / c->num_kv_heads;
     piece *pieces = baton_scratch(SCRATCH_PIECES, (num_pieces + 1) * sizeof(piece));
@@ -103,7 +101,7 @@ int baton_attention(const attention_call *c) {
                 else baton_attend_prompt(c, p, tiles, NULL);
             } else {
                 float *partial = p->partial < 0 ? NULL : partials + p->partial * group * partial_size(c);
-                /* Threads take pieces roughly in turns, so this is probably the thread's next piece. */
+                /* Threads take pieces in turns, so this is probably the thread's next piece. */
                 const piece *next = i + team < num_pieces ? p + team : NULL;
                 if (group < PACKED_GROUP && !decodes) baton_attend_decode(c, p, next, partial);
                 else if (!tiles) failed = 1;

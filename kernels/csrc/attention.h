@@ -1,14 +1,14 @@
 /* One call of paged attention: its pieces, and the order in which a row's products are summed.
  *
- * The order is counted from the sequence's first token. So a row has the same bits in every batch, as a
- * decode and as a part of a prompt, with and without a cached prefix:
- *   score   sum over head_dim, one element after another, or pair after pair
- *   TILE    its largest score is merged with those of earlier tiles of the span; sums run key by
+ * The order is counted from the sequence's first token. So a row has the same bits in every batch, as a decode or
+ * as part of a prompt, with or without a cached prefix:
+ *   score   sum over head_dim, element by element, or pair by pair
+ *   TILE    the largest score is merged with those of the span's earlier tiles; sums run key by
  *           key, or pair by pair of keys
  *   SPAN    starts with empty sums; one function joins the spans, one after another
- * A row's keys before its window and after itself weigh 0, and adding 0 changes no bit.
- * CPUs that multiply bfloat16 (see halves.h) do so with queries, keys, values and rounded weights, in pairs or,
- * with AMX, in matrices. Decodes and prompts then use the same instructions; calls with many heads per key follow
+ * Keys that a row does not see, before its window and after itself, weigh 0, and adding 0 changes no bit.
+ * CPUs that multiply bfloat16 (see halves.h) multiply queries, keys, values and rounded weights in pairs or, with
+ * AMX, in matrices. Decodes and prompts then use the same instructions; for calls with many heads per key see
  * attention_shared.h.
  *
  * Refuses to know: how a piece is computed.
@@ -20,17 +20,17 @@
 
 #include "halves.h"
 
-#define TILE 192        /* keys whose scores are kept at a time; a multiple of every PANEL */
-#define SPAN (3 * TILE) /* keys of a decode that one thread takes at a time */
+#define TILE 192        /* keys whose scores are kept together; a multiple of every PANEL */
+#define SPAN (3 * TILE) /* keys of a decode for one thread */
 #define PROMPT_ROWS 384 /* query rows (tokens x heads) that share packed keys */
 #define MOST_WEIGHED TILED_ROWS /* rows whose scores become weights together */
 #define SERIAL_WORK 65536
 
 typedef struct {
-    int64_t type, cache_type; /* type of query and out; cache_type differs from it only if it is FLOAT8 */
+    int64_t type, cache_type; /* cache_type: the type of query and out, or FLOAT8 */
     int64_t num_threads, num_tokens, num_requests, max_blocks;
     int64_t num_heads, num_kv_heads, head_dim, block_size;
-    int64_t value_dim; /* size of a value and of an output row per head; at most head_dim */
+    int64_t value_dim; /* size per head of a value and of an output; at most head_dim */
     int64_t block_stride, kv_stride, head_stride, token_stride; /* strides of the cache, in elements */
     int64_t sliding_window;                                     /* 0: none */
     const void *query, *kv_cache;
@@ -40,12 +40,12 @@ typedef struct {
     const float *sinks;     /* [num_heads], or NULL */
 } attention_call;
 
-/* Query rows [row, row + num_tokens) of one KV head over the keys [begin, end). */
+/* Query rows [row, row + num_tokens) of one KV head, over the keys [begin, end). */
 typedef struct {
     int64_t request, kv_head, row, num_tokens, begin, end, num_spans, partial;
 } piece;
 
-/* The cache row of a key (is_value 0) or value (1). */
+/* Return the cache row of a key (is_value 0) or value (1). */
 INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t position,
                              int is_value) {
     int64_t block = c->block_table[p->request * c->max_blocks + position / c->block_size];
@@ -54,8 +54,8 @@ INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t po
                   position % c->block_size * c->token_stride);
 }
 
-/* Find the addresses of the tile's keys [from, to). Keys outside the piece get no weight: the piece's first
- * and last key stand in for them. */
+/* Find the addresses of the tile's keys [from, to). The piece's first and last key stand in for keys outside the
+ * piece, which get no weight. */
 INLINE void find_keys(const attention_call *c, const piece *p, int64_t tile, int64_t from, int64_t to,
                       const void **keys) {
     int64_t begin = max64(from, min64(to, p->begin - tile)), end = max64(begin, min64(to, p->end - tile));
@@ -68,23 +68,23 @@ INLINE void find_keys(const attention_call *c, const piece *p, int64_t tile, int
     for (int64_t i = from; i < begin; i++) keys[i] = first;
     for (int64_t i = end; i < to; i++) keys[i] = last;
 }
-/* Bytes from a key to its value. */
+/* Return the bytes from a key to its value. */
 INLINE int64_t value_offset(const attention_call *c) { return c->kv_stride * size_of(c->cache_type); }
 
-/* Return whether the products of attention are computed by AMX matrices. */
+/* Return whether AMX matrices compute attention's products. */
 INLINE int in_tiles(const attention_call *c) {
     return HAS_TILES && c->type == BFLOAT16 && baton_has_tiles();
 }
 
 #if DOTS_HALVES
 
-/* Load HALVES numbers of a row of the cache as bfloat16. */
+/* Load HALVES numbers of a cache row as bfloat16. */
 INLINE __m512i load_halves(int type, const void *row, int64_t index) {
     if (type == FLOAT8) return e4m3s_as_halves(_mm512_cvtepu8_epi16(_mm256_loadu_si256(at(FLOAT8, row, index))));
     return _mm512_loadu_si512(at(BFLOAT16, row, index));
 }
 
-/* Return a cache row padded with zeros to `room` numbers; `copy` is written only if the row needs a copy. */
+/* Return a cache row, padded with zeros to `room` numbers; `copy` is written only if the row must be copied. */
 INLINE const void *halves_of(int type, const void *row, int64_t dim, int64_t room, uint16_t *copy) {
     if (type == BFLOAT16 && dim == room) return row;
     int64_t i = 0;
@@ -97,7 +97,7 @@ INLINE const void *halves_of(int type, const void *row, int64_t dim, int64_t roo
     return copy;
 }
 
-/* Load HALVES numbers of two rows, interleaved. */
+/* Load HALVES numbers of each of two rows, interleaved. */
 INLINE void pair_halves(int type, const void *first, const void *second, int64_t index, vec *pairs) {
     const __m512i low = (__m512i)(vec_u32){0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007,
                                   0x280008, 0x290009, 0x2a000a, 0x2b000b, 0x2c000c, 0x2d000d, 0x2e000e, 0x2f000f};
@@ -109,31 +109,31 @@ INLINE void pair_halves(int type, const void *first, const void *second, int64_t
 
 #endif
 
-/* Floats of a sum of values: value_dim filled up to whole vectors. */
+/* Return the floats of a sum of values: value_dim, filled up to whole vectors. */
 INLINE int64_t padded_sum(const attention_call *c) { return ceil_div(c->value_dim, LANES) * LANES; }
-/* Floats of a partial result per head: the largest score, the sum of weights, the weighted sum. */
+/* Return the floats per head of a partial result: the largest score, the sum of weights, the weighted sum. */
 INLINE int64_t partial_size(const attention_call *c) { return 2 + padded_sum(c); }
 
-/* A row's largest score so far, as a power of two, and the sum of its weights relative to that score. */
+/* A row's largest score so far, as a power of two, and the sum of the row's weights relative to that. */
 typedef struct {
     float top, total;
 } softmax_state;
 #define EMPTY_STATE ((softmax_state){-INFINITY, 0})
 
-/* Rows of scores of one tile. */
+/* A tile's scores, by row. */
 typedef struct {
-    float *scores; /* rows are `stride` floats apart; overwritten by the weights if `halves` is NULL */
+    float *scores; /* rows are `stride` floats apart; if `halves` is NULL, weights overwrite scores */
     int64_t stride;
-    char *halves; /* bfloat16 weights; rows are `row_bytes` apart, and each HALVES keys `step` bytes */
+    char *halves; /* bfloat16 weights: rows `row_bytes` apart, HALVES keys `step` bytes apart */
     int64_t row_bytes, step;
     struct {
         int64_t from, to; /* the tile's keys that the row sees */
     } seen[MOST_WEIGHED];
     softmax_state *states;
-    float factors[MOST_WEIGHED]; /* multiply the sums of earlier tiles by these */
+    float factors[MOST_WEIGHED]; /* factors of the sums of earlier tiles */
 } score_rows;
 
-/* Find which of a tile's keys from `skip` on are seen by the piece's rows [start, start + num_rows). */
+/* Find the tile's keys, from `skip` on, that the piece's rows [start, start + num_rows) see. */
 INLINE void find_seen(const attention_call *c, const piece *p, int64_t tile, int64_t skip, int64_t start,
                       int64_t num_rows, score_rows *rows) {
     int64_t group = c->num_heads / c->num_kv_heads, first = p->end - p->num_tokens;

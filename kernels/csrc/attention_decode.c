@@ -1,27 +1,28 @@
-/* Computes attention of one query token, for one KV head's group, over a span of keys. Reading the cache bounds it.
+/* Computes attention of one query token for one KV head's group over a span of keys; reading the cache takes
+ * the time.
  *
- * Blocks are scattered in memory, so the next ones are prefetched, their pages first.
+ * Blocks are scattered in memory, so the next blocks are prefetched, their pages first.
  * Refuses to know: other requests, how spans are joined.
  */
 #include "attention.h"
 
 #define GROUP 4   /* heads that read a key together */
-#define KEYS 32  /* keys that stay in L1 while all heads read them, and number of keys to prefetch */
-#define KEYS8 64 /* the same for float8; both divide TILE */
+#define KEYS 32  /* keys that stay in L1 while all heads read them, and keys to prefetch at once */
+#define KEYS8 64 /* KEYS for float8; both divide TILE */
 #define BLOCKS (KEYS / LANES < 4 ? KEYS / LANES : 4) /* vectors of keys whose scores are summed in registers */
-#define WIDTH (LANES / 2)                            /* vectors of a value that are summed in registers */
+#define WIDTH (LANES / 2)                            /* vectors of a value whose sums are in registers */
 #define LINE 64                                      /* bytes that are fetched together */
 
 typedef struct {
-    float *query; /* [group, padded], scaled; or pairs of bfloat16, not scaled, [group, padded] */
+    float *query; /* [group, padded], scaled; as pairs of bfloat16, not scaled */
     float *sums;  /* [group, padded_value] */
-    float *scores; /* [group, TILE], this tile's scores, then its weights or pairs of weights */
+    float *scores; /* [group, TILE], a tile's scores, then its weights or pairs of weights */
     softmax_state *states;
     int64_t group;
     int64_t padded, padded_value; /* head_dim and value_dim rounded up to whole vectors */
 } decode_state;
 
-/* Rows of a cache: each `offset` bytes behind its key. */
+/* Rows of a cache, each `offset` bytes after its key. */
 typedef struct {
     const void *const *keys;
     int64_t offset;
@@ -32,12 +33,12 @@ INLINE void fetch_part_of(const row_list *rows, int64_t i, int64_t offset) {
     __builtin_prefetch((const char *)row_of(*rows, i) + offset, 0, 3);
 }
 
-/* Load elements of LANES keys at `rows` from element j on, as columns whose lanes are keys: one element each, or
- * a pair of bfloat16. Return the number of elements. */
+/* Load one element, or a pair of bfloat16, of each of LANES keys at `rows`, from element j on, as columns whose
+ * lanes are keys. Return the number of elements. */
 INLINE int64_t take_columns(int type, int paired, int pairs, const void *const *rows, int64_t j, vec *columns) {
     vec key[LANES];
 #if DOTS_HALVES
-    if (type == FLOAT8 && paired) { /* each lane holds four numbers, which become 16 bits each */
+    if (type == FLOAT8 && paired) { /* a lane's four numbers become 16 bits each */
         const __m512i first = _mm512_set4_epi32((int)0x800d800c, (int)0x80098008, (int)0x80058004, (int)0x80018000);
         const __m512i second = _mm512_add_epi8(first, _mm512_set1_epi32(0x00020002));
         load_columns(rows, j, key);
@@ -76,7 +77,7 @@ INLINE void add_column(int paired, int pairs, const decode_state *d, int heads, 
                 continue;
             }
 #endif
-            if (pairs) { /* each half becomes a float where it is */
+            if (pairs) { /* each half becomes a float in its place */
                 sum[h][b] = multiply_add(splat(from[2 * j]), first_of(BFLOAT16, (vec_u32)key), sum[h][b]);
                 sum[h][b] = multiply_add(splat(from[2 * j + 1]), second_of(BFLOAT16, (vec_u32)key), sum[h][b]);
             } else {
@@ -87,8 +88,8 @@ INLINE void add_column(int paired, int pairs, const decode_state *d, int heads, 
 }
 
 /* Compute the scores of the first `blocks` x LANES keys of `rows`, each summed over head_dim in order. `fetch`:
- * rows that are read afterwards, to prefetch, or NULL. Columns are kept in memory between the two loops, because
- * the sums fill the registers. */
+ * rows that are read later, to prefetch, or NULL. Two loops, with columns in memory, as sums fill the
+ * registers. */
 INLINE void score_block(int type, int paired, const decode_state *d, int heads, int blocks, const float *query,
                         const void *const *rows, const row_list *fetch, int64_t from, float *scores) {
     vec columns[BLOCKS][2 * LANES], sum[GROUP][BLOCKS] = {{{0}}};
@@ -128,8 +129,8 @@ INLINE void score_keys(int type, int paired, const decode_state *d, int64_t head
         score_block(type, paired, d, heads, 1, query, rows + i, ahead, i, scores + i);
 }
 
-/* sums[h] += sum over keys of weights[h][key] * value, key by key or pair by pair (a last single key is paired with
- * any key of weight 0), for one or two heads and `width` vectors of a value, starting at its element j. */
+/* sums[h] += sum over keys of weights[h][key] * value, key by key or pair by pair (the last key of an odd number
+ * is paired with any key of weight 0), for one or two heads and `width` vectors of a value, from element j on. */
 INLINE void add_part(int type, int paired, int width, const decode_state *d, int heads, float *sums,
                      const float *weights, row_list values, const row_list *fetch, int64_t num, int64_t j) {
     const int step = paired ? 2 : 1;
@@ -219,7 +220,7 @@ typedef struct {
 } loops;
 
 /* Compile these loops once per element type, as functions: they take most of this file's compile time, and a call
- * costs little, as it serves KEYS or KEYS8 keys. */
+ * costs little, as it handles KEYS or KEYS8 keys. */
 #define LOOPS_OF(name, type, paired) \
     static __attribute__((noinline)) void score_##name(const decode_state *d, const void *const *rows, \
                                                        const row_list *fetch, int64_t num, float *scores) { \
@@ -250,8 +251,8 @@ static loops loops_of(int type, int paired) {
                               : of_float8;
 }
 
-/* Prefetch a line of each block of a tile, so that the CPU looks up many pages at once and early: a prefetch
- * into a page whose address is not known yet delays the instructions after it. */
+/* Prefetch a line of each block of a tile, so that the CPU looks up many pages at once and early: a prefetch into
+ * a page that is not looked up yet delays the instructions after it. */
 static void find_pages(const attention_call *c, const piece *p, int64_t tile) {
     for (int64_t i = max64(tile, p->begin); i < min64(p->end, tile + TILE); i += c->block_size) {
         const char *key = cache_row(c, p, i, 0);
@@ -260,7 +261,7 @@ static void find_pages(const attention_call *c, const piece *p, int64_t tile) {
     }
 }
 
-/* Store the result in the output, or in `partial` ([group, 2 + padded]) if the decode has several spans. */
+/* Store the result in the output, or, if the decode has several spans, in `partial` ([group, 2 + padded]). */
 static void finish(const attention_call *c, const piece *p, const decode_state *d, float *partial) {
     for (int64_t h = 0; h < d->group; h++) {
         float *sums = d->sums + h * d->padded_value;
@@ -278,7 +279,7 @@ static void finish(const attention_call *c, const piece *p, const decode_state *
     }
 }
 
-/* Copy `num` rows of `dim` numbers, as floats or bfloat16, if they cannot be read in place. `fetch`: rows to
+/* Copy `num` rows of `dim` numbers, as floats or bfloat16, unless they can be read in place. `fetch`: rows to
  * prefetch, or NULL. */
 INLINE void copy_rows(int paired, int64_t dim, int cache_type, int64_t padded, row_list rows, const row_list *fetch,
                       int64_t num, float *copies, const void **copied) {
@@ -313,7 +314,7 @@ INLINE void weigh_tile(int paired, const attention_call *c, const decode_state *
     for (int64_t start = 0; start < d->group; start += MOST_WEIGHED) {
         int64_t heads = min64(MOST_WEIGHED, d->group - start);
         float *scores = d->scores + start * TILE;
-        /* The halves overwrite the scores in place, never ahead of the scores still to be read. */
+        /* The halves overwrite the scores in place, never ahead of scores still to be read. */
         score_rows s = {scores, TILE, paired ? (char *)scores : NULL, TILE * sizeof(float), ROW_BYTES};
         s.states = d->states + start;
         for (int64_t h = 0; h < heads; h++) s.seen[h].from = skip, s.seen[h].to = num;
@@ -339,7 +340,7 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
     memset(query, 0, sizeof query);
     for (int64_t h = 0; h < group; h++) states[h] = EMPTY_STATE;
     take_query(type, paired, c, p, &d);
-    /* A whole vector would read memory beyond the row. */
+    /* A whole vector would read beyond the row. */
     int64_t column = paired && cache_type == FLOAT8 ? 4 * LANES : whole;
     int copies = c->head_dim % column != 0 || c->value_dim % whole != 0;
     const int64_t together = cache_type == FLOAT8 ? KEYS8 : KEYS;
@@ -366,7 +367,7 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
             run.score(&d, copies ? copied : here.keys, copies ? NULL : &ahead, stop - i, scores + i);
         }
         weigh_tile(paired, c, &d, skip, num);
-        int64_t each = paired ? 2 : 1; /* keys whose values are added together, from the tile's first */
+        int64_t each = paired ? 2 : 1; /* keys whose values are added together, counted from the tile's first */
         for (int64_t i = skip / each * each, stop; i < num; i = stop) {
             stop = min64(ceil_div(num, each) * each, i + together);
             row_list here = {keys + i, to_value}, ahead = {keys + i + together, to_value};

@@ -1,6 +1,6 @@
-/* Computes attention of a block of a prompt's queries, tile by tile of keys, with the micro kernel.
+/* Computes attention of a block of a prompt's queries with the micro kernel, tile by tile of keys.
  *
- * A row is a token and one head of a group, so all rows read the same keys.
+ * A row is one token's query of one head of a group, so all rows read the same keys.
  * Refuses to know: other pieces, how the step was cut.
  */
 #include "attention.h"
@@ -10,18 +10,18 @@ typedef struct {
     float *query;  /* [slice of head_dim][row][X_STRIDE], scaled */
     float *keys;   /* per panel of TILE: [head_dim][PANEL] */
     float *values; /* per panel of padded values: [TILE][PANEL] */
-    float *scores; /* one block of rows: [row][X_STRIDE], overwritten by the weights */
-    float *sums;   /* this span's sums; per block of rows: [padded / PANEL][row of its room][PANEL] */
+    float *scores; /* one block of rows: [row][X_STRIDE]; weights overwrite them */
+    float *sums;   /* this span's sums; per block of rows: [padded / PANEL][row, up to `room`][PANEL] */
     float *joined; /* sums of all earlier spans, in the same layout */
     softmax_state *states, *joined_states; /* [num_rows] */
     /* With bfloat16 pairs, query is [step of HALVES][row][HALVES]; keys are [pair of elements][PANEL][2] per panel
-     * of TILE; values are [pair of keys][PANEL][2] per panel; weights are used, too. */
+     * of TILE; values are [pair of keys][PANEL][2] per panel; `weights` is used, too. */
     char *weights; /* one block of rows: [step of HALVES keys][MOST_ROWS][HALVES] */
 } tiles;
 
-#define MOST_ROWS TILED_ROWS /* most rows of a block; without matrices, MAX_ROWS */
+#define MOST_ROWS TILED_ROWS /* most rows of a block; MAX_ROWS without matrices */
 
-/* A block of rows whose scores are kept at a time; `room`: number of rows that its sums have memory for. */
+/* A block of rows whose scores are kept together; `room`: rows that its sums have memory for. */
 typedef struct {
     int64_t start, rows, room;
 } row_block;
@@ -29,7 +29,7 @@ typedef struct {
 INLINE int64_t num_blocks(const attention_call *c, int64_t count) {
     return ceil_div(count, in_tiles(c) ? TILED_ROWS : MAX_ROWS);
 }
-/* Return the i-th block of rows. With matrices, blocks have TILED_ROWS rows; without, nearly equal sizes. */
+/* Return the i-th block of rows: with matrices TILED_ROWS rows, without nearly equally many. */
 INLINE row_block block_of(const attention_call *c, int64_t count, int64_t i) {
     if (in_tiles(c)) return (row_block){i * TILED_ROWS, min64(TILED_ROWS, count - i * TILED_ROWS), TILED_ROWS};
     int64_t start = count * i / num_blocks(c, count), rows = count * (i + 1) / num_blocks(c, count) - start;
@@ -44,7 +44,7 @@ INLINE int64_t max_rows(const attention_call *c) {
 }
 
 INLINE int64_t key_steps(const attention_call *c) { return ceil_div(c->head_dim, HALVES); }
-/* Return the bytes from one step of queries to the next; no multiple of a page, which would share cache sets. */
+/* Return the bytes between steps of queries, no multiple of a page, as steps would share cache sets. */
 INLINE int64_t query_step(const attention_call *c) { return (max_rows(c) + 8) * ROW_BYTES; }
 
 static float *place(const attention_call *c, float *at, tiles *t) {
@@ -104,7 +104,7 @@ INLINE void pack_tile(int type, const attention_call *c, const tiles *t, const v
 
 #if DOTS_HALVES
 
-/* Pack keys like pack_keys, in pairs of elements. */
+/* Pack keys like pack_keys, but in pairs of elements. */
 INLINE void pair_keys(int type, const attention_call *c, const void *const *keys, float *to) {
     int64_t room = key_steps(c) * HALVES;
     uint16_t copies[LANES][room];
@@ -117,7 +117,7 @@ INLINE void pair_keys(int type, const attention_call *c, const void *const *keys
     }
 }
 
-/* Pack a tile like pack_tile; steps that the tile fills only in part are padded with values of 0. */
+/* Pack a tile like pack_tile; values of 0 pad partly filled steps. */
 INLINE void pair_tile(int type, const attention_call *c, const tiles *t, const void *const *keys, int64_t skip,
                       int64_t num) {
     int64_t padded = padded_dim(c), room = key_steps(c) * HALVES;
@@ -139,7 +139,7 @@ INLINE void pair_tile(int type, const attention_call *c, const tiles *t, const v
     }
 }
 
-/* tile [rows of a block, PANEL] = x @ w, by matrices or by pairs; with factors, add the old tile times each row's
+/* tile [rows of a block, PANEL] = x @ w, by matrices or by pairs; `factors`: add the old tile times each row's
  * factor. */
 INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *x, int64_t x_step,
                            int64_t num_steps, float *tile, int64_t stride, const float *factors) {
@@ -160,7 +160,7 @@ INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *
     pairs_product(rows, BFLOAT16, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, factors, nothing);
 }
 
-/* Attend like attend_block, with bfloat16 products. */
+/* Attend like attend_block, but with bfloat16 products. */
 INLINE void attend_pairs(int tiled, const attention_call *c, const piece *p, const tiles *t, row_block b,
                          int64_t tile, int64_t skip, int64_t num) {
     int64_t group = c->num_heads / c->num_kv_heads, padded = padded_dim(c), steps = key_steps(c);
@@ -187,7 +187,7 @@ INLINE void attend_pairs(int tiled, const attention_call *c, const piece *p, con
     }
 }
 
-/* Prefetch a part of the next tile's keys and values into L2, one part per block of rows. */
+/* Prefetch a part of the next tile's keys and values into L2; each block of rows prefetches one part. */
 INLINE void fetch_part(const attention_call *c, const void *const *keys, int64_t part, int64_t of) {
     for (int64_t i = TILE * part / of; i < TILE * (part + 1) / of; i++) {
         for (int64_t n = 0; n < c->head_dim * size_of(c->cache_type); n += 64) fetch_into(2, (const char *)keys[i] + n);
@@ -214,7 +214,7 @@ static void attend_tile(const attention_call *c, const piece *p, const tiles *t,
     }
 }
 
-#define TOKENS_AHEAD 16 /* tokens whose queries are prefetched: each is in a page of its own */
+#define TOKENS_AHEAD 16 /* tokens whose queries are prefetched, as each has its own page */
 
 /* Pack queries for attend_pairs. */
 INLINE void order_queries(const attention_call *c, const piece *p, const tiles *t, int64_t count) {
@@ -304,7 +304,7 @@ static void join_span(const attention_call *c, const tiles *t, int64_t count) {
     }
 }
 
-/* Store a decode's result of a span, per head, in the layout of attention_decode.c. */
+/* Store a decode's result for a span, per head, in the layout of attention_decode.c. */
 static void leave_partial(const attention_call *c, const tiles *t, int64_t count, float *partial) {
     int64_t padded = padded_dim(c);
     for (int64_t i = 0; i < num_blocks(c, count); i++) {
@@ -366,7 +366,7 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
     }
 }
 
-/* `partial`: [group, partial_size], the result of a decode that has several spans; otherwise NULL. */
+/* `partial`: [group, partial_size], for the result of a decode with several spans; otherwise NULL. */
 void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch, float *partial) {
     if (c->cache_type == FLOAT8 && c->type == BFLOAT16)
         prompt(BFLOAT16, FLOAT8, c, p, scratch, partial);

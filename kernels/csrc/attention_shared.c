@@ -1,21 +1,21 @@
-/* Computes attention of a block of query rows (tokens x heads that share keys), tile by tile of the cache's keys.
+/* Computes attention of a block of query rows (tokens x heads that share keys), tile by tile of keys.
  *
  *   in tiles   scores [16 keys, 16 rows] are sums of matrix products in steps of HALVES elements;
- *              weights, in bfloat16, are multiplied with pairs of values, in steps of HALVES keys
- *   in lanes   a score is LANES sums along head_dim, added up at the end; values key by key
- * Steps are always counted from the text's first token and from the head's first element.
+ *              bfloat16 weights are multiplied by pairs of values, in steps of HALVES keys
+ *   in lanes   a score is LANES sums along head_dim, added at the end; values are added key by key
+ * Steps are always counted from the sequence's first token and the head's first element.
  * Refuses to know: other pieces, how the step was cut.
  */
 #include "attention_shared.h"
 
-#define BLOCK (2 * TILE_ROWS) /* rows whose scores and weights are kept at a time */
+#define BLOCK (2 * TILE_ROWS) /* rows whose scores and weights are kept together */
 #define SCORE_STRIDE (TILE + LANES)
 #define MATRIX_BYTES 1024
-#define VALUE_BYTES (MATRIX_BYTES + 64) /* bytes between matrices of values, no part of a page */
-#define PRODUCTS 4 /* matrices of sums at a time, so that no product waits for the previous one into its matrix */
+#define VALUE_BYTES (MATRIX_BYTES + 64) /* bytes between matrices of values; no divisor of a page */
+#define PRODUCTS 4 /* matrices of sums at a time, so that no product waits for another into its matrix */
 #define FETCHED 8 /* keys that are prefetched together, line by line */
-#define AHEAD 8 /* fewest keys that a decode prefetches ahead */
-#define SCORED_ROWS 4 /* SCORED_ROWS x SCORED_KEYS sums fill a vector once their lanes are added up */
+#define AHEAD 8 /* keys that a decode prefetches ahead, at least */
+#define SCORED_ROWS 4 /* SCORED_ROWS x SCORED_KEYS sums fill a vector once lanes are added */
 #define SCORED_KEYS (LANES / SCORED_ROWS)
 
 typedef struct {
@@ -26,14 +26,14 @@ typedef struct {
     float *sums; /* sums of this span: [row][stride] */
     float *joined; /* sums of all earlier spans, in the same layout */
     softmax_state *states, *joined_states; /* [row] */
-    float *scores;  /* scores of a block of rows: [row][SCORE_STRIDE]; weights overwrite them */
-    char *weights;  /* in tiles, the weights of a block as bfloat16: [row / 16][step of HALVES keys][16 rows][HALVES] */
+    float *scores;  /* a block's scores: [row][SCORE_STRIDE]; weights overwrite them */
+    char *weights;  /* in tiles, a block's bfloat16 weights: [row / 16][step of HALVES keys][16 rows][HALVES] */
     char *values;   /* in tiles: [step of HALVES keys][column / 16][pair][16 columns][2] */
     char *copies;   /* copies of keys that matrices cannot load in place: [PRODUCTS][16][room] */
-    const void *keys[2 * TILE], *value_rows[TILE]; /* this tile's rows; `keys`: also the next tile's */
-    /* rows that a decode prefetches: keys of both tiles, or this tile's keys and the next one's values */
+    const void *keys[2 * TILE], *value_rows[TILE]; /* this tile's rows; `keys` also has the next tile's */
+    /* what a decode prefetches: both tiles' keys, or this tile's keys and the next tile's values */
     const void *fetched[2 * TILE];
-    int64_t next;                  /* index of the next one in `fetched` */
+    int64_t next;                  /* place in `fetched` of the next row to prefetch */
 } shared;
 
 INLINE int64_t rows_of(const attention_call *c) {
@@ -44,7 +44,7 @@ static float *place(const attention_call *c, char *at, shared *s) {
     int64_t rows = rows_of(c), columns = ceil_div(c->value_dim, PANEL) * PANEL;
     s->group = group_of(c);
     s->room = ceil_div(c->head_dim, HALVES) * HALVES;
-    s->stride = columns + LANES; /* no multiple of half a page */
+    s->stride = columns + LANES; /* not a multiple of half a page */
     s->query = at, at += rows * s->room * sizeof(float);
     s->sums = (float *)at, at += rows * s->stride * sizeof(float);
     s->joined = (float *)at, at += rows * s->stride * sizeof(float);
@@ -77,7 +77,7 @@ static void find_rows(const attention_call *c, const piece *p, int64_t tile, int
     else s->next = is_first ? begin + AHEAD : s->next - TILE;
 }
 
-/* Keys to prefetch, line after line, in the order that the CPU's own prefetcher expects. */
+/* Keys to prefetch, line by line, in the order that the CPU's own prefetcher expects. */
 typedef struct {
     const char *line, *stop;
     const void *const *key, *const *last;
@@ -103,7 +103,7 @@ INLINE void fetch_line(stream *f) {
     f->line += 64;
 }
 
-/* Return how many of the tile's `num` keys any row before `end` may see. */
+/* Return how many of the tile's `num` keys any row before `end` sees. */
 INLINE int64_t seen_keys(const shared *s, int64_t first, int64_t end, int64_t tile, int64_t num) {
     return min64(num, first + (end - 1) / s->group + 1 - tile);
 }
@@ -124,14 +124,14 @@ INLINE void weigh_rows(const attention_call *c, const piece *p, shared *s, float
 
 #if HAS_TILES
 
-/* Pack queries as the second factor of matrix products: columns are rows of the piece. */
+/* Pack queries as second factors of matrix products: columns are the piece's rows. */
 static void order_queries(const attention_call *c, const piece *p, shared *s) {
     uint16_t copies[LANES][s->room];
     memset(copies, 0, sizeof copies);
     for (int64_t r = 0; r < s->count; r += LANES) {
         const void *rows[LANES];
         for (int64_t i = 0; i < LANES; i++) {
-            int64_t row = min64(r + i, s->count - 1); /* missing rows repeat the last one */
+            int64_t row = min64(r + i, s->count - 1); /* the last row replaces missing ones */
             int64_t token = p->row + row / s->group, head = p->kv_head * s->group + row % s->group;
             const void *from = at(BFLOAT16, c->query, (token * c->num_heads + head) * c->head_dim);
             rows[i] = halves_of(BFLOAT16, from, c->head_dim, s->room, copies[i]);
@@ -145,12 +145,12 @@ static void order_queries(const attention_call *c, const piece *p, shared *s) {
     }
 }
 
-/* Return the 16 keys from i on as the first factor: in place if they are evenly spaced, else copies. */
+/* Return the 16 keys from i on as a first factor: in place if evenly spaced, else copied. */
 INLINE const char *key_matrix(const attention_call *c, const piece *p, shared *s, int64_t tile,
                               int64_t i, char *copies, int64_t *pitch) {
     int is_even = c->cache_type == BFLOAT16 && s->room == c->head_dim && c->block_size % TILE_ROWS == 0;
     if (is_even) {
-        /* The address of the first key. A piece that begins behind it knows only a later key of its block. */
+        /* The first key's address. A piece that begins later knows only a later key of the same block. */
         int64_t known = max64(tile + i, p->begin), back = known - tile - i;
         *pitch = c->token_stride * 2;
         return (const char *)s->keys[known - tile] - back * *pitch;
@@ -164,7 +164,7 @@ INLINE const char *key_matrix(const attention_call *c, const piece *p, shared *s
     return copies;
 }
 
-/* Compute the scores of `matrices` x 16 keys from i on and `blocks` x 16 rows. The product of both constants is at
+/* Compute the scores of `matrices` x 16 keys from i on for `blocks` x 16 rows. The product of both constants is at
  * most PRODUCTS. */
 INLINE void score_matrices(int matrices, int blocks, const attention_call *c, const piece *p, shared *s,
                            int64_t start, int64_t tile, int64_t i, int fetches) {
@@ -173,7 +173,7 @@ INLINE void score_matrices(int matrices, int blocks, const attention_call *c, co
     int64_t pitch, size = TILE_ROWS * s->room * 2;
     for (int m = 0; m < matrices; m++)
         keys[m] = key_matrix(c, p, s, tile, i + m * TILE_ROWS, s->copies + m * size, &pitch);
-    /* Values that are stored apart from keys need as many fetches again. */
+    /* Values stored apart from keys double the fetches. */
     const int64_t fetched = matrices * FETCHED * (c->kv_stride ? 2 : 1);
     stream fetch = fetch_keys(c, s, fetches, fetched);
     _tile_zero(0);
@@ -215,7 +215,7 @@ INLINE void score_matrices(int matrices, int blocks, const attention_call *c, co
         }
 }
 
-/* Pack the tile's values in pairs of keys, with zeros in place of missing keys. */
+/* Pack the tile's values in pairs of keys; zeros replace missing keys. */
 static void pair_values(const attention_call *c, shared *s, int64_t skip, int64_t num) {
     int64_t columns = s->stride - LANES;
     uint16_t nothing[columns], copies[2][columns];
@@ -238,8 +238,8 @@ static void pair_values(const attention_call *c, shared *s, int64_t skip, int64_
     }
 }
 
-/* sums [blocks x 16 rows, panels x PANEL] += weights x values, over the steps [begin, end). One of `blocks` and
- * `panels` is 1, the other 1 or 2. */
+/* sums [blocks x 16 rows, panels x PANEL] += weights x values, over the steps [begin, end). `blocks` or `panels`
+ * is 1, the other 1 or 2. */
 INLINE void add_matrices(int blocks, int panels, const shared *s, int64_t begin, int64_t end, int64_t column,
                          float *sums) {
     const int64_t pitch = s->stride * sizeof(float), size = (s->stride - LANES) / LANES * VALUE_BYTES;
@@ -277,7 +277,7 @@ INLINE void add_matrices(int blocks, int panels, const shared *s, int64_t begin,
     }
 }
 
-/* Attend with the rows [start, start + rows) to the keys [skip, num) of the tile. */
+/* Attend with the rows [start, start + rows) to the tile's keys [skip, num). */
 INLINE void block_in_tiles(int blocks, const attention_call *c, const piece *p, shared *s, int64_t start,
                         int64_t rows, int64_t tile, int64_t skip, int64_t num) {
     int64_t begin = skip / HALVES * HALVES, end = ceil_div(num, HALVES) * HALVES;
@@ -334,7 +334,7 @@ static void read_queries(const attention_call *c, const piece *p, shared *s) {
     }
 }
 
-/* Compute the scores of SCORED_KEYS keys and SCORED_ROWS rows, of which only the first `rows` exist. */
+/* Compute the scores of SCORED_KEYS keys for SCORED_ROWS rows, of which `rows` exist. */
 INLINE void score_lanes(int64_t dim, int64_t stride, const float *query, int64_t rows, const void *const *key_rows,
                         stream fetch, float *scores) {
     const float *keys[SCORED_KEYS];
@@ -432,7 +432,7 @@ static void span_in_lanes(const attention_call *c, const piece *p, shared *s, in
     }
 }
 
-/* Store a decode's rows in `partial` if it has several spans; store all other rows in the output. */
+/* Store a decode's rows in `partial` if it has several spans; store other rows in the output. */
 static void finish(const attention_call *c, const piece *p, const shared *s, const float *all_sums,
                    const softmax_state *states, float *partial) {
     float row[s->stride];

@@ -1,8 +1,8 @@
-/* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] of codes (codes.h), by matrices of bytes (AMX).
+/* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] for codes (codes.h), by matrices of bytes (AMX).
  *
- * Results have the same bits as in codes.h: sums within a group are exact, and groups are added in the same
- * order. Codes are unpacked to bytes without an offset, once for all rows of a chunk, as AMX needs bytes.
- * Refuses to know: where x and w come from, threads.
+ * Bits are those of codes.h: sums within a group are exact, and groups are added in the same order. Codes are
+ * unpacked to bytes without an offset, once for all rows of a chunk, as AMX needs bytes.
+ * Refuses to know: the origin of x and w, threads.
  */
 #ifndef BATON_CODE_TILES_H
 #define BATON_CODE_TILES_H
@@ -16,9 +16,9 @@
 #define TILES_OF_CODES 0
 #endif
 
-/* Fewest rows for which AMX matrices are full enough to pay off. */
+/* Fewest rows for which AMX matrices, though not full, pay off. */
 #define TILED_FROM 16
-/* Groups whose sums are kept at a time: they take 16 KiB of L1, and the weights 4 to 8 KiB. */
+/* Groups whose sums are kept together: sums take 16 KiB of L1, the weights 4 to 8 KiB. */
 #define TILED_GROUPS 4
 
 #if TILES_OF_CODES
@@ -124,7 +124,7 @@ INLINE void add_blocks(int blocks, int groups, const code_slice *c, int64_t firs
         add_groups(blocks, groups, 0, 0, rows, c->x_step, scales, minima, x, sums, tile);
 }
 
-/* Add all blocks at once if TILED_GROUPS groups are there, else one by one, with the same result. */
+/* Add all blocks' sums at once for TILED_GROUPS groups, else one by one, with the same result. */
 INLINE void add_sums(int groups, const code_slice *c, int64_t rows, code_rows x, const int32_t *sums, float *tile) {
     if (c->num_blocks == TILED_GROUPS / groups) {
         add_blocks(TILED_GROUPS / groups, groups, c, 0, rows, x, sums, tile);

@@ -1,14 +1,13 @@
-/* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] in integers: w is stored as codes of 8 or
- * 4 bits, x is rounded to 8 bits, and the CPU sums products of bytes.
+/* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] in integers: w is stored as codes of 8 or 4 bits, x is
+ * rounded to 8 bits, and the CPU sums products of bytes.
  *
- * A weight is (code - 2^(bits - 1)) * scale; the scale belongs to an output or to a group of its inputs.
- * In a group with a minimum a weight is code * scale + minimum, and the minimum is multiplied by the sum
- * of the group's inputs. Codes of e2m1 are indexes into a table of values.
- * A row of x is cut into blocks of BLOCK inputs. The inputs of one group of weights, BLOCK at most, share a
- * scale that makes the largest one 127 (symmetric); other rows do not matter. The sum within a group is exact;
- * groups and blocks are added in order, in float. With `fine`, a row of x becomes two rows: the rounded
- * numbers, and the remainders, rounded in the same way.
- * Refuses to know: where x and w come from, threads.
+ * A weight is (code - 2^(bits - 1)) * scale; the scale belongs to an output, or to a group of the output's inputs.
+ * In a group with a minimum, a weight is code * scale + minimum, and the minimum is multiplied by the sum of the
+ * group's inputs. Codes of e2m1 are indexes into a table of values. A row of x is cut into blocks of BLOCK inputs.
+ * The inputs of one group of weights, at most BLOCK, share a scale that makes the largest of them 127 (symmetric),
+ * whatever other rows have. The sum within a group is exact; groups and blocks are added in order, in float. With
+ * `fine`, a row of x becomes two rows: the rounded numbers, and the remainders, rounded in the same way.
+ * Refuses to know: the origin of x and w, threads.
  */
 #ifndef BATON_CODES_H
 #define BATON_CODES_H
@@ -18,7 +17,7 @@
 #include <arm_neon.h>
 #endif
 
-/* 1: an instruction sums four products of bytes. 0: AVX2 sums pairs of 16-bit products instead. */
+/* 1: an instruction sums four products of bytes. 0: AVX2 sums pairs of 16-bit products. */
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
 #define ADDS_FOUR 1
 #elif !defined(__AVX512F__) || defined(__AVX512BW__)
@@ -27,45 +26,46 @@
 #define ADDS_FOUR 1
 #endif
 
-/* Most inputs that share a scale. One scale per 16 or 32 weights costs no more: each group's sum is
- * multiplied by a scale anyway. */
+/* Most inputs that share a scale. Smaller groups of weights cost no more: each group's sum is multiplied by a
+ * scale anyway. */
 #define BLOCK 64
-#define SUMMED 16 /* smallest group of inputs with a sum of its own */
+#define SUMMED 16 /* smallest group of inputs with its own sum */
 #if ADDS_FOUR
 #define SPAN BLOCK
 #define SPAN_E2M1 BLOCK
 #else
-#define SPAN 32      /* most 4-bit codes that a 16-bit sum can hold: 2 * 8 * 15 * 127 < 2^15 */
+#define SPAN 32      /* most 4-bit codes in a 16-bit sum: 2 * 8 * 15 * 127 < 2^15 */
 #define SPAN_E2M1 16 /* 2 * 4 * 24 * 127 < 2^15 */
 #endif
 
-/* Most rows at a time: two sums for each, and the operands, fill the registers. */
+/* Most rows at a time: two sums per row, and the operands, fill the registers. */
 #if ADDS_FOUR
 #define CODE_ROWS MAX_ROWS
 #else
 #define CODE_ROWS (LANES == 16 ? 10 : 4)
 #endif
-/* 1 if registers hold the tile's rows beside a group's sums. Then only half as many rows are computed at a time, and
- * codes are read twice as often. Codes of 4 bits would also be unpacked twice as often, which costs too much. */
+/* 1: registers hold the tile's rows beside a group's sums. Then half as many rows are computed at a time, and
+ * codes are read twice as often. For 4-bit codes this is 0, as they would be unpacked twice as often, which costs
+ * too much. */
 #define KEEPS_TILE(bits) (ADDS_FOUR && LANES == 16 && (bits) == 8)
-#define FEW_ROWS (LANES == 16 ? 4 : 0) /* up to this many rows, the tile always fits into registers */
+#define FEW_ROWS (LANES == 16 ? 4 : 0) /* for up to this many rows, registers always hold the tile */
 
 typedef uint8_t codes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 
-/* Header of one block of a row of x. In memory all rows' numbers come before their headers, so that the
- * numbers start on a cache line. */
+/* Header of one block of a row of x. All rows' headers come after all their numbers in memory, so that numbers
+ * start on a cache line. */
 typedef struct {
-    /* The scale of the inputs of each group of weights. */
+    /* One scale for the inputs of each group of weights. */
     float scales[BLOCK / SUMMED];
-    /* If groups have minima: the sum of the group's rounded inputs, a float. Otherwise: the start value of the
+    /* If groups have minima: the sum of the group's rounded inputs, as a float. Otherwise: the start value of the
      * group's sum, which cancels the codes' offset. */
     int32_t groups[BLOCK / SUMMED];
 } block_header;
 
 INLINE vec to_float(vec_i32 x) { return __builtin_convertvector(x, vec); }
 
-/* Return the bytes of a rounded input: 1, or 2 if pairs of 16 bits are multiplied. */
+/* Return the bytes of a rounded input: 1, or 2 for products of 16-bit pairs. */
 INLINE int64_t number_size(int bits) { return ADDS_FOUR || bits == 4 ? 1 : 2; }
 INLINE int64_t numbers_bytes(int bits) { return BLOCK * number_size(bits); }
 INLINE int64_t block_bytes(int bits) { return numbers_bytes(bits) + sizeof(block_header); }
@@ -76,21 +76,21 @@ typedef struct {
     const block_header *headers;
 } code_rows;
 
-/* Return the blocks of the rows from `row` on; `room` is the number of rows in `blocks`. */
+/* Return the blocks of the rows from `row` on; `room`: number of rows in `blocks`. */
 INLINE code_rows rows_from(int bits, const char *blocks, int64_t room, int64_t row) {
     const char *headers = blocks + room * numbers_bytes(bits);
     return (code_rows){blocks + row * numbers_bytes(bits), (const block_header *)headers + row};
 }
 
-/* The weights' groups: inputs per group, BLOCK at most, and the offset to subtract from codes; 0 if groups
- * have minima. */
+/* The weights' groups: inputs per group, at most BLOCK, and the offset to subtract from codes; 0 if groups have
+ * minima. */
 typedef struct {
     int64_t size;
     int32_t offset;
 } code_groups;
 
-/* Round a block's values. With `keep_rest`, `values` becomes the remainders. In 16-bit form, inputs 1 and 2 of each
- * four are swapped, because even and odd bytes of codes are the easiest to separate. */
+/* Round a block's values. With `keep_rest`, `values` becomes the remainders. For 16 bits, inputs 1 and 2 of each
+ * four are swapped, as even and odd bytes of codes are the easiest to separate. */
 INLINE void round_values(int bits, float *values, code_groups groups, int keep_rest, code_rows to) {
     int32_t numbers[BLOCK] __attribute__((aligned(64)));
     block_header *header = (block_header *)to.headers;
@@ -132,7 +132,7 @@ INLINE void round_values(int bits, float *values, code_groups groups, int keep_r
     }
 }
 
-/* Round a block of a row; with `fine`, also round the remainders into the row after `to`. */
+/* Round a block of a row; with `fine`, also round the remainders, into the row after `to`. */
 INLINE void round_block(int bits, int type, const void *from, int64_t size, code_groups groups, int fine,
                         code_rows to) {
     float values[BLOCK] __attribute__((aligned(64))) = {0};
@@ -155,7 +155,7 @@ INLINE int32_t offset_of(int type) {
     return type == CODES_E2M1 ? OFFSET_E2M1 : 1 << (bits_of(type) - 1);
 }
 
-/* Return the numbers of 4-bit codes: the codes themselves, or looked up for e2m1. */
+/* Return the numbers of 4-bit codes: the codes, or for e2m1 looked up. */
 INLINE codes number_of(int type, codes w) {
     if (type != CODES_E2M1) return w;
 #if defined(__AVX512BW__)
@@ -180,7 +180,7 @@ INLINE codes high_half(codes w) { return (codes)((pairs)w >> 4) & 15; }
 
 #if ADDS_FOUR
 
-/* sum[i] += the products of 4 codes of lane i with the 4 numbers at x. */
+/* sum[i] += products of lane i's 4 codes with the 4 numbers at x. */
 INLINE vec_i32 dot4(vec_i32 sum, codes w, const char *x) {
     int32_t four;
     memcpy(&four, x, 4);
@@ -191,7 +191,7 @@ INLINE vec_i32 dot4(vec_i32 sum, codes w, const char *x) {
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     return (vec_i32)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)vdupq_n_s32(four));
 #elif defined(__ARM_FEATURE_DOTPROD)
-    /* This instruction needs signed bytes: subtract 128 from each code and add 128 * sum(x) at the end. */
+    /* The instruction needs signed bytes: subtract 128 from each code, and add 128 * sum(x) at the end. */
     int8x16_t numbers = (int8x16_t)vdupq_n_s32(four);
     int32x4_t shift = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), numbers);
     int32x4_t products = vdotq_s32((int32x4_t)sum, (int8x16_t)(w ^ 128), numbers);
@@ -205,7 +205,7 @@ INLINE vec_i32 dot4(vec_i32 sum, codes w, const char *x) {
 #endif
 }
 
-/* sum[rows] += a span of codes times the matching inputs of x; a half panel has `steps` vectors of codes. */
+/* sum[rows] += a span of codes times the matching inputs of x; `steps`: vectors of codes in a half panel. */
 INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
     const int bits = bits_of(type);
@@ -250,7 +250,7 @@ INLINE vec_i32 spread(const char *x) {
     return four - (vec_i32){0};
 }
 
-/* sum[rows] += a span of codes times the matching inputs of x; a half panel has `steps` vectors of codes. */
+/* sum[rows] += a span of codes times the matching inputs of x; `steps`: vectors of codes in a half panel. */
 INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
     const int bits = bits_of(type);
@@ -301,7 +301,7 @@ INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_
 
 #endif
 
-/* Some blocks of a panel's codes; the same for all rows. */
+/* Some blocks of a panel's codes, the same for all rows. */
 typedef struct {
     int64_t num_blocks;
     int64_t x_step; /* bytes from one block of x to the next */
@@ -316,7 +316,7 @@ INLINE void start_sums(int rows, const block_header *headers, int64_t group, vec
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = headers[r].groups[group] - (vec_i32){0};
 }
 
-/* Scale the rows' sums of a group and add them to `kept`, the tile's rows in registers; NULL: to `tile`. */
+/* Scale the rows' sums of a group, and add them to `kept`, the tile's rows in registers, or if NULL to `tile`. */
 INLINE void add_group(int rows, const block_header *headers, int64_t group, const float *scales,
                       const float *minima, vec_i32 sum[][2], float *tile, vec kept[][2]) {
     vec scale0 = splat(1), scale1 = splat(1);

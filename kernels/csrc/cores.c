@@ -1,6 +1,6 @@
-/* Pins the threads of a team: the first ones to the process's own cores, the others to borrowed ones.
- * Linux only; elsewhere threads are not pinned.
- * Refuses to know: the lender, what is computed.
+/* Pins a team's threads: the first ones to the process's own cores, the others to borrowed cores. Linux only;
+ * elsewhere, threads are not pinned.
+ * Refuses to know: the lender, the work.
  */
 #if defined(__linux__)
 #define _GNU_SOURCE
@@ -14,7 +14,7 @@ typedef struct {
     const void *own, *lent;
 } places_call;
 
-/* Return how many threads could not be placed. */
+/* Return the number of threads that could not be placed. */
 int baton_place_threads(const places_call *c) {
     int failed = 0;
 #if defined(__linux__)

@@ -1,7 +1,7 @@
-/* Computes a mixture of experts: each token goes through few of many gated MLPs, and their results are added.
+/* Computes a mixture of experts: each token goes through few of many gated MLPs, whose results are summed.
  *
- * Rows are sorted by expert, so that each weight is read once for all tokens that use it. A token's
- * results are added in the order of its chosen experts, so they do not depend on the batch.
+ * Rows are sorted by expert, so that each weight is read once for all its tokens. A token's results are added in
+ * the order of its chosen experts, so they do not depend on the batch.
  * Refuses to know: how experts are chosen, how a linear layer is computed.
  */
 #include <string.h>
@@ -10,7 +10,7 @@
 #include "vectors.h"
 
 #define MOST_BYTES (64 << 20) /* most bytes of intermediate results; more tokens are computed in slabs */
-#define JOBS_PER_THREAD 4     /* from this many jobs per thread, each thread takes whole jobs instead of panels */
+#define JOBS_PER_THREAD 4     /* from this many jobs per thread on, each thread takes whole jobs, not panels */
 
 enum { PACKED = 0, SHARED = 1, PLAN = 2 }; /* slots of scratch memory, PACKED as in linear.c */
 
@@ -18,16 +18,16 @@ typedef struct {
     linear_call gate_up, down; /* calls for the first expert; x, out and num_rows are set later */
     int64_t num_tokens, num_experts, top_k, hidden, num_threads, x_stride;
     int64_t squares;      /* 1: no gate, the activation is relu(x)^2 */
-    /* In both weights each expert's rows fill whole panels; the padding rows are 0. */
+    /* In both weights, each expert's rows fill whole panels; padding rows are 0. */
     const int64_t *ids;   /* [num_tokens, top_k] */
     const float *weights; /* [num_tokens, top_k] */
     const void *x;        /* [num_tokens, hidden], of type `gate_up.x_type`, like base and out */
     const void *base;     /* [num_tokens, hidden], added to the experts' sum, or NULL */
-    const float *base_gate; /* [num_tokens], base is scaled by its sigmoid; NULL: by 1 */
+    const float *base_gate; /* [num_tokens], sigmoids of these scale base; NULL: not scaled */
     void *out;            /* [num_tokens, hidden] */
 } experts_call;
 
-/* Rows of one expert that are multiplied at once: order[first, first + count). */
+/* Rows of one expert that are multiplied together: order[first, first + count). */
 typedef struct {
     linear_call gate_up, down;
     int64_t first, count, packed_at; /* packed_at: offset in bytes, if threads share panels */
@@ -40,10 +40,10 @@ typedef struct {
     char *gathered, *middle, *results, *packed; /* results is indexed by row, the others by place in `order` */
 } plan;
 
-/* Return the size of an expert's hidden row: `down.depth` rounded up to whole panels. */
+/* Return an expert's hidden size: `down.depth` rounded up to whole panels. */
 static int64_t middle_size(const experts_call *c) { return c->gate_up.num_columns; }
 
-/* Sort the rows of the tokens from `token` on by expert, and cut them into jobs. */
+/* Sort by expert the rows of the tokens from `token` on, and cut them into jobs. */
 static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *p) {
     int type = c->gate_up.x_type;
     int64_t rows = count * c->top_k, size = size_of(type), most = baton_most_rows(&c->down);
@@ -59,7 +59,7 @@ static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *
     memset(starts, 0, counts_bytes);
     for (int64_t r = 0; r < rows; r++) starts[ids[r] + 1]++;
     for (int64_t e = 0; e < c->num_experts; e++) starts[e + 1] += starts[e];
-    for (int64_t r = 0; r < rows; r++) p->order[starts[ids[r]]++] = r; /* starts: now ends */
+    for (int64_t r = 0; r < rows; r++) p->order[starts[ids[r]]++] = r; /* starts[e]: now the end */
     int64_t middle_at = rows * c->hidden * size, results_at = middle_at + rows * middle_size(c) * size;
     int64_t packed_at = (results_at + rows * c->hidden * size + 63) / 64 * 64, packed = 0;
     p->num_rows = rows;
@@ -86,7 +86,7 @@ static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *
         j->gate_up.x = p->gathered + j->first * c->hidden * size;
         j->gate_up.out = p->middle + j->first * middle_size(c) * size;
         j->down.x = j->gate_up.out;
-        /* Overwrite the input, which is no longer needed; results are moved to their rows later. */
+        /* Results overwrite the input, which is no longer needed; they move to their rows later. */
         j->down.out = (char *)j->gate_up.x;
     }
     return 0;
@@ -107,7 +107,7 @@ static void scatter(const experts_call *c, const plan *p, const job *j) {
         memcpy(p->results + p->order[j->first + i] * row_bytes, j->down.out + i * row_bytes, row_bytes);
 }
 
-/* Apply relu(x)^2 to a job's hidden rows, rounded once like torch. */
+/* Apply relu(x)^2 to a job's hidden rows; round once, like torch. */
 static void square_middle(const experts_call *c, const job *j) {
     int type = c->gate_up.x_type;
     if (!c->squares) return;
@@ -131,7 +131,7 @@ static int job_alone(const experts_call *c, const plan *p, int64_t token, const 
     return 0;
 }
 
-/* Compute the panels [first, last), counted over all jobs; each job has `each` panels. */
+/* Compute the panels [first, last), counted over all jobs with `each` panels per job. */
 static void panels_of_jobs(const plan *p, int is_down, int64_t each, int64_t first, int64_t last) {
     for (int64_t i = first / each; i * each < last; i++) {
         const job *j = &p->jobs[i];
@@ -140,7 +140,7 @@ static void panels_of_jobs(const plan *p, int is_down, int64_t each, int64_t fir
     }
 }
 
-/* Compute all jobs with all threads, each of which takes some panels of every job. */
+/* Compute all jobs with all threads; each thread takes some panels of every job. */
 static void jobs_together(const experts_call *c, const plan *p, int64_t token) {
     int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
     for (int is_down = 0; is_down <= 1; is_down++) {
@@ -161,7 +161,7 @@ static void jobs_together(const experts_call *c, const plan *p, int64_t token) {
     for (int64_t i = 0; i < p->num_jobs; i++) scatter(c, p, &p->jobs[i]);
 }
 
-/* Loads the `count` numbers from `index` on; the remaining lanes are 0. */
+/* Load `count` numbers from `index` on; the other lanes are 0. */
 INLINE vec load_some(int type, const void *from, int64_t index, int64_t count) {
     if (count == LANES) return load(type, from, index);
     float last[LANES] = {0};
@@ -179,7 +179,7 @@ INLINE void store_some(int type, void *to, int64_t index, vec x, int64_t count) 
     memcpy((void *)at(type, to, index), last, count * size_of(type));
 }
 
-/* out = base * sigmoid(gate) + the sum of a token's results; `at_token` counts from the slab's first token. */
+/* out = base * sigmoid(gate) + the sum of a token's results; `at_token`: place of the token in the slab. */
 static void add_up(const experts_call *c, const plan *p, int64_t token, int64_t at_token) {
     int type = c->gate_up.x_type;
     const float *weights = c->weights + (token + at_token) * c->top_k;
@@ -196,7 +196,7 @@ static void add_up(const experts_call *c, const plan *p, int64_t token, int64_t 
     }
 }
 
-/* Computes the experts. Returns 0, or 1 when there is no memory. */
+/* Compute the experts. Return 0, or 1 without memory. */
 int baton_experts(const experts_call *c) {
     int64_t token_bytes = c->top_k * (2 * c->hidden + middle_size(c)) * size_of(c->gate_up.x_type);
     int64_t slab = max64(MOST_BYTES / token_bytes, 1);

@@ -8,36 +8,36 @@
 #include "halves.h"
 #include "linear.h"
 
-/* Smallest output, in bytes, that caches cannot keep until it is read. */
+/* Smallest output, in bytes, that caches cannot hold until it is read. */
 #define PASSES_BY (1 << 20)
 
-/* The rows of a panel that are not finished yet. */
+/* The unfinished rows of a panel. */
 typedef struct {
     const linear_call *call;
-    int64_t column, row, ready; /* ready: number of rows with complete sums */
-    float *tile, *up;          /* up: the gated half's tile, or NULL */
+    int64_t column, row, ready; /* ready: rows with complete sums */
+    float *tile, *up;          /* up: tile of the ups, or NULL */
 } unfinished;
 
-/* Return sums with the scales and bias of W's rows from `column` on applied. */
+/* Return sums after scales and bias of W's rows from `column` on. */
 INLINE vec adjusted(const linear_call *c, int64_t column, vec sums) {
     if (c->scales) sums *= load(FLOAT32, c->scales, column);
     if (c->bias) sums += load(FLOAT32, c->bias, column);
     return sums;
 }
 
-/* Return the sums of a call that adds, with the output's numbers at `to` added. */
+/* Return the sums of a call that adds, plus the output's numbers at `to`. */
 INLINE vec added(const linear_call *c, int type, int64_t column, const char *to, vec sums) {
     vec old = load(type, to, 0);
     return c->gains ? multiply_add(old, load(FLOAT32, c->gains, column), sums) : old + sums;
 }
 
-/* Return activation(sums) * up, with both rounded first. */
+/* Return activation(sums) * up, after rounding both. */
 INLINE vec gate_of(const linear_call *c, int type, vec sums, vec up) {
     vec gate = round_all(type, activate(c->gated, round_all(type, sums)));
     return gate * round_all(type, gated_half(c->gated, round_all(type, up)));
 }
 
-/* Store 2 * LANES sums; with 512-bit vectors they are one line of bfloat16 or two lines of floats. */
+/* Store 2 * LANES sums; with 512-bit vectors, one line of bfloat16 or two lines of floats. */
 INLINE void store_lines(int type, char *to, vec first, vec second, int passes_by) {
 #if DOTS_HALVES
     if (type == BFLOAT16) {
@@ -76,7 +76,7 @@ INLINE void finish_whole(int type, unfinished *u, int64_t count) {
     }
 }
 
-/* Finish rows of the last, partial panel; such a layer has no gate. */
+/* Finish rows of the last panel, which is partial; such layers have no gate. */
 INLINE void finish_part(int type, unfinished *u, int64_t count) {
     const linear_call *c = u->call;
     int64_t width = c->num_columns - u->column;
@@ -102,7 +102,7 @@ INLINE void finish_any(int type, unfinished *u, int64_t count) {
         finish_part(type, u, count);
 }
 
-/* Finish the next `count` rows, or those that are ready. After the last row, call finish_end. */
+/* Finish the next `count` rows, or those that are ready. Call finish_end after the last row. */
 static __attribute__((noinline)) void finish_rows(unfinished *u, int64_t count) {
     count = min64(count, u->ready);
     if (u->call->out_type == BFLOAT16)

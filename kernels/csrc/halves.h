@@ -1,9 +1,9 @@
-/* tile[rows, PANEL] (+)= x[rows, size] @ w[size, PANEL] in bfloat16, by instructions that multiply
- * bfloat16 and add in float: matrices of 16 x 32 (AMX), or pairs (AVX512-BF16).
+/* tile[rows, PANEL] (+)= x[rows, size] @ w[size, PANEL] in bfloat16, by instructions that multiply bfloat16 and
+ * add in float: on matrices of 16 x 32 (AMX), or on pairs (AVX512-BF16).
  *
- * Each output's sum over `size` runs in order, in steps of HALVES inputs counted from the first. So a
- * row's result does not depend on which other rows are computed with it.
- * Refuses to know: where x and w come from, threads.
+ * Each output's sum over `size` runs in order, in steps of HALVES inputs from the first on. So a row's result does
+ * not depend on the other rows.
+ * Refuses to know: the origin of x and w, threads.
  */
 #ifndef BATON_HALVES_H
 #define BATON_HALVES_H
@@ -41,8 +41,8 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-/* Configure the tile registers: 0 to 3 are sums, 4 and 5 first factors with `bytes` (64 at most) per row, 6 and
- * 7 second factors with bytes / 4 rows. All others have 16 rows of 64 bytes; unused rows cost time only. */
+/* Configure the tile registers: 0 to 3 are sums, 4 and 5 first factors with `bytes` (at most 64) per row, 6 and 7
+ * second factors with bytes / 4 rows. All others have 16 rows of 64 bytes; unused rows only cost time. */
 INLINE void tiles_begin(int64_t bytes) {
     uint16_t size = (uint16_t)bytes;
     uint8_t rows = (uint8_t)(bytes / 4);
@@ -51,19 +51,19 @@ INLINE void tiles_begin(int64_t bytes) {
         .row_bytes = {64, 64, 64, 64, size, size, 64, 64},
         .rows = {16, 16, 16, 16, 16, 16, rows, rows},
     };
-    /* Not _tile_loadconfig: GCC 12.2 assumes that it reads 8 bytes, and may drop the other stores. */
+    /* Not _tile_loadconfig: GCC 12.2 assumes that it reads only 8 bytes, and may drop stores to other bytes. */
     __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
 INLINE void tiles_end(void) { _tile_release(); }
 
-/* Vector work done while matrices are multiplied, one piece per step; NULL: none. */
+/* Vector work to do while matrices are multiplied, one piece per step; NULL: none. */
 typedef struct {
     void (*piece)(void *of, int64_t size);
     void *of;
     int64_t size;
 } meanwhile;
 
-/* x: the rows' part of a step; steps are x_step bytes apart. tile: rows of `stride` floats, with memory for whole
+/* x: the rows' part of a step, with steps x_step bytes apart. tile: rows of `stride` floats, with memory for whole
  * matrices. `level`: the cache to prefetch into, 1 or 2; a constant. */
 INLINE void tiles_product(int matrices, int level, const char *w, const char *x, int64_t x_step,
                           int64_t num_steps, float *tile, int64_t stride, int accumulate, fetch f,
@@ -111,8 +111,8 @@ INLINE void tiles_product(int matrices, int level, const char *w, const char *x,
 
 #endif
 
-/* Store softmax weights as bfloat16, rounded like store_rounded. The instruction flushes subnormal numbers to zero;
- * power_of_two gives none. */
+/* Store softmax weights as bfloat16, rounded like store_rounded. The instruction flushes subnormal numbers to
+ * zero, but power_of_two returns none. */
 INLINE void store_weights(void *to, vec x) {
 #if DOTS_HALVES
     __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
@@ -124,7 +124,7 @@ INLINE void store_weights(void *to, vec x) {
 
 #if DOTS_HALVES
 
-/* Convert HALVES codes of e4m3, each in the lower byte of its 16 bits, to bfloat16; see from_e4m3s. */
+/* Convert HALVES e4m3 codes, each in the lower byte of 16 bits, to bfloat16; see from_e4m3s. */
 INLINE __m512i e4m3s_as_halves(__m512i codes) {
     const __m512i rare = (__m512i)(vec_u32){0x3b000000, 0x3bc03b80, 0x3c203c00, 0x3c603c40,
                                             0x3c903c80, 0x3cb03ca0, 0x3cd03cc0, 0x00003ce0,
@@ -138,7 +138,7 @@ INLINE __m512i e4m3s_as_halves(__m512i codes) {
     return _mm512_ternarylogic_epi32(halves, _mm512_slli_epi16(codes, 8), _mm512_set1_epi16((short)0x8000), 0xf8);
 }
 
-/* Load the pairs of LANES outputs as bfloat16; index counts pairs. */
+/* Load pairs of LANES outputs as bfloat16; `index` counts pairs. */
 INLINE vec_u32 load_halves_of_pairs(int type, const void *w, int64_t index) {
     if (type != FLOAT8) return load_pairs(BFLOAT16, w, index);
     const char *codes = (const char *)w + index * 2;
@@ -151,8 +151,8 @@ INLINE void widen_step(const char *codes, char *step) {
         _mm512_store_si512(step + i * 4, (__m512i)load_halves_of_pairs(FLOAT8, codes, i));
 }
 
-/* Store a line of the output, rounded like store_rounded. If `passes_by`, the store bypasses the cache, which would
- * first fetch the line. */
+/* Store a line of the output, rounded like store_rounded. With `passes_by`, bypass the cache, which would first
+ * fetch the line. */
 INLINE void store_line(void *to, vec first, vec second, int passes_by) {
     const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
                                          29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
@@ -164,7 +164,7 @@ INLINE void store_line(void *to, vec first, vec second, int passes_by) {
         _mm512_storeu_si512(to, line);
 }
 
-/* sum += the pair at `two` times each lane's pair, element by element. */
+/* sum += the pair at `two` times each lane's pair, one element after the other. */
 INLINE vec dot_pair(vec sum, const void *two, vec_u32 pairs) {
     int32_t input;
     memcpy(&input, two, 4);
@@ -188,7 +188,7 @@ INLINE void pairs_rows(int rows, int type, const char *w, const char *x, int64_t
             vec_u32 first = load_halves_of_pairs(type, w, 0), second = load_halves_of_pairs(type, w, LANES);
             fetch_into(0, f.from);
             if (fetched > 64) fetch_into(0, f.from + 64);
-            if (j < rows) __builtin_prefetch(x + (rows + j) * ROW_BYTES, 0, 3); /* of the next rows */
+            if (j < rows) __builtin_prefetch(x + (rows + j) * ROW_BYTES, 0, 3); /* the next rows' */
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 sum[r][0] = dot_pair(sum[r][0], x + r * ROW_BYTES + j * 4, first);

@@ -1,8 +1,8 @@
-/* out[M, N] = x[M, K] @ W^T: linear layers over weights that were packed when they were loaded.
+/* out[M, N] = x[M, K] @ W^T: linear layers over packed weights.
  *
- * W is kept as [N / PANEL][K][PANEL] (the last panel filled up with zeros), so that a micro kernel
- * reads it as one stream. Decodes are bound by that stream, prompts by multiply-adds; the blocking
- * follows Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008).
+ * W is stored as [N / PANEL][K][PANEL] (zeros fill the last panel), so that a micro kernel reads it as one stream.
+ * Decodes are bound by that stream, prompts by multiply-adds; for the blocking see Goto and van de Geijn, "Anatomy
+ * of High-Performance Matrix Multiplication" (2008).
  * Refuses to know: what a layer is for.
  */
 #include "linear.h"
@@ -11,30 +11,30 @@
 #include "finish.h"
 
 /* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
-#define MAX_CHUNK (30 * MAX_ROWS) /* most rows of x that are packed at a time, so that they stay in L2 */
+#define MAX_CHUNK (30 * MAX_ROWS) /* most rows of x that are packed together, so that they stay in L2 */
 #define MIN_CHUNK (8 * MAX_ROWS)
 #define MOST_TILED ((MAX_CHUNK + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS)
 #define CHUNK_FLOATS (1 << 18)
-#define CHUNK_TILED (7 << 16) /* the same in numbers of x for AMX, which takes 1 or 2 bytes per number */
-#define BY_ROWS (8 * MAX_ROWS) /* from this many rows per thread, threads divide the rows instead of the panels */
-#define CHUNKS 4 /* chunks per thread, so that other threads can take some from a slow one */
+#define CHUNK_TILED (7 << 16) /* MAX_CHUNK for AMX, in numbers of x, which take 1 or 2 bytes each */
+#define BY_ROWS (8 * MAX_ROWS) /* from this many rows per thread on, threads divide rows instead of panels */
+#define CHUNKS 4 /* chunks per thread, so that others can take some from a slow thread */
 #define SERIAL_PRODUCTS (1 << 16) /* below, waking threads costs more than it saves */
 #define FETCH_AHEAD 8192 /* bytes ahead to prefetch in a stream that is read once */
 #define FETCH_NEXT 2048 /* bytes ahead that matrices of few rows prefetch into L1 */
-#define SUPER 256 /* inputs whose group scales share a factor */
-#define WIDEN_FROM 3 /* fewest blocks of rows for which converting a slice of bf16 or int8 once pays */
+#define SUPER 256 /* inputs whose groups' scales share a factor */
+#define WIDEN_FROM 3 /* fewest blocks of rows for which converting a slice of bf16 or int8 in memory pays */
 #define SLICE_STEPS 8 /* steps of HALVES inputs of a bf16 panel that fit into L1 */
 #define SCALED_DEPTH 128 /* group sizes of float8 are multiples of this */
 
 INLINE int is_codes(int type) { return type == CODES8 || type == CODES4 || type == CODES_E2M1; }
 
-/* Return whether bfloat16 is multiplied directly; otherwise everything is multiplied in float. */
+/* Return whether bfloat16 is multiplied directly, not converted to float. */
 INLINE int in_halves(const linear_call *c) {
     return DOTS_HALVES && c->x_type == BFLOAT16 && is_paired(c->w_type);
 }
-/* Return whether float8 weights have scales per group of inputs; a slice then never spans two groups. */
+/* Return whether float8 weights have scales per group of inputs; slices then never span two groups. */
 INLINE int has_scales(const linear_call *c) { return c->w_type == FLOAT8 && c->group_scales; }
-/* Return the rows that are multiplied for each row of x: 2 with `fine` inputs. */
+/* Return the rows to multiply for each row of x: 2 with `fine` inputs. */
 INLINE int64_t rows_each(const linear_call *c) { return c->fine ? 2 : 1; }
 INLINE int in_tiles(const linear_call *c) {
     if (is_codes(c->w_type))
@@ -42,8 +42,8 @@ INLINE int in_tiles(const linear_call *c) {
     return HAS_TILES && in_halves(c) && baton_has_tiles();
 }
 
-/* Blocks of rows, each small enough for a micro kernel: of nearly equal size, or of `size` if fewer rows
- * would cost as much. The `each` rows that belong to a row of x stay together. */
+/* Blocks of rows, small enough for a micro kernel: of nearly equal size, or of `size` if fewer rows would cost as
+ * much. The `each` rows of one row of x stay together. */
 typedef struct {
     int64_t count, num_blocks, size, each;
 } row_blocks;
@@ -99,7 +99,7 @@ INLINE int64_t room_for(const linear_call *c, int64_t count) {
     int64_t whole = in_tiles(c) || count > TILE_ROWS ? ceil_div(count, TILE_ROWS) * TILE_ROWS : count;
     return count > TILE_ROWS ? whole + TILE_ROWS / 2 : whole;
 }
-/* Bytes of `count` packed rows of x. */
+/* Return the bytes of `count` packed rows of x. */
 INLINE int64_t packed_bytes(const linear_call *c, int64_t count) {
     return room_for(c, count * rows_each(c)) * packed_row_bytes(c);
 }
@@ -113,7 +113,7 @@ INLINE code_groups groups_of(const linear_call *c) {
     return (code_groups){min64(c->group, BLOCK), c->group_minima ? 0 : offset_of(c->w_type)};
 }
 
-/* Round rows [begin, end) of a chunk of x into [block][row of the chunk], see codes.h. */
+/* Round rows [begin, end) of a chunk of x to [block][row of the chunk], see codes.h. */
 INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t count, int64_t begin,
                        int64_t end, char *to) {
     int bits = bits_of(c->w_type);
@@ -125,13 +125,13 @@ INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t co
                         min64(BLOCK, c->depth - k), groups, each == 2, rows_from(bits, to, room, r * each));
 }
 
-/* Parameters of a function that computes a panel's sums for the blocks [begin, end) of the packed rows. `then`:
- * the weight to prefetch next. `left`: rows to finish meanwhile, or NULL. */
+/* Parameters of a function that computes a panel's sums for the packed rows' blocks [begin, end). `then`: the
+ * weight to prefetch next. `left`: rows to finish meanwhile, or NULL. */
 #define SUMS_OF_A_PANEL                                                                                  \
     const linear_call *c, int64_t panel, const void *then, row_blocks b, int64_t begin, int64_t end,     \
         const void *packed, float *tiles, unfinished *left
 
-#define ORDERED 4 /* rows that are read side by side; reading more is slow, as prefetchers follow few streams */
+#define ORDERED 4 /* rows that are read side by side; more are slow, as prefetchers follow few streams */
 
 /* Copy rows [begin, end) of a chunk of x to [step][row of the chunk][HALVES]. */
 static void order_rows(const linear_call *c, int64_t chunk, int64_t step_bytes, int64_t begin,
@@ -175,7 +175,7 @@ static void pack_rows(const linear_call *c, int64_t chunk, int64_t count, int64_
         for (int64_t r = begin; r < end; r++) {
             float *row = to + (s * count + r) * X_STRIDE;
             read_row(c->x_type, at(c->x_type, c->x, (chunk + r) * c->x_stride + k), row, size);
-            row[size] = 0; /* the second half of a last pair, if the depth is odd */
+            row[size] = 0; /* pads the last pair, if the depth is odd */
         }
     }
 }
@@ -184,7 +184,7 @@ INLINE void widen(int type, const void *w, int64_t size, float *to) {
     for (int64_t i = 0; i < size; i += LANES) store(to + i, load(type, w, i));
 }
 
-/* Convert a panel's numbers to floats; pairs of inputs are separated. */
+/* Convert a panel's numbers to floats, and separate pairs of inputs. */
 INLINE void widen_panel(int type, const void *w, int64_t size, float *to) {
     if (!is_paired(type)) {
         widen(type, w, size * PANEL, to);
@@ -198,7 +198,7 @@ INLINE void widen_panel(int type, const void *w, int64_t size, float *to) {
         }
 }
 
-/* tile (+)= part times the panel's scales of the group that contains input k. */
+/* tile (+)= part times the panel's scales of input k's group. */
 INLINE void add_scaled(const linear_call *c, int64_t panel, int64_t k, int64_t rows, const float *part,
                        int accumulate, float *tile) {
     int64_t group = panel * ceil_div(c->depth, c->group) + k / c->group;
@@ -221,7 +221,8 @@ INLINE void multiply(int type, SUMS_OF_A_PANEL) {
     for (int64_t s = 0; s <= last; s++) {
         int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
         const void *w = at(type, c->w, (panel * filled_depth(c) + k) * PANEL);
-        /* One block of rows fetches ahead within the slice; several fetch the next slice while they share this one. */
+        /* One block of rows fetches ahead within the slice; several blocks share the slice and fetch the next
+         * one. */
         fetch f = {(const char *)w + FETCH_AHEAD, PANEL * size_of(type)};
         const char *next = s == last ? then : at(type, w, size * PANEL);
         if (widens) widen_panel(type, w, size, wide);
@@ -245,8 +246,8 @@ static void finish_piece(void *left, int64_t num_rows) { finish_rows(left, num_r
 #endif
 
 #if DOTS_HALVES
-/* Multiply like `multiply`, in bfloat16; tiles have memory for whole matrices. Finishes rows of `left`, unless
- * NULL, as soon as their sums are complete, while the next rows are multiplied. */
+/* Multiply like `multiply`, but in bfloat16; tiles have memory for whole matrices. Rows of `left`, unless NULL,
+ * are finished as soon as their sums are complete, while the next rows are multiplied. */
 INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
     char last_step[STEP_BYTES] __attribute__((aligned(64)));
     char wide[SLICE_STEPS * STEP_BYTES] __attribute__((aligned(64)));
@@ -255,7 +256,7 @@ INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
     int64_t origin = block_start(b, begin), all = num_steps(c), step_bytes = HALVES * PANEL * size_of(type);
     int64_t x_step = packed_bytes(c, b.count) / all, full = c->depth / HALVES;
     const char *w = (const char *)c->w + panel * filled_depth(c) * PANEL * size_of(type);
-    /* With a single block of rows, each part of a panel is read only once. */
+    /* A single block of rows reads each part of a panel only once. */
     int64_t most = end - begin == 1 && (type == BFLOAT16 || !b.size) ? full : SLICE_STEPS;
     if (scaled) most = SCALED_DEPTH / HALVES;
     if (full < all) {
@@ -307,7 +308,7 @@ INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
 }
 #endif
 
-#define GROUPS (BLOCK / SUMMED * PANEL) /* most group numbers of a block */
+#define GROUPS (BLOCK / SUMMED * PANEL) /* most group numbers per block */
 #define SLICE_BLOCKS 8 /* blocks of a panel's codes that stay in L1 */
 
 /* to[groups][PANEL] = from * factors; consecutive groups' factors are `step` numbers apart; NULL: no factors. */
@@ -332,8 +333,8 @@ INLINE void widen_any(int type, const void *from, int64_t first, int64_t num_gro
         widen_as(FLOAT32, from, num_groups, factors, step, to);
 }
 
-/* Widen the scales and minima of some groups of a panel to floats, for codes.h; `super` selects their
- * factors. Integer minima without a factor are zero points, multiples of their groups' scales. */
+/* Widen scales and minima of some groups of a panel to floats, for codes.h; `super` selects the factors. Integer
+ * minima without factors are zero points, multiples of their groups' scales. */
 INLINE void widen_groups(const linear_call *c, int64_t first, int64_t super, int64_t num_groups,
                          float *scales, float *minima) {
     float factors[PANEL] __attribute__((aligned(64)));
@@ -355,8 +356,8 @@ INLINE void fetch_groups(const linear_call *c, int64_t first, int64_t num_groups
             fetch_into(1, (const char *)numbers[n] + first * sizes[n] + i);
 }
 
-/* Return the blocks [first, first + count) of a panel of codes, with widened scales and minima. Prefetches those of
- * the next panel, which hardware prefetchers miss, as many codes lie in between. */
+/* Return the blocks [first, first + count) of a panel of codes, with widened scales and minima. Prefetches the
+ * next panel's scales and minima, which hardware prefetchers miss, as many codes lie in between. */
 INLINE code_slice slice_of(const linear_call *c, int64_t panel, int64_t first, int64_t count,
                            int64_t x_step, float *scales, float *minima) {
     code_slice slice = {count, x_step, groups_of(c), NULL, NULL};
@@ -399,7 +400,8 @@ INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
         count = is_last ? 1 : min64(most, full - s);
         const uint8_t *here = is_last ? last_block : w + s * bytes;
         code_slice slice = slice_of(c, panel, s, count, x_step, scales, minima);
-        /* One block of rows fetches ahead within the slice; several fetch the next slice while they share this one. */
+        /* One block of rows fetches ahead within the slice; several blocks share the slice and fetch the next
+         * one. */
         fetch f = {(const char *)here + FETCH_AHEAD, step_bytes};
         int64_t num_fetches = count * bytes / step_bytes;
         if (end - begin > 1) f.step = ceil_div(step_bytes, end - begin);
@@ -442,7 +444,7 @@ static void unpack_row(const linear_call *c, int64_t id, char *to) {
             float number = is_e2m1 ? numbers_e2m1[code] : code;
             row[i] = (number - slice.groups.offset) * scales[i / slice.groups.size * PANEL + column];
         }
-        /* In a loop of its own: a product and its sum are rounded one by one, as the reference does. */
+        /* In a separate loop: product and sum are rounded one by one, as in the reference. */
         for (int64_t i = 0; i < count && c->group_minima; i++)
             row[i] += minima[i / slice.groups.size * PANEL + column];
         write_row(c->out_type, row, to + k * size_of(c->out_type), count);
@@ -460,7 +462,7 @@ int baton_unpack_codes(const linear_call *c) {
     return 0;
 }
 
-/* Not inlined, because code around such a long loop changes what the compiler keeps in registers. */
+/* Not inlined, as code around such a long loop changes what the compiler keeps in registers. */
 typedef void panel_sums(SUMS_OF_A_PANEL);
 #define PANEL_SUMS(name, multiply, type)                                    \
     static __attribute__((noinline)) void name(SUMS_OF_A_PANEL) {           \
@@ -495,7 +497,7 @@ static panel_sums *sums_of(const linear_call *c) {
     return of_int8;
 }
 
-/* With few rows, a gated layer computes this many panels of one half before the same ones of the other half: each
+/* With few rows, a gated layer computes this many panels of one half, then the same ones of the other half: a
  * switch between the two streams costs as much as a quarter of a panel of codes. */
 #define TOGETHER (MOST_TILED / TILED_ROWS)
 INLINE int64_t num_together(const linear_call *c, row_blocks b) {
@@ -543,7 +545,7 @@ static void panels_of(const linear_call *c, int64_t panel, int64_t count, int64_
 #endif
 }
 
-/* Compute a thread's share of one chunk: panels, or parts of panels if there are too few. */
+/* Compute a thread's share of one chunk: panels, or parts of panels if panels are too few. */
 static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const void *packed,
                      int thread, int num_threads) {
     int64_t panels = num_panels(c);
@@ -559,7 +561,7 @@ static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const vo
     }
 }
 
-/* Compute the i-th of `num_chunks` chunks of rows in one thread, without waiting for others. */
+/* Compute the i-th of `num_chunks` chunks of rows in one thread, without waiting for other threads. */
 static int chunk_of(const linear_call *c, int64_t i, int64_t num_chunks) {
     void *packed = packed_memory(c);
     if (!packed) return 1;
@@ -571,7 +573,7 @@ static int chunk_of(const linear_call *c, int64_t i, int64_t num_chunks) {
     return 0;
 }
 
-/* Compute all rows with all threads, which pack the input together and divide the panels. */
+/* Compute all rows with all threads, which together pack the input, and divide the panels. */
 static void rows_together(const linear_call *c, void *packed) {
     int thread = omp_get_thread_num(), team = omp_get_num_threads();
     int64_t size = chunk_rows(c);

@@ -1,7 +1,7 @@
-/* Finds an earlier occurrence of a text's last tokens in the text itself.
+/* Finds an earlier occurrence of a text's last tokens.
  *
  * find_run of baton_kernels/lookup.py defines the result.
- * Refuses to know: requests, how the place is used.
+ * Refuses to know: requests, the use of the place.
  */
 #include "vectors.h"
 
@@ -15,7 +15,7 @@ INLINE int has_token(const int32_t *tokens, int64_t num, int32_t token) {
 }
 
 /* Return the end of the latest earlier occurrence of the longest run (least to most tokens) that ends the text;
- * -1: none. */
+ * -1: no occurrence. */
 int64_t baton_find_run(const int32_t *tokens, int64_t num, int64_t least, int64_t most) {
     int64_t best = -1, best_length = least - 1;
     if (num < 2) return -1;

@@ -1,8 +1,7 @@
-/* c[rows, PANEL] (+)= x[rows, size] @ w[size, PANEL]: the kernel inside all float matrix products.
+/* c[rows, PANEL] (+)= x[rows, size] @ w[size, PANEL]: the kernel of all float matrix products.
  *
- * The sum over `size` runs in order for every output, whatever the number of rows: a row's result
- * does not depend on which other rows are computed with it.
- * Refuses to know: where x and w come from, threads.
+ * Every output's sum over `size` runs in order: a row's result does not depend on the other rows or their number.
+ * Refuses to know: the origin of x and w, threads.
  */
 #ifndef BATON_MICRO_H
 #define BATON_MICRO_H
@@ -10,18 +9,18 @@
 #include "vectors.h"
 
 #define MAX_DEPTH 192 /* most inputs at a time, so that a panel's part of w stays in L1 beside x */
-/* Floats from one row of x to the next: a constant that does not map rows to the same cache set. */
+/* Floats between rows of x: a constant that does not map rows to the same cache set. */
 #define X_STRIDE (MAX_DEPTH + 16)
 
-/* Memory to prefetch during a sum: `step` bytes with each step. */
+/* Memory to prefetch during a sum, `step` bytes per step. */
 typedef struct {
     const char *from;
     int64_t step;
 } fetch;
 
-/* Return whether this CPU reads a stream faster through L2 than past it. Intel's prefetchnta fills L1 alone and holds
- * one of a core's few line buffers until memory answers. On a Cascade Lake, median decode steps take 1.1 to 2.5 times
- * as long with prefetchnta; on a Zen 5, prefetchnta is faster by 2 to 6 %. */
+/* Return whether this CPU reads a stream faster through L2 than past it. Intel's prefetchnta fills only L1, and
+ * holds one of a core's few line buffers until memory answers: on a Cascade Lake, median decode steps take 1.1 to
+ * 2.5 times as long with it, while on a Zen 5 it is 2 to 6 % faster. */
 INLINE int streams_through_l2(void) {
 #if defined(__x86_64__)
     return __builtin_cpu_is("intel");
@@ -30,8 +29,8 @@ INLINE int streams_through_l2(void) {
 #endif
 }
 
-/* Prefetch a line into L1 (1), into L2 (2), or as part of a stream that is read once (0). Streams go past L2 where
- * streams_through_l2() is false: there a step's weights would evict what every step needs, including the
+/* Prefetch a line into L1 (1), into L2 (2), or as part of a stream that is read once (0). If streams_through_l2()
+ * is false, streams go past L2: in L2, a step's weights would evict what every step needs, including the
  * interpreter's code. `level` is a constant. */
 INLINE void fetch_into(int level, const char *from) {
     if (level == 1)
@@ -42,8 +41,8 @@ INLINE void fetch_into(int level, const char *from) {
         __builtin_prefetch(from, 0, 0);
 }
 
-/* Hide a loop's constant count from the compiler, so that it does not unroll the loop: on a Zen 5, unrolled
- * loads read memory a sixth more slowly. */
+/* Hide a loop's constant count from the compiler, so that it does not unroll the loop: on a Zen 5, unrolled loads
+ * read memory a sixth more slowly. */
 INLINE void as_one_loop(int64_t *turns) { __asm__("" : "+r"(*turns)); }
 
 /* sum[r] += x[r] * w for one input of each row and one row of w. */
@@ -56,7 +55,7 @@ INLINE void add_products(int rows, const float *x, vec first, vec second, vec su
     }
 }
 
-/* w has `type` and is contiguous, PANEL numbers per input; bfloat16 and float8 come in pairs of inputs, and x is
+/* w has `type` and is contiguous, PANEL numbers per input; bfloat16 and float8 have pairs of inputs, and x is
  * padded with a zero. */
 INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_t size, float *c,
                        int64_t c_stride, int accumulate, fetch f) {
@@ -92,7 +91,7 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
         if (n <= MAX_ROWS) micro_rows(n, type, w, x, size, c, c_stride, accumulate, f); \
         break;
 
-/* Call micro_rows with `rows` as a constant. size is at most MAX_DEPTH; every caller passes a constant c_stride. */
+/* Call micro_rows with `rows` as a constant. size: at most MAX_DEPTH; every caller passes a constant c_stride. */
 INLINE void micro(int rows, int type, const void *w, const float *x, int64_t size, float *c,
                   int64_t c_stride, int accumulate, fetch f) {
     switch (rows) {

@@ -1,7 +1,7 @@
 /* Versions of glibc's functions that every glibc has.
  *
- * glibc 2.34 gave functions for threads a new version when they moved into libc. With the old version, a library built
- * here also loads where glibc is older.
+ * glibc 2.34 moved thread functions into libc, with a new version. With the old version, a library built here also
+ * loads with an older glibc.
  */
 #ifndef BATON_OLD_GLIBC_H
 #define BATON_OLD_GLIBC_H

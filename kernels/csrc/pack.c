@@ -1,7 +1,7 @@
 /* Packs a linear layer's weight into the panels that linear.c reads, in every format; unpacks rows.
  *
- * PackedWeight.pack of baton_kernels/packed.py defines the result, bit for bit. Rows are read in place
- * (from a mapped file, for example), a strip of a panel at a time, and written once.
+ * PackedWeight.pack of baton_kernels/packed.py defines the result, bit for bit. Rows are read in place (maybe from
+ * a mapped file), a strip of a panel at a time, and written once.
  * Refuses to know: files, layers.
  */
 #include "linear.h"
@@ -9,13 +9,13 @@
 
 #define STRIP 256  /* inputs that are converted together, so that they stay in L2 */
 #define GROUP8 128 /* inputs that share the scale of 8-bit codes */
-#define GROUP4 32  /* inputs that share scale and minimum of 4-bit codes; the groups of a strip share factors */
-#define CANDIDATES 12 /* scales that are tried for a group of 4-bit codes */
+#define GROUP4 32  /* inputs that share a 4-bit code's scale and minimum; a strip's groups share factors */
+#define CANDIDATES 12 /* scales to try for a group of 4-bit codes */
 #define STEP 8     /* codes are padded to a multiple of this many inputs */
 
 typedef struct {
     int64_t in_type, w_type, num_threads;
-    int64_t first_row, num_rows; /* the weight's rows to write in this call */
+    int64_t first_row, num_rows; /* rows of the weight to write in this call */
     int64_t depth, in_stride;
     const void *in; /* [num_rows][in_stride] */
     void *panels;
@@ -25,7 +25,7 @@ typedef struct {
     uint16_t *scale_factors, *minimum_factors; /* [panels][strips][PANEL] bfloat16, for 4-bit codes */
 } pack_call;
 
-/* The rows [begin, end) of one panel, to be written. */
+/* The rows [begin, end) of one panel, to write. */
 typedef struct {
     int64_t panel, begin, end;
 } panel_rows;
@@ -79,13 +79,13 @@ INLINE void round_row(const float *x, float scale, int8_t *numbers) {
     for (int64_t k = 0; k < STRIP; k++) numbers[k] = (int8_t)nearest(x[k] / scale);
 }
 
-/* Round numbers divided by `scale` to e4m3; with scale 1, float8 numbers stay the same. */
+/* Round x / scale to e4m3; with scale 1, float8 numbers stay unchanged. */
 INLINE void round_to_e4m3(const float *x, float scale, int8_t *numbers) {
     for (int64_t k = 0; k < STRIP; k++) numbers[k] = (int8_t)to_e4m3(x[k] / scale);
 }
 
-/* Round a group so that its largest magnitude becomes 127. Return the scale; weights are divided by it after its
- * own rounding to bfloat16. */
+/* Round a group so that its largest magnitude becomes 127. Return the scale; weights are divided by the scale as
+ * rounded to bfloat16. */
 INLINE uint16_t round_group(const float *x, int8_t *numbers) {
     uint16_t rounded = to_bf16(largest_of(x, GROUP8) / 127.0f);
     float exact = from_bf16(rounded);
@@ -98,7 +98,7 @@ INLINE uint16_t round_group(const float *x, int8_t *numbers) {
     return rounded;
 }
 
-/* Keep a compiler from fusing this product with a sum: torch rounds both one by one. */
+/* Keep a compiler from fusing this product with a sum, as torch rounds both. */
 INLINE vec alone(vec product) {
 #if defined(__x86_64__)
     __asm__("" : "+x"(product));
@@ -112,9 +112,9 @@ INLINE vec alone(vec product) {
 
 INLINE vec whole(vec x) { return __builtin_convertvector((vec_i32)(x + 12582912.0f) - 0x4b400000, vec); }
 
-/* Find scale and minimum of LANES outputs' groups, x[GROUP4][PANEL]. CANDIDATES scales are tried: the codes of each
- * give a scale and minimum by least squares, as in GGML's K-quants, and the pair of least squared error wins. Lanes
- * are outputs and sums run in order, so that every machine finds the same. */
+/* Find scale and minimum of LANES outputs' groups, x[GROUP4][PANEL]. CANDIDATES scales are tried: the codes of
+ * each give a scale and minimum by least squares, as in GGML's K-quants, and the pair of least squared error wins.
+ * Lanes are outputs, and sums run in order, so that every machine finds the same pair. */
 INLINE void search_scale(const float *x, float *scale, float *minimum) {
     vec low = load(FLOAT32, x, 0), high = low, sum = {0};
     for (int64_t k = 0; k < GROUP4; k++) {
@@ -145,8 +145,8 @@ INLINE void search_scale(const float *x, float *scale, float *minimum) {
     store(scale, best_scale), store(minimum, best_minimum);
 }
 
-/* Round the numbers of a strip's groups, [groups][PANEL], to multiples of their output's factor; the largest
- * multiple is 127. `numbers` becomes the rounded numbers. */
+/* Round the numbers of a strip's groups, [groups][PANEL], to multiples of their output's factor, at most 127.
+ * Return the rounded numbers in `numbers`. */
 static void round_to_factors(float *numbers, int64_t num_groups, panel_rows rows, int8_t *whole_numbers,
                              uint16_t *factors) {
     for (int64_t i = rows.begin; i < rows.end; i++) {
@@ -189,7 +189,7 @@ static void round_strip4(const pack_call *c, panel_rows rows, int64_t k, strip *
                 s->numbers[i][j] = (int8_t)(nearest(code) - 8);
             }
         }
-    for (int64_t i = rows.begin; i < rows.end; i++) /* padding of the last step */
+    for (int64_t i = rows.begin; i < rows.end; i++) /* pads the last step */
         for (int64_t j = c->depth - k; j < STRIP; j++) s->numbers[i][j] = 0;
 }
 
@@ -270,14 +270,14 @@ INLINE void pack_panel(const pack_call *c, int type, panel_rows rows) {
     }
 }
 
-/* Return how many panels a thread takes at once: two threads in one huge page would both wait for it to be cleared.
- * */
+/* Return the panels that a thread takes at once: two threads in one huge page would both wait until it is
+ * cleared. */
 static int64_t panels_together(const pack_call *c, int64_t num_panels) {
     int64_t bytes = c->depth * PANEL * size_of(c->w_type);
     return max64(min64((2 << 20) / max64(bytes, 1), num_panels / (2 * c->num_threads)), 1);
 }
 
-/* Pack some rows of a weight. The last panel's padding must be written already. */
+/* Pack some rows of a weight whose last panel's padding is already written. */
 int baton_pack_rows(const pack_call *c) {
     int64_t last_row = c->first_row + c->num_rows;
     int64_t first = c->first_row / PANEL, last = ceil_div(last_row, PANEL);
@@ -314,7 +314,7 @@ INLINE void pack_integers(const integers_call *c, int type, panel_rows rows) {
         for (int64_t i = rows.begin; i < rows.end; i++) {
             int64_t row = rows.panel * PANEL + i - c->first_row;
             const uint8_t *from = c->numbers + row * c->depth + k;
-            /* Arithmetic modulo 256 gives the same byte for signed and unsigned numbers. */
+            /* Modulo 256, signed and unsigned numbers give the same byte. */
             uint8_t shift = (uint8_t)(c->least + middle);
             for (int64_t j = 0; j < size; j++) s.numbers[i][j] = (int8_t)(uint8_t)(from[j] - shift);
             memset(s.numbers[i] + size, 0, STRIP - size);
@@ -340,7 +340,7 @@ int baton_pack_integers(const integers_call *c) {
 }
 
 typedef struct {
-    int64_t type, out_type, num_threads, num_rows, num_columns, depth; /* num_columns: number of the weight's rows */
+    int64_t type, out_type, num_threads, num_rows, num_columns, depth; /* num_columns: rows of the weight */
     const void *panels;
     const int64_t *ids; /* [num_rows], indices of the weight's rows */
     void *out;          /* [num_rows][depth], of the panels' type, or of FLOAT32 */

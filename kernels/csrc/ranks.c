@@ -1,12 +1,12 @@
 /* Collectives of ranks on one machine through shared memory: all-reduce and all-gather.
  *
- *     aborted | came[rank] ... | slots[rank][2] ...      each word in a cache line of its own, then data
+ *     aborted | came[rank] ... | slots[rank][2] ...      each word in its own cache line, then data
  *
- * A rank writes its part into one of its two slots, raises its counter, and reads all other parts. A
- * rank that is one step ahead writes its other slot; no rank can be two steps ahead. Each rank adds
- * the parts in the order of ranks, so all have the same bits.
+ * A rank writes its part into one of its two slots, raises its counter, and reads all other parts. A rank one step
+ * ahead writes its other slot; no rank can be two steps ahead. Each rank adds the parts in the order of ranks, so
+ * all ranks have the same bits.
  *
- * Refuses to know: what the numbers are, how ranks are started.
+ * Refuses to know: the numbers' meaning, how ranks are started.
  */
 #define _GNU_SOURCE
 #include <sched.h>
@@ -21,14 +21,14 @@
 
 #define LINE 64 /* bytes of a cache line */
 #define PIECE 512 /* floats that are added at once */
-#define YIELD_NS 1000000 /* time for which a waiting rank yields its core, before it sleeps */
-#define SLEEP_NS 50000000 /* interval at which a sleeping rank checks that the others are alive */
-#define GONE 2 /* returned if a rank has ended, or has not answered in time */
+#define YIELD_NS 1000000 /* for this time, a waiting rank yields its core; then it sleeps */
+#define SLEEP_NS 50000000 /* interval at which a sleeping rank checks that others are alive */
+#define GONE 2 /* returned if a rank has ended, or not answered in time */
 
 enum { SUM = 0, GATHER = 1 };
 
 typedef struct {
-    uint32_t came; /* number of steps for which the rank's part is complete */
+    uint32_t came; /* number of steps for which this rank's part is complete */
     uint32_t num_sleepers;
     char rest[LINE - 8];
 } flag;
@@ -167,7 +167,7 @@ int baton_collective(const collective_call *c) {
     return 0;
 }
 
-/* Make every call of every rank fail from now on. */
+/* Make all calls of all ranks fail from now on. */
 void baton_abort_ranks(const rank_group *g) {
     __atomic_store_n((uint32_t *)g->shared, 1, __ATOMIC_SEQ_CST);
     for (int64_t rank = 0; rank < g->size; rank++) wake(flag_of(g, rank));

@@ -1,6 +1,6 @@
 /* Chooses each token's experts and their weights from a router's logits.
  *
- * Refuses to know: what an expert is.
+ * Refuses to know: experts.
  */
 #include <math.h>
 
@@ -10,17 +10,17 @@ enum { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2 };
 
 typedef struct {
     int64_t type, num_threads, num_tokens, num_experts, top_k, scoring, normalize;
-    /* Experts lie in `num_groups` of equal size, of which `top_groups` are chosen first: by the sum of
-     * their `group_best` best scores. */
+    /* Experts are in `num_groups` equal groups, of which `top_groups` are chosen first: by the sum of their
+     * `group_best` best scores. */
     int64_t num_groups, top_groups, group_best;
     const void *logits; /* [num_tokens, num_experts] of `type` */
-    const float *bias;  /* [num_experts], added to scores where experts are chosen, or NULL */
-    int64_t *ids;       /* [num_tokens, top_k], best first; equal ones by rising id */
+    const float *bias;  /* [num_experts], added to scores only for the choice, or NULL */
+    int64_t *ids;       /* [num_tokens, top_k], best first; equal scores by rising id */
     float *weights;     /* [num_tokens, top_k] */
     double scale;
 } route_call;
 
-/* Return the index of the largest of `count` numbers; the first one if several are equal. */
+/* Return the first index of the largest of `count` numbers. */
 static int64_t best_of(const float *numbers, int64_t count) {
     int64_t best = 0;
     for (int64_t i = 1; i < count; i++)
@@ -77,7 +77,7 @@ static void route(const route_call *c, int64_t token, float *scratch) {
         weights[k] = (c->normalize ? weights[k] / (sum + 1e-20f) : weights[k]) * (float)c->scale;
 }
 
-/* Return 0, or 1 when there is no memory. */
+/* Return 0, or 1 without memory. */
 int baton_route(const route_call *c) {
     int failed = 0;
     int64_t num_threads = min64(c->num_threads, ceil_div(c->num_tokens * c->num_experts, 1 << 14));

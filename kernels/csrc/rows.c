@@ -1,4 +1,4 @@
-/* Row by row work between matrix products: norms, gated units, rotation, storing KV.
+/* Work on rows between matrix products: norms, gated units, rotation, storing KV.
  *
  * The op of the same name in baton_kernels/reference.py defines each function.
  * Refuses to know: layers, requests.
@@ -21,7 +21,7 @@ INLINE float sum_of_squares(const float *row, int64_t size) {
 }
 
 /* Normalize in place. Like Hugging Face, round the normalized value before applying a weight of the same type;
- * a wide (FLOAT32) weight is applied before rounding. */
+ * apply a wide (FLOAT32) weight before rounding. */
 INLINE void apply_norm(int type, int wide, float *row, float inverse_rms, const void *weight,
                        int64_t size) {
     if ((type == BFLOAT16 || type == FLOAT16) && !wide) {
@@ -44,7 +44,7 @@ INLINE void norm_row(int type, int wide, float *row, const void *weight, int64_t
 
 typedef struct {
     int64_t type, num_threads, num_rows, size;
-    const void *x, *residual, *weight; /* residual may be NULL; weight NULL: compute only the sum */
+    const void *x, *residual, *weight; /* residual may be NULL; without weight, compute only the sum */
     void *out, *sum;
     double eps;
     int64_t wide;  /* whether the weight is FLOAT32, whatever `type` is */
@@ -70,7 +70,7 @@ INLINE void rms_norm_row(int type, const norm_call *c, int64_t i) {
     write_row(type, row, (char *)c->out + from, size);
 }
 
-/* rms_norm, or add_rms_norm if there is a residual. All rows are contiguous. */
+/* rms_norm, or with a residual add_rms_norm. All rows are contiguous. */
 int baton_rms_norm(const norm_call *c) {
     int team = threads_for(c->num_threads, c->num_rows * c->size);
 #pragma omp parallel for num_threads(team) if (team > 1)
@@ -187,7 +187,7 @@ typedef struct {
     double cap;
 } soften_call;
 
-/* soft_cap, in whole vectors only: a lane's result does not depend on its place in a row. */
+/* soft_cap, in whole vectors only, as a lane's result must not depend on its place in a row. */
 int baton_soft_cap(const soften_call *c) {
     int team = threads_for(c->num_threads, c->num_rows * c->size);
 #pragma omp parallel for num_threads(team) if (team > 1)
@@ -203,7 +203,7 @@ int baton_soft_cap(const soften_call *c) {
 }
 
 typedef struct {
-    int64_t num_rows, first_bytes, second_bytes; /* first_bytes, second_bytes: bytes of a row */
+    int64_t num_rows, first_bytes, second_bytes; /* bytes per row of each tensor */
     const char *first, *second;
     char *out;
 } join_call;
@@ -225,7 +225,7 @@ typedef struct {
 } largest_call;
 #define MOST_PARTS 64 /* most parts of a row */
 
-/* Return the index of the largest number in a part of a row, the first if several are equal; `best`: the number. */
+/* Return the first index of the largest number in a part of a row; `best`: the number. */
 INLINE int64_t largest_of(const largest_call *c, int64_t i, int64_t begin, int64_t end, float *best) {
     enum { CHUNK = 256 };
     int64_t found = begin;
@@ -246,7 +246,7 @@ INLINE int64_t largest_of(const largest_call *c, int64_t i, int64_t begin, int64
 
 int baton_largest(const largest_call *c) {
     int team = threads_for(c->num_threads, c->num_rows * c->size);
-    /* If there are fewer rows than threads, threads divide each row. */
+    /* With fewer rows than threads, threads divide each row. */
     int64_t parts = min64(c->num_rows < team ? team : 1, MOST_PARTS), size = ceil_div(c->size, parts);
     if (parts == 1) {
 #pragma omp parallel for num_threads(team) if (team > 1)
@@ -269,7 +269,7 @@ int baton_largest(const largest_call *c) {
     return 0;
 }
 
-/* Rotate the first rotary_dim dims of a head, half-split; the rest stays. */
+/* Rotate the first rotary_dim dims of a head, half-split; other dims stay. */
 INLINE void rotate(float *head, const float *cos, const float *sin, int64_t rotary_dim) {
     int64_t half = rotary_dim / 2;
 #pragma omp simd
@@ -292,10 +292,10 @@ typedef struct {
     int64_t cache_type; /* FLOAT8, or the type of qkv */
     double key_factor, value_factor; /* factors of keys and values stored as FLOAT8 */
     int64_t wide;                    /* whether the norms' weights are FLOAT32, whatever `type` is */
-    int64_t whole; /* whether a norm covers all heads together; its weight then has the dims of all heads */
+    int64_t whole; /* whether a norm spans all heads; its weight then has all heads' dims */
 } store_call;
 
-/* Values for a FLOAT8 cache are first rounded to the type of qkv, like the reference's tensors. */
+/* Round values for a FLOAT8 cache first to the type of qkv, like the reference. */
 INLINE void store_float8(int type, float *head, float factor, uint8_t *to, int64_t size) {
     for (int64_t i = 0; i < size; i++) head[i] = round_to(type, head[i]) * factor;
     write_row(FLOAT8, head, to, size);
@@ -359,7 +359,7 @@ INLINE void norm_rotary_store_heads(int type, const store_call *c, int64_t token
 }
 
 int baton_norm_rotary_store(const store_call *c) {
-    /* With few tokens, threads divide heads, because writing to many pages is slow. */
+    /* With few tokens, threads divide heads, as writing to many pages is slow. */
     int64_t parts = c->num_tokens < c->num_threads ? c->num_threads : 1;
 #pragma omp parallel for num_threads(c->num_threads)
     for (int64_t i = 0; i < c->num_tokens * parts; i++) {
@@ -375,7 +375,7 @@ int baton_norm_rotary_store(const store_call *c) {
 
 typedef struct {
     int64_t type, num_threads, num_tokens, num_heads, rank, rotary_dim, interleaved;
-    /* Strides in elements; query and out have a stride between tokens and one between heads. */
+    /* Strides in elements; query and out have one between tokens and one between heads. */
     int64_t latent_stride, query_stride, query_head_stride, out_stride, out_head_stride;
     int64_t block_stride, token_stride, block_size; /* of the cache */
     const void *query, *latent, *weight, *cos, *sin;
@@ -384,7 +384,7 @@ typedef struct {
     double eps;
 } latent_call;
 
-/* Reorder interleaved pairs x0 y0 x1 y1 .. to the halves that rotate expects, x0 x1 .. y0 y1 .. */
+/* Reorder interleaved pairs x0 y0 x1 y1 .. to halves x0 x1 .. y0 y1 .., for rotate. */
 INLINE void take_apart(float *head, int64_t size) {
     float pairs[size];
     memcpy(pairs, head, size * sizeof(float));

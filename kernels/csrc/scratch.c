@@ -1,5 +1,5 @@
-/* Memory that a thread keeps from call to call, as fresh pages would cost more than the work in them.
- * It is freed when the thread ends, because callers come and go, each with a team of threads.
+/* Memory that a thread keeps from call to call, as fresh pages would cost more than the work in them. It is freed
+ * when the thread ends, because callers come and go, each with a team of threads.
  *
  * Refuses to know: the contents.
  */
@@ -14,9 +14,9 @@
 
 #define NUM_SLOTS 4
 #define HUGE_PAGE (2 << 20)
-#define LARGE (HUGE_PAGE / 8) /* from this size on, memory gets huge pages */
+#define LARGE (HUGE_PAGE / 8) /* from this size on, memory is in huge pages */
 
-/* Ask for huge pages under [p, p + bytes); Linux may decline. */
+/* Ask for huge pages for [p, p + bytes); Linux may decline. */
 static void ask_for_huge_pages(void *p, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     uintptr_t begin = ((uintptr_t)p + HUGE_PAGE - 1) & -(uintptr_t)HUGE_PAGE;

@@ -1,12 +1,12 @@
-/* Softmax: turns a row's scores into weights, and joins spans of keys; every caller gets the same bits.
+/* Softmax: turns a row's scores into weights, and joins spans of keys, with equal bits for all callers.
  *
- * These are functions and not inline code, because a compiler may fuse a product with either of two
- * sums, and would choose differently in different callers.
+ * These functions are not inline, as a compiler may fuse a product with either of two sums, and would choose
+ * differently in different callers.
  * Online softmax: Milakov and Gimelshein, arXiv:1805.02867. Refuses to know: queries and keys.
  */
 #include "attention.h"
 
-#define TOGETHER 4 /* rows whose chains of sums hide each other's latency */
+#define TOGETHER 4 /* rows that hide the latency of each other's chains of sums */
 
 /* Merge a tile's largest score and sum of weights into a row's state; return the factor for the row's sums so
  * far. */
@@ -32,7 +32,7 @@ INLINE void weigh_rows(int rows, int halved, float scale, score_rows *s, int64_t
     float top[TOGETHER];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
-        top[r] = largest_lane(largest[r]) * scale; /* also the largest scaled score: rounding keeps order */
+        top[r] = largest_lane(largest[r]) * scale; /* also the largest scaled score, as rounding keeps order */
         if (!(top[r] > s->states[row + r].top)) top[r] = s->states[row + r].top;
         base[r] = splat(top[r] == -INFINITY ? 0 : -top[r]); /* 0 if the row sees no key */
     }
@@ -53,7 +53,7 @@ INLINE void weigh_rows(int rows, int halved, float scale, score_rows *s, int64_t
     for (int r = 0; r < rows; r++) s->factors[row + r] = gather(s->states + row + r, top[r], sum_lanes(total[r]));
 }
 
-/* Turn each row's scores [num], times `scale`, into weights; keys that the row does not see get 0. Rows have room
+/* Turn each row's scores [num], times `scale`, into weights; 0 for keys that the row does not see. Rows have room
  * for whole vectors. */
 void baton_weigh(float scale, double soft_cap, score_rows *s, int64_t num_rows, int64_t num) {
     for (int64_t r = 0; r < num_rows; r++) {
@@ -78,7 +78,7 @@ void baton_weigh(float scale, double soft_cap, score_rows *s, int64_t num_rows, 
 void baton_join(softmax_state *state, float *sums, softmax_state span, const float *span_sums,
                 int64_t num, int64_t stride) {
     if (span.total == 0) return; /* the row saw no key */
-    /* The side with the larger top keeps its scale, so there is only one product to fuse with the sum. */
+    /* The side with the larger top keeps its scale, so only one product can be fused with the sum. */
     int scale_span = state->total != 0 && span.top <= state->top;
     float factor = state->total == 0 ? 0
                    : scale_span      ? power_of_two(splat(span.top - state->top))[0]
@@ -91,8 +91,8 @@ void baton_join(softmax_state *state, float *sums, softmax_state span, const flo
     if (!scale_span) state->top = span.top;
 }
 
-/* Return the divisor of a row's sums; a sink adds to the weights but has no value
- * (Xiao et al., arXiv:2309.17453). */
+/* Return the divisor of a row's sums; a sink adds to the sum of weights, but has no value (Xiao et al.,
+ * arXiv:2309.17453). */
 float baton_divisor(softmax_state state, const float *sinks, int64_t head) {
     return sinks ? state.total + exp_fast(splat(sinks[head] - state.top / LOG2_E))[0] : state.total;
 }

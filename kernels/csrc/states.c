@@ -1,8 +1,8 @@
 /* Token mixers that carry a state from token to token: short convolutions and linear recurrences.
  *
- * Every token goes through the same loop in order, so its bits do not depend on chunks or on the
- * batch. Work is divided by requests, heads and columns, which are independent. The functions of
- * baton_kernels/recurrent.py define the results.
+ * Every token goes through the same loop in order, so its bits do not depend on chunks or batch. Work is divided
+ * by requests, heads and columns, which are independent. The functions of baton_kernels/recurrent.py define the
+ * results.
  * Refuses to know: layers, who owns a slot.
  */
 #include <math.h>
@@ -14,7 +14,7 @@
 #define COLUMNS (COLUMN_VECS * LANES) /* columns of a state, or channels of a convolution, per job */
 #define SERIAL_ELEMENTS 16384 /* below, waking threads costs more than it saves */
 
-/* The tokens of a step, as StateMetadata has them. */
+/* The tokens of a step, as in StateMetadata. */
 typedef struct {
     int64_t num_requests, num_tokens;
     const int32_t *segment_start_loc, *read_slots, *write_slots, *request_start_loc;
@@ -146,11 +146,11 @@ typedef struct {
     int64_t type, num_threads, num_heads, num_key_heads, key_dim, value_dim;
     /* Strides between tokens, in elements; a token's heads are adjacent. */
     int64_t query_stride, key_stride, value_stride, rate_stride, beta_stride;
-    int64_t slot_stride; /* elements between slots; a slot's [num_heads][key_dim][value_dim] has no gaps */
+    int64_t slot_stride; /* elements between slots; a slot, [num_heads][key_dim][value_dim], has no gaps */
     const void *query, *key, *value;
     const void *rate, *rate_bias, *log_decay; /* rate: [tokens][num_heads]; the others: [num_heads] */
-    const void *beta; /* [tokens][num_heads] of the delta rule; NULL: the selective scan */
-    const void *skip; /* [num_heads] of the selective scan */
+    const void *beta; /* [tokens][num_heads], for the delta rule; NULL: the selective scan */
+    const void *skip; /* [num_heads], for the selective scan */
     float *states;
     void *out;
     state_step step;
@@ -163,10 +163,10 @@ typedef struct {
     float log_decay, rate_bias, skip;
 } recurrence_job;
 
-/* Return log(1 + e^x), which a float cannot tell from x above 20. */
+/* Return log(1 + e^x), which above 20 rounds to x. */
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-/* Return 1 / the length of a row that is padded with zeros to whole vectors. */
+/* Return 1 / the length of a row padded with zeros to whole vectors. */
 INLINE float inverse_length(const float *row, int64_t size) {
     vec sum = {0};
     for (int64_t i = 0; i < size; i += LANES)
@@ -260,7 +260,7 @@ INLINE void recurrence(int type, int is_delta, const recurrence_call *c, int64_t
     }
 }
 
-/* gated_delta_rule if there is a beta, else selective_scan. */
+/* gated_delta_rule, or without beta selective_scan. */
 int baton_recurrence(const recurrence_call *c) {
     int64_t parts = ceil_div(c->value_dim, COLUMNS), width = c->num_heads * c->value_dim;
     int64_t jobs = c->step.num_requests * c->num_heads * parts;

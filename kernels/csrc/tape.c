@@ -1,4 +1,4 @@
-/* Calls of the other files' functions one after another, without Python between them.
+/* Calls the other files' functions one after another, without Python between them.
  *
  * Refuses to know: what they compute.
  */
@@ -9,7 +9,7 @@ typedef struct {
     const void *call;
 } tape_entry;
 
-/* Return 0, or the result of the first function that failed. */
+/* Return 0, or the result of the first function that fails. */
 int baton_run_tape(int64_t num_entries, const tape_entry *entries) {
     for (int64_t i = 0; i < num_entries; i++) {
         int failed = entries[i].function(entries[i].call);

@@ -1,18 +1,19 @@
 /* Teams of threads: the functions that GCC calls for `#pragma omp`, in place of libgomp's.
  *
- * Each thread that opens a parallel region has a team of its own, whose workers wait for the next region. libgomp's
- * threads sleep when they have spun for a while. Where waking a thread takes longer than this while, as in virtual
- * machines, a thread that has slept comes late to the next barrier, where the others fall asleep in turn: from then on
- * each barrier costs a wake-up, and a decode step takes six times as long. Here a waiting thread spins for AWAKE_NS, which
- * is longer than a wake-up, lets other threads have its core now and then, and sleeps only then.
+ * Each thread that opens a parallel region has its own team, whose workers wait for the next region. libgomp's
+ * threads sleep after spinning for a while. If waking a thread takes longer than this while, as in virtual
+ * machines, a thread that slept is late at the next barrier, where the others fall asleep in turn: from then on,
+ * each barrier costs a wake-up, and a decode step takes six times as long. Here, a waiting thread spins for
+ * AWAKE_NS, longer than a wake-up takes, and lets other threads have its core now and then; only after that it
+ * sleeps.
  *
- * GCC on Linux only; elsewhere `#pragma omp` has no effect.
+ * GCC on Linux only; elsewhere, `#pragma omp` has no effect.
  * Refuses to know: what is computed.
  */
 #include <stdint.h>
 
-/* Lenders of cores: `bytes` has the address of two bytes for each. The lender sets the first one while it computes; this
- * process sets the second one while it computes on the lender's cores. The bytes stay valid until the next call. */
+/* Lenders of cores: `bytes` has the address of two bytes per lender. The lender sets the first while it computes;
+ * this process sets the second while it computes on the lender's cores. Both stay valid until the next call. */
 typedef struct {
     int64_t num_own_threads, num_lenders;
     const void *bytes;
@@ -33,12 +34,13 @@ typedef struct {
 
 #include "old_glibc.h"
 
-#define HIDDEN __attribute__((visibility("hidden"))) /* torch's libgomp keeps its functions of these names */
+#define HIDDEN __attribute__((visibility("hidden"))) /* torch's libgomp keeps its own functions of these names */
 #define LINE 64                                      /* bytes of a cache line */
 #define SPINS 1000
-#define SPINS_PER_LOOK 32 /* at the clock */
+#define SPINS_PER_LOOK 32 /* spins between looks at the clock */
 #define AWAKE_NS 2000000
-#define YIELD_NS 100000 /* Linux counts each yield as a used slice of time, so many would keep a thread from its turn */
+#define YIELD_NS 1000000 /* Linux counts each yield as a used slice of time: beside one busy program, a yield every
+                          * 0.1 ms makes a decode step ten times as long */
 #define MOST_LOOPS 16 /* dynamic loops of a region; none may stand outside a region */
 #define MOST_LENDERS 64
 #define SIZE_BITS 10  /* bits for the team's size in the word that starts a region */
@@ -51,18 +53,18 @@ typedef struct {
     atomic_uint num_sleepers;
 } event;
 
-/* The leader fills `run`, `data` and `next`, then changes `begun`; members read them only after that. */
+/* The leader fills `run`, `data` and `next`, then changes `begun`; only after that, members read them. */
 typedef struct {
-    event begun;  /* number of the region, and its number of threads in the lower SIZE_BITS */
-    event done;   /* workers that have finished the region */
-    event passed; /* barriers that all threads have reached */
-    event grown;  /* regions with more threads than the one before */
+    event begun;  /* number of the region; its number of threads in the lower SIZE_BITS */
+    event done;   /* counts workers that have finished the region */
+    event passed; /* counts barriers that all threads have reached */
+    event grown;  /* counts regions with more threads than the previous one */
     _Alignas(LINE) atomic_uint num_waiting; /* threads at the current barrier */
-    atomic_long next[MOST_LOOPS];           /* iterations taken of each dynamic loop */
+    atomic_long next[MOST_LOOPS];           /* iterations taken from each dynamic loop */
     region *run;
     void *data;
     unsigned num_workers, num_regions, size, fork; /* size: of the last region */
-    atomic_uint num_own;  /* threads on the process's own cores; 0: no cores were ever borrowed */
+    atomic_uint num_own;  /* threads on the process's own cores; 0: none were ever borrowed */
     unsigned num_lenders; /* lenders of the other threads' cores */
     _Atomic int8_t *lenders[MOST_LENDERS];
     pthread_t *workers;
@@ -75,7 +77,7 @@ typedef struct {
 
 /* The region that this thread is in. */
 typedef struct {
-    team *of; /* NULL: a region of one thread, or none */
+    team *of; /* NULL: a region of one thread, or no region */
     unsigned id, size, num_loops;
     atomic_long *next;
     long first, end, step, chunk;
@@ -83,7 +85,7 @@ typedef struct {
 
 static __thread place here;
 static __thread team *own;
-static atomic_uint num_forks; /* a forked process has none of the workers */
+static atomic_uint num_forks; /* a forked process has no workers */
 static pthread_key_t at_end;
 static pthread_once_t has_key = PTHREAD_ONCE_INIT;
 
@@ -131,7 +133,7 @@ static void wait_while(event *e, unsigned value) {
     sleep_while(e, value);
 }
 
-/* Wake the threads that sleep; call after the word was changed. */
+/* Wake the sleeping threads; call after changing the word. */
 static void wake(event *e) {
     if (atomic_load(&e->num_sleepers)) syscall(SYS_futex, &e->word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
 }
@@ -167,7 +169,7 @@ static void *work(void *argument) {
         unsigned size = w.seen & ((1u << SIZE_BITS) - 1);
         if (!size) return NULL; /* the leader ends */
         if (w.id >= size) {
-            /* A thread on a borrowed core sleeps at once, as the core's owner needs it. */
+            /* On a borrowed core, sleep at once, as its owner needs it. */
             unsigned num_own = atomic_load(&t->num_own);
             if (num_own && w.id >= num_own) sleep_while(&t->grown, grown);
             continue;
@@ -196,7 +198,7 @@ static void make_key(void) {
     pthread_atfork(NULL, NULL, count_fork);
 }
 
-/* Return this thread's team with as many workers as can be had, or NULL. */
+/* Return this thread's team, with as many workers as possible, or NULL. */
 static team *team_of(unsigned num_workers) {
     pthread_once(&has_key, make_key);
     if (!own || own->fork != atomic_load(&num_forks)) {
@@ -227,11 +229,11 @@ static void mark_lenders(const team *t, int8_t is_used) {
     for (unsigned i = 0; i < t->num_lenders; i++) atomic_store(&t->lenders[i][1], is_used);
 }
 
-/* Return a region's number of threads, and mark borrowed cores as used: only threads on own cores while a lender
- * computes. A thread beside the lender's would wait for its turn at each barrier, and so would all others. */
+/* Return a region's number of threads, and mark borrowed cores as used; only own cores while a lender computes.
+ * Beside the lender's thread, one would wait for its turn at each barrier, and so would all others. */
 static unsigned num_usable(const team *t, unsigned num_threads) {
     if (!t->num_lenders || num_threads <= t->num_own) return num_threads;
-    mark_lenders(t, 1); /* before the look: a lender sets its byte before it looks at this one */
+    mark_lenders(t, 1); /* first: a lender sets its byte before it looks at this one */
     for (unsigned i = 0; i < t->num_lenders; i++)
         if (atomic_load(&t->lenders[i][0])) {
             mark_lenders(t, 0);
@@ -240,7 +242,7 @@ static unsigned num_usable(const team *t, unsigned num_threads) {
     return num_threads;
 }
 
-/* Note whose cores this thread's team borrows. Return 1 if there are too many lenders or there is no memory. */
+/* Note the lenders of this thread's team. Return 1 if they are too many, or without memory. */
 int baton_watch_lenders(const lenders_call *c) {
     if (!c->num_lenders && !own) return 0;
     team *t = c->num_lenders <= MOST_LENDERS ? team_of(0) : NULL;
@@ -254,7 +256,7 @@ int baton_watch_lenders(const lenders_call *c) {
 /* ---------------------------------------------------------------- what GCC calls */
 
 HIDDEN void GOMP_parallel(region *run, void *data, unsigned num_threads, unsigned flags) {
-    if (num_threads >= 1u << SIZE_BITS) num_threads = (1u << SIZE_BITS) - 1; /* also of a negative number */
+    if (num_threads >= 1u << SIZE_BITS) num_threads = (1u << SIZE_BITS) - 1; /* also catches negative numbers */
     team *t = num_threads > 1 && !here.size ? team_of(num_threads - 1) : NULL;
     if (t) num_threads = num_usable(t, num_threads);
     unsigned size = t && t->num_workers < num_threads - 1 ? t->num_workers + 1 : num_threads;
@@ -291,9 +293,9 @@ HIDDEN void GOMP_barrier(void) {
     }
 }
 
-/* Take the next chunk of the loop: store its bounds and return true, or return false if none is left. */
+/* Take the loop's next chunk: store its bounds and return true, or return false if there is none. */
 HIDDEN bool GOMP_loop_nonmonotonic_dynamic_next(long *first, long *end) {
-    if (here.num_loops >= MOST_LOOPS) __builtin_trap(); /* a region of our own has too many loops */
+    if (here.num_loops >= MOST_LOOPS) __builtin_trap(); /* one of our own regions has too many loops */
     long taken = atomic_fetch_add_explicit(&here.next[here.num_loops], here.chunk, memory_order_relaxed);
     long from = here.first + taken * here.step, to = from + here.chunk * here.step;
     if (here.step > 0 ? from >= here.end : from <= here.end) return false;
@@ -317,7 +319,7 @@ HIDDEN void GOMP_loop_end(void) {
     GOMP_barrier();
 }
 
-/* Other versions of GCC call these. */
+/* Other versions of GCC call these functions. */
 HIDDEN bool GOMP_loop_dynamic_start(long, long, long, long, long *, long *)
     __attribute__((alias("GOMP_loop_nonmonotonic_dynamic_start")));
 HIDDEN bool GOMP_loop_dynamic_next(long *, long *) __attribute__((alias("GOMP_loop_nonmonotonic_dynamic_next")));

@@ -1,4 +1,4 @@
-/* Asks Linux for the registers of matrix products (AMX), which a process has to do once.
+/* Asks Linux for the AMX registers of matrix products, which a process must do once.
  * https://docs.kernel.org/arch/x86/xstate.html
  * Refuses to know: products.
  */

@@ -1,6 +1,6 @@
 /* Vectors of floats, as wide as the machine's registers: load, convert, round, store, activate.
  *
- * GCC's vector extensions: the same source becomes AVX-512, AVX2, NEON or plain scalar code.
+ * With GCC's vector extensions, the same source becomes AVX-512, AVX2, NEON or scalar code.
  * Refuses to know: matrices, attention, models.
  */
 #ifndef BATON_VECTORS_H
@@ -23,7 +23,7 @@ static inline int omp_get_num_threads(void) { return 1; }
 
 /* Element types of tensors; the Python side uses the same numbers. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT8 = 3 /* e4m3 */, FLOAT16 = 4 };
-/* Weights stored as codes for integer products, see codes.h. */
+/* Weights stored as codes, for integer products; see codes.h. */
 enum { CODES8 = 5, CODES4 = 6, CODES_E2M1 = 7 };
 
 #if defined(__AVX512F__)
@@ -31,7 +31,7 @@ enum { CODES8 = 5, CODES4 = 6, CODES_E2M1 = 7 };
 #define MAX_ROWS 12 /* rows x 2 accumulators + 2 weights + 1 input fill 32 registers */
 #elif defined(__AVX__)
 #define LANES 8
-#define MAX_ROWS 6 /* the same with 16 registers */
+#define MAX_ROWS 6 /* as above, with 16 registers */
 #else
 #define LANES 4
 #if defined(__aarch64__)
@@ -40,7 +40,7 @@ enum { CODES8 = 5, CODES4 = 6, CODES_E2M1 = 7 };
 #define MAX_ROWS 4
 #endif
 #endif
-#define PANEL (2 * LANES) /* columns that a micro kernel computes at once */
+#define PANEL (2 * LANES) /* columns that a micro kernel computes together */
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -69,7 +69,7 @@ INLINE float from_fp16(uint16_t x) {
     return u.value;
 }
 
-/* Zero-extend LANES 16-bit numbers to 32 bits each. GCC 12 turns the generic form into four instructions instead of
+/* Zero-extend LANES 16-bit numbers to 32 bits. GCC 12 makes four instructions of the generic form instead of
  * one. */
 INLINE vec_u32 widened(const void *p) {
 #if defined(__AVX512F__)
@@ -81,8 +81,8 @@ INLINE vec_u32 widened(const void *p) {
 #endif
 }
 
-/* Convert e4m3 (Micikevicius et al., arXiv:2209.05433): exponent bias 7, no infinity, 0x7f is NaN. The way there
- * avoids subnormal floats, which would be slow, or flushed to zero. */
+/* Convert e4m3 (Micikevicius et al., arXiv:2209.05433): exponent bias 7, no infinity, NaN is 0x7f. Avoids
+ * subnormal floats, which would be slow, or flushed to zero. */
 INLINE float from_e4m3(uint8_t x) {
     uint32_t rest = x & 0x7f;
     union { uint32_t bits; float value; } normal = {(rest << 20) + (120u << 23)}, result;
@@ -92,7 +92,7 @@ INLINE float from_e4m3(uint8_t x) {
     return result.value;
 }
 
-/* Convert e4m3 codes in each lane's lowest byte; the other bytes are 0. */
+/* Convert e4m3 codes in the lanes' lowest bytes; the other bytes are 0. */
 INLINE vec from_e4m3s(vec_u32 codes) {
     vec_u32 rest = codes & 0x7f, sign = (codes & 0x80) << 24, normal = (rest << 20) + (120u << 23);
 #if defined(__AVX512F__)
@@ -114,7 +114,7 @@ INLINE vec from_e4m3s(vec_u32 codes) {
     return (vec)(normal | sign);
 }
 
-/* `type` is a constant wherever this is called, so that no branch is left. */
+/* Load LANES numbers; `type` is a constant in every call, so that no branch is left. */
 INLINE vec load(int type, const void *p, int64_t index) {
     if (type == BFLOAT16) return (vec)(widened((const uint16_t *)p + index) << 16);
     if (type == FLOAT16) {
@@ -130,7 +130,7 @@ INLINE vec load(int type, const void *p, int64_t index) {
 #endif
     }
     if (type == INT8) {
-        /* GCC 12 turns the generic form into a dozen instructions instead of one. */
+        /* GCC 12 makes a dozen instructions of the generic form instead of one. */
 #if defined(__AVX512F__)
         __m128i bytes = _mm_loadu_si128((const void *)((const int8_t *)p + index));
         return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
@@ -155,8 +155,8 @@ INLINE vec load(int type, const void *p, int64_t index) {
     return *(const vec_any *)((const float *)p + index);
 }
 
-/* Return x * y + sum, rounded once if the machine can. Left alone, a compiler fuses in one loop and not in another,
- * so loops that must give the same bits would differ. */
+/* Return x * y + sum, rounded once if the machine can. By itself, a compiler fuses in some loops and not in
+ * others, so loops that must give the same bits would differ. */
 INLINE vec multiply_add(vec x, vec y, vec sum) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
@@ -232,8 +232,8 @@ INLINE void columns_of(const __m256 *halves, vec *columns) {
 /* Transpose LANES rows of LANES numbers. */
 INLINE void transpose(vec *rows) {
 #if defined(__AVX512F__)
-    /* Two by two and four by four within 128 bits, then 128-bit parts. Only instructions that keep their factors
-     * are used: those that choose freely from two vectors overwrite one, and take twice as long. */
+    /* Two by two and four by four within 128 bits, then 128-bit parts. Instructions that choose freely from two
+     * vectors are avoided: they overwrite one, and take twice as long. */
     __m512 pairs[LANES], fours[LANES];
 #pragma GCC unroll 8
     for (int i = 0; i < LANES; i += 2) {
@@ -277,8 +277,8 @@ INLINE void transpose(vec *rows) {
 #endif
 }
 
-/* Add each vector's halves: those of rows[i] and rows[i + half], interleaved, become rows[i]; i < half, a constant.
- * */
+/* Add each vector's halves: those of rows[i] and rows[i + half], interleaved, become rows[i]; i < half, a
+ * constant. */
 INLINE void add_halves(vec *rows, int half) {
 #if defined(__AVX512F__)
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -311,7 +311,7 @@ INLINE vec sums_of_lanes(vec *rows) {
 /* Load LANES 32-bit values at `offset` bytes of LANES rows, as columns. */
 INLINE void load_columns(const void *const *rows, int64_t offset, vec *columns) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    /* Halves of rows four apart share a vector as they are loaded. */
+    /* Halves of rows four apart share a vector from the start. */
     __m256 halves[8];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
@@ -335,7 +335,7 @@ INLINE int64_t size_of(int type) {
     return type == FLOAT32 ? 4 : type == BFLOAT16 || type == FLOAT16 ? 2 : 1;
 }
 
-/* Return whether a type's weights are stored in pairs of inputs, the first one in the lower half. */
+/* Return whether a type's weights are stored in pairs of inputs, the first input in the lower half. */
 INLINE int is_paired(int w_type) { return w_type == BFLOAT16 || w_type == FLOAT8; }
 INLINE vec_u32 load_pairs(int type, const void *p, int64_t index) {
     if (type == FLOAT8) return widened((const uint16_t *)p + index);
@@ -348,7 +348,7 @@ INLINE vec second_of(int type, vec_u32 pairs) {
     return type == FLOAT8 ? from_e4m3s(pairs >> 8) : (vec)(pairs & 0xffff0000u);
 }
 
-/* Return a layer's number of inputs, padded as in its packed weight. */
+/* Return a layer's number of inputs, padded as in the packed weight. */
 INLINE int64_t filled_to(int w_type, int64_t depth) {
     int64_t step = is_paired(w_type) ? 2 : w_type >= CODES8 ? 8 : 1;
     return ceil_div(depth, step) * step;
@@ -423,7 +423,7 @@ INLINE vec keep(vec_i32 mask, vec x) { return (vec)(mask & (vec_i32)x); }
 INLINE vec choose(vec_i32 mask, vec x, vec other) {
     return (vec)((mask & (vec_i32)x) | (~mask & (vec_i32)other));
 }
-/* Return the larger of two numbers; the second one if one is NaN. */
+/* Return the larger of two numbers; the second if one is NaN. */
 INLINE vec larger(vec first, vec second) {
 #if defined(__AVX512F__)
     return (vec)_mm512_max_ps((__m512)first, (__m512)second);
@@ -493,10 +493,9 @@ INLINE vec round_all(int type, vec x) {
 #define LOG2_E 1.44269504f
 #define ROUNDS 12582912.0f /* 1.5 * 2^23: adding and subtracting it rounds to a whole number */
 
-/* e^x within 2 units in the last place: 2^n * p(r), r in [-ln 2 / 2, ln 2 / 2], p of degree 6
- * (the Taylor polynomial's error there is 2e-7 of the value at most). x lies in
- * [-87.3, 88.3]. Written with vectors, because GCC compiles a loop over floats into two branches, and
- * the branch whose result it discards divides by 2^128. */
+/* e^x within 2 units in the last place: 2^n * p(r), r in [-ln 2 / 2, ln 2 / 2], p of degree 6 (the Taylor
+ * polynomial, with an error of at most 2e-7 of the value). x lies in [-87.3, 88.3]. Uses vectors, because GCC
+ * compiles a loop over floats into two branches, and the branch whose result it discards divides by 2^128. */
 INLINE vec exp_within(vec x) {
     vec shifted = x * LOG2_E + ROUNDS, n = shifted - ROUNDS;
     vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -538,12 +537,12 @@ INLINE vec power_of_two(vec x) {
 /* Return 0 below -88, where exp_fast no longer grows. */
 INLINE vec silu(vec x) { return keep(~(x < -88.0f), x / (exp_fast(-x) + 1.0f)); }
 
-/* Activations of a gated unit's first half; 0 means "not gated". */
+/* Activations of a gated unit's first half; 0 means no gate. */
 enum { SILU = 1, GELU_TANH = 2, GELU = 3, CLAMPED_SWIGLU = 4, PLAIN_SIGMOID = 5, RELU = 6 };
 #define SWIGLU_LIMIT 7.0f
 #define SWIGLU_ALPHA 1.702f
 
-/* Hendrycks and Gimpel, arXiv:1606.08415. The approximation by tanh is x * sigmoid(2 * u). */
+/* Hendrycks and Gimpel, arXiv:1606.08415. The approximation with tanh is x * sigmoid(2 * u). */
 INLINE vec gelu_tanh(vec x) {
     vec u = 0.797884561f * (x + 0.044715f * x * x * x);
     return keep(~(u < -44.0f), x / (exp_fast(-2.0f * u) + 1.0f));
@@ -570,7 +569,7 @@ INLINE vec activate(int64_t kind, vec x) {
     return kind == SILU ? silu(x) : kind == GELU_TANH ? gelu_tanh(x) : gelu(x);
 }
 
-/* Return the factor of a gate, computed from `x`, the gated unit's second half. */
+/* Return a gate's factor, computed from `x`, the gated unit's second half. */
 INLINE vec gated_half(int64_t kind, vec x) {
     if (kind != CLAMPED_SWIGLU) return x;
     x = choose(x > SWIGLU_LIMIT, splat(SWIGLU_LIMIT), x);
@@ -588,10 +587,10 @@ INLINE vec soften(vec x, float cap) {
     return cap * choose(square < splat(0.12f), series, far);
 }
 
-/* Return memory that this thread keeps from call to call, one piece per `slot`; NULL: out of memory. */
+/* Return memory that this thread keeps between calls, one piece per `slot`; NULL: out of memory. */
 void *baton_scratch(int slot, int64_t bytes);
 
-/* Prefetch the lines of a column, `step` bytes apart, so that their latencies overlap. */
+/* Prefetch a column's lines, `step` bytes apart, so that their latencies overlap. */
 INLINE void fetch_lines(const char *from, int64_t step, int64_t num) {
     for (int64_t i = 0; i < num; i++) __builtin_prefetch(from + i * step, 0, 3);
 }

@@ -1,10 +1,10 @@
 """Inputs and actions of the protocol's state machines, as plain values.
 
-    a wish of the node, a decoded message, an action's result  ->  take(input, now) ->  actions
-    time                                                       ->  tick(now)        ->  actions
+    a wish of the node, a decoded message, an action's result  ->  handle_input  ->  actions
+    time                                                       ->  tick          ->  actions
 
 The I/O loop (`kvconnector/io.py`) carries out actions in order, and passes each result to the
-machine before the next action. So a message that cannot be sent is an input like any other.
+machine before the next action. So a failed send is an input like any other.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.transfer import Piece
 
-# ------------------------------------------------------------------ in: what the node wants
+# ------------------------------------------------------------------ in: the node's wishes
 
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Learn a peer, or greet a known one anew."""
+    """Learn a peer, or greet a known peer again."""
 
     peer: PeerInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Forget a peer that its router has lost."""
+    """Forget a peer that the router has lost."""
 
     engine_id: str
 
@@ -48,7 +48,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Write these blocks as soon as they are granted; the node asked at ``at_s``."""
+    """Write these blocks as soon as they are granted; ``at_s``: time of the wish."""
 
     push: BlockPush
     at_s: float
@@ -72,7 +72,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Read all that a dead process had sent."""
+    """Read all bytes that a dead process sent."""
 
     engine_id: str
 
@@ -82,12 +82,12 @@ class NotRead:
     """Messages could not be read; the next round tries again."""
 
 
-# ------------------------------------------------------------------ in: what came of actions
+# ------------------------------------------------------------------ in: results of actions
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectEnded:
-    """A peer is connected over this path; with a problem, it is not."""
+    """A peer is connected over this path, or, with a problem, is not connected."""
 
     action: Connect
     path: str = ""
@@ -96,7 +96,7 @@ class ConnectEnded:
 
 @dataclass(frozen=True, slots=True)
 class SendEnded:
-    """A message with ``tells`` was sent; with a problem, any kind of message was not sent."""
+    """A message with ``tells`` was sent; or, with a problem, any message was not sent."""
 
     action: Send
     problem: str = ""
@@ -107,7 +107,7 @@ class Posted:
     """A write was posted in ``posting_s``; unless ``is_done``, its `WriteEnded` follows.
 
     Attributes:
-        problem: why the write failed; no `WriteEnded` follows then.
+        problem: why the write failed; if so, no `WriteEnded` follows.
     """
 
     action: Write
@@ -118,7 +118,7 @@ class Posted:
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """The oldest write in flight of a transfer or a probe is complete, or has failed.
+    """The oldest write in flight of a transfer or probe is complete, or has failed.
 
     Attributes:
         key: the transfer; `NO_TRANSFER` for a probe.
@@ -148,7 +148,7 @@ class SlotRead:
 
 @dataclass(frozen=True, slots=True)
 class Forbidden:
-    """From now on, no write of a transfer can land here, though writes were allowed before."""
+    """No write of a transfer can land here any more, though writes were allowed before."""
 
     action: Forbid
 
@@ -161,7 +161,7 @@ class Connect:
     """Connect to a peer.
 
     Attributes:
-        then: a message that failed over the old connection, to send over the new one; the old
+        then: a message that failed over the old connection, to be sent over the new one; the old
             connection is closed first.
     """
 
@@ -179,7 +179,7 @@ class Send:
     """Send a message.
 
     Attributes:
-        tells: whether `SendEnded` follows a message that was sent; it always follows a failure.
+        tells: whether `SendEnded` follows a success; it always follows a failure.
     """
 
     engine_id: str
@@ -204,7 +204,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Return this to the machine once all earlier actions are done; it then decides anew."""
+    """Return this to the machine after all earlier actions; the machine then decides again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Forbid:
-    """Forbid a peer's writes; with ``tells``, `Forbidden` follows once nothing can land."""
+    """Forbid a peer's writes; with ``tells``, `Forbidden` follows once no write can land."""
 
     engine_id: str
     key: TransferKey
@@ -272,7 +272,7 @@ Action = (
 
 @dataclass(slots=True)
 class Turn:
-    """The present moment and the list of actions, which the parts of one machine share."""
+    """The present moment and the list of actions, which all parts of one machine share."""
 
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)

@@ -1,15 +1,14 @@
-"""Digests of blocks: check that the bytes that arrived are the bytes that the granted peer sent.
+"""Digests of blocks: check that the bytes that arrived are those that the granted peer sent.
 
-    P  digest of its memory when a piece is posted -> Digests, when the piece is complete
-    D  digest of its own memory                    -> equal: verified; else Resend, with the next
-                                                      attempt number
+    P  digest of its memory when it posts a piece -> Digests, when the piece is complete
+    D  digest of its own memory                   -> equal: verified; else Resend, which counts
+                                                     attempts
 
-Digests are keyed (`pair_keys.py`): bytes from another writer or of another block match none. Each
-end has a filter around its state machine. The sender's filter sends digests. The receiver's filter
-holds back watermarks and commits until their blocks are verified. Neither machine knows of the
-filters.
+Digests are keyed (`pair_keys.py`): bytes of another writer or another block match none. Each end
+has a filter around its state machine, unknown to the machine. The sender's filter sends digests.
+The receiver's filter holds back watermarks and commits until their blocks are verified.
 
-Refuses to know: tokens, how a node recovers when blocks stay wrong.
+Refuses to know: tokens, recovery when blocks stay wrong.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ from kvconnector.protocol.seals import Channels
 
 logger = logging.getLogger(__name__)
 
-MAX_DIGESTS_PER_MESSAGE = 320  # with their indices less than 8 KiB: one fragment of the transport
+MAX_DIGESTS_PER_MESSAGE = 320  # with indices under 8 KiB: one fragment of the transport
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The identity of written blocks, which their digests include.
+    """The identity of written blocks, which is part of their digests.
 
     Attributes:
-        places: indexes among the request's blocks that travel.
+        places: indexes among the request's travelling blocks.
         layers: the written layers of each block.
         attempt: how often these blocks were written before.
         numbers: a unique number per digest.
@@ -88,7 +87,7 @@ class Written:
 
 
 class BlockReader(Protocol):
-    """Makes digests of a node's blocks from its memory (`kvconnector/block_digests.py`)."""
+    """Makes digests of a node's blocks, from its memory (`kvconnector/block_digests.py`)."""
 
     num_layers: int
 
@@ -105,7 +104,7 @@ class BlockReader(Protocol):
 
 
 class SentDigests:
-    """Makes the digests of a sender's writes, each with a number that is used once.
+    """Makes digests of a sender's writes, each with a number that is used once.
 
     Args:
         digests: makes digests of the sender's blocks.
@@ -121,8 +120,8 @@ class SentDigests:
         """Return the digests that the decode node must find after this write.
 
         Args:
-            key: the key for blocks to that node.
-            slices: the slices that the node receives.
+            key: the key for blocks to the decode node.
+            slices: the slices that the decode node receives.
         """
         piece, (request_id, epoch) = write.piece, write.key
         first = self._num_digests
@@ -147,7 +146,7 @@ class SentDigests:
 
 
 class DigestTeller:
-    """A filter around a sender: sends the digests of each completed write.
+    """A filter around a sender: sends digests of each completed write.
 
     Args:
         machine: the sender's state machine.
@@ -174,7 +173,7 @@ class DigestTeller:
         told: list[Action] = []
         match item:
             case Posted(action=Write(engine_id, key), is_done=is_done, problem=problem):
-                if problem:  # the newest write failed; earlier ones may be in flight
+                if problem:  # only the newest write failed; earlier ones may be in flight
                     self._take_off(engine_id, key, -1)
                 elif is_done:
                     told = self._tell(engine_id, key)
@@ -201,7 +200,7 @@ class DigestTeller:
         self._posted[write.engine_id, write.key].append(digests)
 
     def _tell(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
-        """Send the digests of a transfer's oldest write, unless the write failed."""
+        """Send the digests of a transfer's oldest write, unless this write failed."""
         digests = self._take_off(engine_id, key, 0)
         return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
 
@@ -215,7 +214,7 @@ class DigestTeller:
 
 
 def cut_digests(whole: Digests) -> Iterator[Digests]:
-    """Yield a message in parts that are short enough to send."""
+    """Yield a message in parts short enough to send."""
     for start in range(0, len(whole.indices), MAX_DIGESTS_PER_MESSAGE):
         end = start + MAX_DIGESTS_PER_MESSAGE
         yield msgspec.structs.replace(
@@ -228,15 +227,15 @@ def cut_digests(whole: Digests) -> Iterator[Digests]:
 
 @dataclass(slots=True)
 class Arrival:
-    """One granted request, and which of its blocks are verified.
+    """One granted request, and its verified blocks.
 
     Attributes:
         layers: verified layers of each block, as bits.
         attempts: number of repeated requests for a block's layers, by place and layers.
         missing: places and layers that were asked for again and have not arrived.
-        watermark: a watermark that arrived before all of its blocks were verified.
-        commit: a commit that arrived before all blocks were verified.
-        asked_at: when the commit arrived, or when missing blocks were last asked for.
+        watermark: a watermark that waits until its blocks are verified.
+        commit: a commit that waits until all blocks are verified.
+        asked_at: when the commit arrived, or missing blocks were last asked for.
         groups: KV group of each block; empty: there is only one group.
     """
 
@@ -301,7 +300,7 @@ class DigestVerifier:
         return self._machine.tick(now)
 
     def __len__(self) -> int:
-        """Return the number of transfers that are granted and not verified."""
+        """Return the number of transfers that are granted but not verified."""
         return len(self._arrivals)
 
     def _take(self, item: Input, now: float) -> None:
@@ -331,7 +330,7 @@ class DigestVerifier:
         self._said.append(Send(engine_id, message))
 
     def _keep(self, message: Watermark | Commit, now: float) -> None:
-        """Hold a message back until its blocks are verified; a Commit repeats meanwhile."""
+        """Hold a message back until its blocks are verified; repeated Commits come meanwhile."""
         arrival = self._find((message.request_id, message.epoch), message.engine_id)
         if isinstance(message, Watermark):
             if arrival is not None:
@@ -342,7 +341,7 @@ class DigestVerifier:
         elif arrival.commit is None:
             arrival.commit, arrival.asked_at = message, now
             self._pass_verified(arrival)
-        elif now - arrival.asked_at >= REPEAT_S / 2:  # the sender repeats it, not the network
+        elif now - arrival.asked_at >= REPEAT_S / 2:  # a repeat by the sender, not by the network
             arrival.asked_at = now
             for resend in self._ask_again(arrival, message):
                 self._say(message.engine_id, resend)
@@ -354,7 +353,7 @@ class DigestVerifier:
         key = self._channels[message.engine_id].keys.receive_blocks
         try:
             resend = self._compare(message, key)
-        except TransferError as error:  # another rank failed: these blocks are asked for again
+        except TransferError as error:  # another rank failed: ask for these blocks again
             logger.warning("request %s: blocks are not compared: %s", message.request_id, error)
             return
         if resend is not None:
@@ -369,7 +368,7 @@ class DigestVerifier:
         self._pass_verified(arrival)
 
     def _pass_verified(self, arrival: Arrival) -> None:
-        """Pass on the held messages whose blocks are verified now."""
+        """Pass on held messages whose blocks are verified now."""
         watermark, commit = arrival.watermark, arrival.commit
         if commit is not None and self._is_verified(arrival, len(arrival.block_ids)):
             self._forget((commit.request_id, commit.epoch))
@@ -390,10 +389,10 @@ class DigestVerifier:
     def _expect(
         self, key: TransferKey, engine_id: str, block_ids: Sequence[int], first_block: int = 0
     ) -> None:
-        """Note the blocks that were granted to a peer.
+        """Note the blocks granted to a peer.
 
         Args:
-            first_block: place of the first granted block; the node has the blocks before it.
+            first_block: place of the first granted block; the node has the blocks before.
         """
         here = [self._all_layers] * first_block
         self._arrivals[key] = Arrival(
@@ -401,7 +400,7 @@ class DigestVerifier:
         )
 
     def _find(self, key: TransferKey, engine_id: str) -> Arrival | None:
-        """Return the open transfer that was granted to a peer, or None."""
+        """Return the open transfer granted to a peer, or None."""
         arrival = self._arrivals.get(key)
         return arrival if arrival is not None and arrival.engine_id == engine_id else None
 
@@ -419,7 +418,7 @@ class DigestVerifier:
         A message that is late, duplicated or inconsistent changes nothing.
 
         Args:
-            key: key with which the sender made its digests.
+            key: the key of the sender's digests.
         """
         arrival = self._find((message.request_id, message.epoch), message.engine_id)
         layers = message.layers or (0, self._digests.num_layers)
@@ -479,12 +478,11 @@ class DigestVerifier:
         )
 
     def _ask_again(self, arrival: Arrival, commit: Commit) -> Iterator[Resend]:
-        """Yield requests to send blocks again: nothing is in flight, and some blocks are
-        unverified.
+        """Yield requests for unverified blocks; nothing must be in flight.
 
         Digests or a Resend were lost. Blocks that were asked for before are asked for again with
-        the same layers and the next attempt number, because a write for the old Resend ends before
-        a write for the new one.
+        the same layers and the next attempt number: a write for the old Resend ends before a write
+        for the new one.
         """
         unknown = []
         for index, layers in enumerate(arrival.layers):
@@ -509,7 +507,7 @@ class DigestVerifier:
                 )
 
     def _is_verified(self, arrival: Arrival, num_blocks: int) -> bool:
-        """Return whether the first ``num_blocks`` blocks are verified and none is missing."""
+        """Return whether the first ``num_blocks`` blocks are verified, and none is missing."""
         if any(index < num_blocks for index, _ in arrival.missing):
             return False
         return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])

@@ -1,8 +1,7 @@
 """Inbox: queues of sealed messages, one per peer, read in turns.
 
 Seals are checked on arrival, so that nobody can fill the inbox in another's name. Refused messages
-are counted, and logged at intervals. Each round reads, and the inbox keeps, only a fair share per
-peer.
+are counted, and logged at intervals. A peer gets only a fair share of each round, and of the inbox.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from kvconnector.protocol.seals import Channels, Refusal, RefusedMessageError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # a grant of a million blocks is shorter
-MAX_KEPT_BYTES = 16 * 2**20  # most bytes of a peer's waiting messages, beyond the first
-OVERHEAD_BYTES = 256  # memory that even a short message takes
+MAX_KEPT_BYTES = 16 * 2**20  # most bytes of a peer's waiting messages after the first one
+OVERHEAD_BYTES = 256  # counted for each message, however short
 MESSAGES_PER_TURN = 64
 WARN_INTERVAL_S = 10.0
 
@@ -45,7 +44,7 @@ class Inbox:
     def __init__(self, peers: Container[str], channels: Channels) -> None:
         self._peers = peers
         self._channels = channels
-        self._queues: dict[str, _Queue] = {}  # none is empty
+        self._queues: dict[str, _Queue] = {}  # no empty queues
         self._num_refused: Counter[Refusal] = Counter()
         self._num_told = 0
         self._warn_at = -math.inf
@@ -62,7 +61,7 @@ class Inbox:
         """Keep a message until its turn, or refuse it.
 
         Args:
-            sender: engine id from the transport; some transports report whatever a peer claims.
+            sender: the sender's engine id by the transport; some transports pass on any claim.
         """
         try:
             self._put(sender, payload)
@@ -70,7 +69,7 @@ class Inbox:
             self._refuse(error.reason, sender, now)
 
     def pop_round(self, now: float) -> list[Message]:
-        """Return the messages of one round: some from each peer, in the order of arrival."""
+        """Return the messages of one round: some from each peer, in order of arrival."""
         taken = []
         for sender, queue in list(self._queues.items()):
             for body in itertools.islice(queue.bodies, MESSAGES_PER_TURN):

@@ -5,14 +5,14 @@ P -> D   SelfTest  written, at this speed             D -> P   SelfTestResult
 P -> D   Start     I compute this prompt for you      D -> P   Grant     write it here
 P -> D   Watermark tokens up to here are complete     D -> P   Cancel    write no more
 P -> D   Commit    all is complete; token 1 is ...
-P -> D   Quiet     I write no more, for this reason
+P -> D   Quiet     I write no more; the reason
 P -> D   Beat      I am alive                         D -> P   Beat      so am I, your beat arrived
 
 With digests, D checks the content before a transfer ends:
 P -> D   Digests   the blocks must have these     D -> P   Resend    these differ: write them again
                                                   D -> P   Verified  all blocks are right
 
-A message that is lost without an error would hold its request until the deadline. `Repeats` sends
+Without repeats, the loss of a message would hold its request until the deadline. `Repeats` sends
 some messages again until they are answered or no longer needed; these are idempotent.
 """
 
@@ -30,7 +30,7 @@ from kvconnector.base import HandoffRecord, TransferKey
 MAX_TEXT_CHARS = 4096
 REPEAT_S = 1.0
 
-# Limits of each field's values, because peers are not trusted.
+# Limits of the fields' values, as peers are not trusted.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ByteCount = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -53,11 +53,11 @@ class _RequestMessage(_Message, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """P asks whether D knows P and is awake.
+    """P asks whether D knows it and is awake.
 
     Attributes:
-        sent_at_s: time on P's clock, which D only sends back.
-        test: number of the self-test that P wants to do; it grows with each test.
+        sent_at_s: time on P's clock, which D sends back unchanged.
+        test: number of the self-test that P wants; it grows with each test.
     """
 
     sent_at_s: float = 0.0
@@ -65,7 +65,7 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class HelloAck(_Message, frozen=True, kw_only=True):
-    """D knows P. For self-test ``test`` P may write into ``slot``; None: no slot is free now."""
+    """D knows P, which may write self-test ``test`` to ``slot``; None: no slot is free now."""
 
     sent_at_s: float = 0.0
     test: Count = 0
@@ -98,12 +98,12 @@ class Start(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Grant(_RequestMessage, frozen=True, kw_only=True):
-    """P may write the prompt's blocks from ``first_block`` on into D's ``block_ids``, in order.
+    """P may write the prompt's blocks from ``first_block`` on to D's ``block_ids``, in order.
 
-    ``first_block`` counts the blocks that travel (`BlockPush.first_block`); D has those before it.
+    ``first_block`` is an index of travelling blocks (`BlockPush.first_block`); D has the rest.
     """
 
-    block_ids: BlockIds  # checked against the peer's blocks where they are used
+    block_ids: BlockIds  # checked against the peer's blocks before use
     first_block: Count = 0
 
 
@@ -117,7 +117,7 @@ class Watermark(_RequestMessage, frozen=True, kw_only=True):
 class Commit(_RequestMessage, frozen=True, kw_only=True):
     """All blocks are complete in D's memory; D continues from ``record``.
 
-    The other fields are the cost of the transfer, for the receipt.
+    The other fields are the transfer's cost, for the receipt.
     """
 
     record: HandoffRecord
@@ -134,16 +134,16 @@ class Cancel(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Quiet(_RequestMessage, frozen=True, kw_only=True):
-    """P has nothing posted for this request and will post nothing more."""
+    """P has nothing posted for this request, and will post nothing more."""
 
     reason: Text
 
 
 class Beat(_Message, frozen=True, kw_only=True):
-    """P is alive; D's answer, also a Beat, renews P's lease to write into D's memory.
+    """P is alive; D's answer, also a Beat, renews P's lease to write to D's memory.
 
-    ``sent_at_s`` is a time on P's clock, as in `Hello`. The lease runs from that time, and not
-    from the arrival of the answer, which may have waited in a queue.
+    ``sent_at_s``: time on P's clock, as in `Hello`. The lease runs from this time, not from the
+    answer's arrival, as the answer may have waited in a queue.
     """
 
     sent_at_s: float = 0.0
@@ -154,9 +154,10 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
 
     Attributes:
         indices: places of the blocks among the request's travelling blocks.
-        layers: the written layers; None: all layers.
+        layers: the written layers; None: all.
         attempt: how often D has asked for these blocks again.
-        first_number: number of the first digest; the others follow. Numbers are never reused.
+        first_number: number of the first digest, from which the others count. Numbers are never
+            reused.
     """
 
     indices: Places
@@ -167,7 +168,7 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Resend(_RequestMessage, frozen=True, kw_only=True):
-    """Ask P to write blocks again, as their content differs from P's digests."""
+    """D asks P to write blocks again, as their content differs from P's digests."""
 
     indices: Places
     layers: tuple[Count, Count]
@@ -175,7 +176,7 @@ class Resend(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Verified(_RequestMessage, frozen=True, kw_only=True):
-    """D has compared all blocks and they are right: P may release its own."""
+    """D has compared all blocks, and they are right: P may release its own."""
 
 
 Message = (
@@ -204,7 +205,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Decode a message; raise TransferError if the bytes are none of our messages."""
+    """Decode a message; raise TransferError if the bytes are no message of ours."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -213,7 +214,7 @@ def decode(payload: bytes) -> Message:
 
 @dataclass(slots=True)
 class Repeat:
-    """A message that is sent again until its answer comes."""
+    """A message that is sent again until it is answered."""
 
     engine_id: str
     message: Message
@@ -225,7 +226,7 @@ class Repeats:
 
     def __init__(self) -> None:
         self._repeats: dict[TransferKey, Repeat] = {}
-        self._next_at = math.inf  # no message is due before this time
+        self._next_at = math.inf  # no message is due earlier
 
     def __len__(self) -> int:
         return len(self._repeats)
@@ -236,7 +237,7 @@ class Repeats:
         self._next_at = min(self._next_at, now + REPEAT_S)
 
     def put_off(self, key: TransferKey, engine_id: str, now: float) -> None:
-        """Postpone the repeat: the peer has just sent a message about this transfer."""
+        """Postpone a repeat, as the peer has just sent a message about the transfer."""
         repeat = self._repeats.get(key)
         if repeat is not None and repeat.engine_id == engine_id:
             repeat.next_at = now + REPEAT_S
@@ -248,7 +249,7 @@ class Repeats:
             del self._repeats[key]
 
     def remove_peer(self, engine_id: str) -> None:
-        """Forget all messages to a peer that is gone."""
+        """Forget all messages to a lost peer."""
         for key in [k for k, repeat in self._repeats.items() if repeat.engine_id == engine_id]:
             del self._repeats[key]
 

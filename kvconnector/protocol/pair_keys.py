@@ -1,9 +1,9 @@
 """Pair keys: secrets that two ends of the connector share.
 
 Each process start draws an X25519 key. The public part travels in `PeerInfo` over the authenticated
-links to the router, which learns no secret from it. Each derived key belongs to one pair of process
-starts and one direction. Such a key matches no message of another pair, from before a restart, or
-of the other direction.
+links to the router, which learns no secret from it. Each derived key is for one pair of process
+starts and one direction, so it matches no message of another pair, from before a restart, or of the
+other direction.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _LABEL = b"baton kv 1"
 class BlockKey:
     """Makes keyed digests of KV blocks: GMAC (NIST SP 800-38D) with AES-256.
 
-    GMAC was the fastest MAC measured (docs/adr/0025-keyed-digests.md). No number may be used twice
-    with one key.
+    GMAC was the fastest MAC measured (docs/adr/0025-keyed-digests.md). A number must be used only
+    once with a key.
     """
 
     def __init__(self, key: bytes) -> None:
-        self.secret = key  # for the other ranks of this node
+        self.secret = key  # the other ranks of this node need it
         self._aead = AESGCM(key)
 
     def digest(self, number: int, context: bytes, data: memoryview) -> bytes:
         """Return the digest of data and its context, ``DIGEST_BYTES`` long."""
-        # The data is authenticated without being copied; only the short context is encrypted.
+        # The data is authenticated without a copy; only the short context is encrypted.
         return self._aead.encrypt(number.to_bytes(12, "big"), context, data)[-DIGEST_BYTES:]
 
 
 @dataclass(frozen=True, slots=True)
 class PairKeys:
-    """The keys that one end shares with a peer.
+    """The keys that an end shares with a peer.
 
     Attributes:
         send, receive: keys for messages to the peer, and from the peer.
@@ -56,7 +56,7 @@ class PairKeys:
 
 
 class KeyPair:
-    """The X25519 key of one process start; never stored."""
+    """The X25519 key of one process start, which is never stored."""
 
     def __init__(self) -> None:
         self._private = X25519PrivateKey.generate()
@@ -81,6 +81,6 @@ class KeyPair:
 
 
 def _derive(shared: bytes, use: bytes, *parts: bytes) -> bytes:
-    """HKDF-SHA256 (RFC 5869), bound to both ids and public keys in the order of the direction."""
+    """Derive a key by HKDF-SHA256 (RFC 5869), bound to ids and public keys, sender's first."""
     info = b"".join(len(part).to_bytes(4, "big") + part for part in (_LABEL, use, *parts))
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info).derive(shared)

@@ -1,12 +1,12 @@
 """Peers: the table of an end's peers, with one state machine per peer.
 
-    GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats or unreachable; it may return
+    GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats, or unreachable; may return
         `----------`-------------`-> LEAVING -> gone
 
-A peer is connected, for the first time or again, only after a probe has passed (`probe.py`).
-A sender says Hello until then, and Beat from then on; a receiver answers both. A sender's lease to
-write into a peer's memory counts from the moment when it sent the beat that was answered. So a
-process that stood still finds its lease expired, whatever its queues have received meanwhile.
+A peer is connected, at first or again, only after a probe has passed (`probe.py`). A sender says
+Hello before, and Beat afterwards; a receiver answers both. A sender's lease to write to a peer's
+memory runs from the moment of sending the answered beat. So a process that stood still finds its
+lease expired, whatever has arrived in its queues meanwhile.
 
 Refuses to know: requests. ``is_busy`` tells whether writes to a peer are in flight.
 """
@@ -30,39 +30,39 @@ logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.25
 # A peer that is silent for this long is suspect. The lease is equally long. A sender counts it from
-# sending its beat, and a receiver from the arrival of that beat, so the sender gives up first.
+# sending a beat, a receiver from the beat's arrival, so the sender gives up first.
 LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
-HELLO_TIMEOUT_S = 10.0  # after this time, a new peer is reported, and greeted less often
+HELLO_TIMEOUT_S = 10.0  # time after which a new peer is reported, and greeted less often
 MAX_BACK_OFF_S = 1.0  # between two attempts to meet or reach a peer again
-# after so many reads and seconds, nothing of a dead peer can arrive; see `Drains`
+# reads and seconds after which nothing of a dead peer can arrive; see `Drains`
 DRAIN_READS, DRAIN_S = 10, 0.5
 
 
 class PeerState(Enum):
-    """Stages of a peer, as one end sees it."""
+    """Stages of a peer, as seen by one end."""
 
-    GREETING = "GREETING"  # known, but has not answered yet
+    GREETING = "GREETING"  # known, but has never answered
     CONNECTED = "CONNECTED"
-    SUSPECT = "SUSPECT"  # reported as failed; it may come back
-    LEAVING = "LEAVING"  # the router has lost it; forgotten when nothing is in flight to it
+    SUSPECT = "SUSPECT"  # reported as failed; may return
+    LEAVING = "LEAVING"  # lost by the router; forgotten once nothing is in flight to it
 
 
 @dataclass(slots=True)
 class Peer:
-    """A peer, with the state of its connection and of its last probe.
+    """A peer: the state of its connection and of its last probe.
 
     Attributes:
-        path: name of the path that bytes take.
-        alive_at: the latest moment of our clock at which the peer was certainly alive.
+        path: name of the bytes' path.
+        alive_at: latest moment of our clock at which the peer was certainly alive.
         speak_at: when the next Hello or Beat is due.
-        back_off_s: pause between attempts to connect again; doubled after each attempt.
-        is_broken: whether the transport's connection failed and must be made anew.
+        back_off_s: pause between attempts to reconnect; doubles with each attempt.
+        is_broken: whether the transport's connection failed and must be made again.
         probe: number of the peer's next probe.
-        is_probing: whether a probe runs; we say Hello when it ends.
+        is_probing: whether a probe runs; Hello follows when it ends.
         is_probed: whether the last probe passed.
         bandwidth_bytes_per_s: bandwidth that the last probe measured.
-        problem: the problem that was reported last.
+        problem: the problem reported last.
         unreached: why the last attempt to reach the peer failed.
     """
 
@@ -88,7 +88,7 @@ class Peer:
 
     @property
     def is_expected(self) -> bool:
-        """Return whether the peer is not connected yet, or no longer."""
+        """Return whether the peer should connect, or connect again."""
         return self.state in (PeerState.GREETING, PeerState.SUSPECT)
 
 
@@ -98,9 +98,9 @@ class Peers:
     Args:
         turn: the state machine's present moment and actions.
         own: this node's peer info.
-        greets: whether this end says Hello and Beat; the other end answers.
-        is_busy: returns whether writes to a peer are in flight; its connection must stay then.
-        on_lost: called when a peer becomes suspect, with the reason.
+        greets: whether this end says Hello and Beat, or answers them.
+        is_busy: returns whether writes to a peer are in flight, which need its connection.
+        on_lost: called with the reason when a peer becomes suspect.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class Peers:
     # ------------------------------------------------------------------ coming and going
 
     def meet(self, info: PeerInfo) -> None:
-        """Connect to a peer, or greet a known one anew; PEER_FAILED if connecting fails.
+        """Connect to a peer, or greet a known peer again; PEER_FAILED if connecting fails.
 
-        One process start has one `PeerInfo`: a different one under a known engine id is ignored.
+        A process start has one `PeerInfo`: a different one for a known engine id is ignored.
         """
         if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
             logger.warning("%s has another peer info than before, which is ignored", info.engine_id)
@@ -165,13 +165,13 @@ class Peers:
         if known is not None:
             peer.alive_at, peer.is_broken = known.alive_at, known.is_broken
             peer.is_probing = known.is_probing
-            if not self._greets:  # the other end asks for a probe if it wants one
+            if not self._greets:  # the other end asks for a probe
                 peer.is_probed, peer.path = known.is_probed, known.path
                 peer.bandwidth_bytes_per_s = known.bandwidth_bytes_per_s
         return peer
 
     def leave(self, engine_id: str) -> None:
-        """Note that the router has lost a peer; `remove` it once nothing is in flight."""
+        """Note that the router has lost a peer; `remove` the peer once nothing is in flight."""
         peer = self._peers.get(engine_id)
         if peer is not None:
             peer.state = PeerState.LEAVING
@@ -186,17 +186,17 @@ class Peers:
     def note_alive(self, engine_id: str, at_s: float) -> None:
         """Note that a peer was alive at a moment of our clock."""
         peer = self._peers[engine_id]
-        if at_s <= self._turn.now:  # the number comes from the network
+        if at_s <= self._turn.now:  # not trusted: at_s comes from the network
             peer.alive_at = max(peer.alive_at, at_s)
 
     def renew(self, engine_id: str, sent_at_s: float) -> None:
-        """Renew the lease: a peer has answered a message that we sent at ``sent_at_s``."""
+        """Renew the lease: a peer has answered a message sent at ``sent_at_s``."""
         self.note_alive(engine_id, sent_at_s)
         if self._is_fresh(self._peers[engine_id]):
             self.confirm(engine_id)
 
     def confirm(self, engine_id: str) -> None:
-        """Connect a probed peer that has answered or asked."""
+        """Connect a probed peer that has answered, or asked."""
         peer = self._peers[engine_id]
         if not peer.is_probed or not peer.is_expected:
             return
@@ -213,7 +213,7 @@ class Peers:
         )
 
     def try_begin_probe(self, engine_id: str, number: int) -> bool:
-        """Start a probe if this answers our current Hello; return whether one was started."""
+        """Start a probe if a peer answers our current Hello; return whether one was started."""
         peer = self._peers[engine_id]
         waits = peer.is_expected and self._is_fresh(peer)
         if not waits or peer.is_probing or peer.is_probed or peer.probe != number:
@@ -223,7 +223,7 @@ class Peers:
         return True
 
     def judge_path(self, engine_id: str, bandwidth_bytes_per_s: float) -> None:
-        """Correct the path's name if the probe's bandwidth shows which path the bytes took."""
+        """Correct the path's name if a probe's bandwidth shows the bytes' real path."""
         peer, own_host = self._peers[engine_id], self._own.host
         peer.path = judge_path(
             peer.path,
@@ -232,14 +232,14 @@ class Peers:
         )
 
     def pass_probe(self, engine_id: str, path: str, bandwidth_bytes_per_s: float) -> None:
-        """Connect a peer: the probe's bytes have arrived."""
+        """Connect a peer, as the probe's bytes have arrived."""
         peer = self._peers[engine_id]
         peer.is_probed = True
         peer.path, peer.bandwidth_bytes_per_s = path, bandwidth_bytes_per_s
         self.confirm(engine_id)
 
     def end_probe(self, engine_id: str) -> None:
-        """Note that a probe is over and none of its writes is in flight."""
+        """Note that a probe is over, with no writes in flight."""
         if engine_id in self._peers:
             self._peers[engine_id].is_probing = False
 
@@ -259,7 +259,7 @@ class Peers:
         return peer is not None and peer.state in (PeerState.GREETING, PeerState.CONNECTED)
 
     def may_write(self, engine_id: str) -> bool:
-        """Return whether the lease on a peer's memory holds; suspect the peer if not."""
+        """Return whether the lease on a peer's memory holds; if not, suspect the peer."""
         peer = self._peers.get(engine_id)
         if peer is None or not peer.is_probed:
             return False
@@ -313,10 +313,10 @@ class Peers:
             self._lose(peer, f"no beat of {peer.engine_id} for {silent_s:.1f} s")
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """Make a peer suspect and report it once."""
+        """Make a peer suspect, and report it once."""
         peer.state = PeerState.SUSPECT
         peer.problem = reason
-        if self._greets:  # the other end believes beats again until it is asked for a probe
+        if self._greets:  # so that a new probe is asked for
             peer.is_probed = False
         self._report(peer.engine_id, reason)
         self._on_lost(peer.engine_id, reason)
@@ -327,7 +327,7 @@ class Peers:
         """Send a message; return False, and report the peer once, if it cannot be reached.
 
         Args:
-            tells: whether `SendEnded` follows a message that was sent.
+            tells: whether `SendEnded` follows a success.
         """
         peer = self._peers.get(engine_id)
         if peer is None:
@@ -339,7 +339,7 @@ class Peers:
         return True
 
     def send_again(self, result: SendEnded) -> bool:
-        """Send a failed message once more over a new connection; return False if impossible.
+        """Send a failed message again over a new connection; return False if impossible.
 
         The old connection stays broken, even if the peer is well.
         """
@@ -357,9 +357,9 @@ class Peers:
             self._lose(peer, f"{peer.engine_id} cannot be reached")
 
     def _send_anew(self, peer: Peer, action: Send) -> bool:
-        """Connect anew and send, unless the pause is not over or writes are in flight.
+        """Reconnect and send, unless the pause is not over or writes are in flight.
 
-        Writes in flight use the old connection. They end first, because this peer's transfers fail.
+        Writes in flight use the old connection. They end soon, because this peer's transfers fail.
         """
         now = self._turn.now
         if now < peer.reconnect_at or self._is_busy(peer.engine_id):
@@ -387,23 +387,23 @@ class _Drain:
 
 
 class Drains:
-    """The dead peers of one receiver whose last bytes may still lie in one of our sockets.
+    """Dead peers of one receiver whose last bytes may still be in our sockets.
 
-    On TCP, the transport reads bytes from a socket on our own thread, and writes them into our
+    On TCP, the transport reads bytes from a socket on our own thread, and writes them to our
     memory. A dead process posts nothing more, but bytes in its send buffer and in our receive
-    buffer are still read and written; removing the peer does not stop that (docs/log.md).
+    buffer are still read and written, even after the peer is removed (docs/log.md).
 
     The transport does not tell when a socket is empty. Each successful read continues until it
-    finds nothing. Between two reads, the kernel delivers further bytes at once, or when a timer of
-    some 200 ms fires. So a few reads over a longer time leave nothing. Time alone would prove
-    nothing, as a stopped thread reads nothing.
+    finds nothing. Between reads, the kernel delivers further bytes at once, or when a timer of some
+    200 ms fires. So a few reads over a longer time leave nothing. Time alone would prove nothing,
+    as a stopped thread reads nothing.
     """
 
     def __init__(self) -> None:
         self._drains: dict[str, _Drain] = {}
 
     def add_dead_peer(self, engine_id: str, now: float, num_reads: int) -> None:
-        """Add a dead peer, whose death was noticed after ``num_reads`` reads of the transport."""
+        """Add a dead peer; its death was noticed after ``num_reads`` reads of the transport."""
         self._drains.setdefault(engine_id, _Drain(now, num_reads))
 
     def take_done(self, now: float, num_reads: int) -> list[str]:

@@ -1,10 +1,10 @@
-"""Probe: test before the first KV whether bytes written to a peer arrive, and how fast.
+"""Probe: tests before the first KV whether bytes written to a peer arrive, and how fast.
 
     P                                D
     Hello (test 7)          ->       clears a slot of its scratch memory, if one is free
                             <-       HelloAck (test 7, slot 2)
-    write once; then again and again, within limits of time and bytes, to measure bandwidth
-    SelfTest (7, digest)    ->       compares; repeated until it is answered
+    write once; then repeatedly, within limits of time and bytes, to measure bandwidth
+    SelfTest (7, digest)    ->       compares; repeated until answered
                             <-       SelfTestResult (7, problem)
 
 Each round writes a little, so that other peers' KV keeps moving. Posted writes cannot be cancelled,
@@ -34,26 +34,26 @@ from kvconnector.protocol.peers import Peers, PeerState
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0
-OFFER_S = 2 * TIMEOUT_S  # after this time a slot is free again, even if its peer is silent
+OFFER_S = 2 * TIMEOUT_S  # time after which a slot is free again, even if its peer is silent
 REPEAT_S = 0.05  # interval of repeats of an unanswered SelfTest
-# Limits of the number of writes, and of the time for posting them, when the bandwidth is measured.
-# The result is good for a slow path, and a lower bound for a path that the I/O thread cannot fill.
+# Limits on the number of writes, and on the time for posting them, in a bandwidth measurement. The
+# result is right for a slow path, and a lower bound for a path that the I/O thread cannot fill.
 MAX_TIMED_WRITES = 32
 TIMED_S = 0.02
 MAX_POSTED = 16
-ROUND_S = 0.001  # limit of posting per round, where posting copies; other peers come next
+ROUND_S = 0.001  # limit of posting per round, if posting copies; then it is other peers' turn
 
 
 @dataclass(slots=True)
 class _Probe:
-    """A probe that the sender has begun.
+    """A probe begun by the sender.
 
     Attributes:
-        num_in_flight: posted writes that are not known to be complete.
-        timed_from: when the first write was complete; that write sets up the connection.
+        num_in_flight: posted writes not known to be complete.
+        timed_from: when the first write, which sets up the connection, was complete.
         num_posted: posted writes, the first included.
         bandwidth_bytes_per_s: measured bandwidth; 0 until all writes are complete.
-        is_over: whether the probe was answered or given up; only its writes are left.
+        is_over: whether the probe was answered or given up, so that only its writes are left.
     """
 
     number: int
@@ -74,7 +74,7 @@ class Probes:
     Args:
         turn: the state machine's present moment and actions.
         own: this node's peer info.
-        peers: hear of the outcome.
+        peers: are told the outcome.
         digest: digest of the pattern that probes write.
     """
 
@@ -112,7 +112,7 @@ class Probes:
             return
         if result.problem:
             self._fail(peer_id, probe, result.problem)
-        # Otherwise the peer is asked again, as its answer was slow.
+        # Otherwise ask the peer again, as its answer was slow.
         elif self._peers.is_fresh(peer_id):
             probe.is_over = True
             path = self._peers[peer_id].path
@@ -170,14 +170,14 @@ class Probes:
         if num_timed == 0 or (room > 0 and left_s > 0):
             self._turn.ask(WriteProbe(peer_id, probe.slot, room, min(left_s, ROUND_S)))
         elif not probe.num_in_flight:
-            num_ranks = len(self._peers[peer_id].info.ranks)  # each write fills a slot of each rank
+            num_ranks = len(self._peers[peer_id].info.ranks)  # each write fills one slot per rank
             num_bytes = num_timed * num_ranks * (self._own.scratch_bytes // (1 + NUM_SLOTS))
             probe.bandwidth_bytes_per_s = num_bytes / max(now - probe.timed_from, 1e-6)
             probe.duration_s = now - probe.began_at
             self._peers.judge_path(peer_id, probe.bandwidth_bytes_per_s)
 
     def _say(self, peer_id: str, probe: _Probe) -> None:
-        """Tell the peer to check its slot; repeated, as messages can be lost."""
+        """Tell the peer to check its slot; repeat this, as messages can be lost."""
         now = self._turn.now
         if now < probe.say_at:
             return
@@ -201,11 +201,11 @@ class Probes:
 
 @dataclass(slots=True)
 class _Offer:
-    """The last probe of one peer.
+    """The last probe of a peer.
 
     Attributes:
-        slot: the slot that the peer may write to; None: the slot was read.
-        seen: the peer's message after it had written; None: none yet.
+        slot: the slot that the peer may write to; None: the slot has been read.
+        seen: the message that the peer sent after writing; None: not sent yet.
         problem: the result, empty if the bytes were right; None: no result yet.
     """
 
@@ -222,7 +222,7 @@ class ProbeSlots:
     Args:
         turn: the state machine's present moment and actions.
         own: this node's peer info.
-        peers: hear of the outcome.
+        peers: are told the outcome.
     """
 
     def __init__(self, turn: Turn, own: PeerInfo, peers: Peers) -> None:
@@ -237,7 +237,7 @@ class ProbeSlots:
         return any(offer.slot is not None for offer in self._offers.values())
 
     def offer(self, engine_id: str, number: int) -> int | None:
-        """Return a slot for a peer's probe; None if none is free or the probe is an old one."""
+        """Return a slot for a peer's probe; None if no slot is free, or the probe is old."""
         known = self._offers.get(engine_id)
         if known is not None and number <= known.number:
             return known.slot if number == known.number else None
@@ -251,7 +251,7 @@ class ProbeSlots:
         return slot
 
     def look(self, message: SelfTest) -> None:
-        """Read a peer's slot if the slot was lent for this probe."""
+        """Read a peer's slot, if lent for this probe."""
         offer = self._offers.get(message.engine_id)
         if offer is None or offer.number != message.test:
             return
@@ -274,7 +274,7 @@ class ProbeSlots:
         else:
             offer.problem = ""
             rate = message.bandwidth_bytes_per_s
-            if not 0 <= rate < math.inf:  # the number comes from the network
+            if not 0 <= rate < math.inf:  # rate comes from the network
                 rate = 0.0
             log_passed(peer_id, message.transport, rate, message.duration_s)
             self._peers.pass_probe(peer_id, message.transport, rate)

@@ -1,7 +1,7 @@
 """ReceiveMachine: the decode node's end of the hand-off, without I/O.
 
-Translates between messages and events. The node decides which peer may write into which blocks,
-and until when (`decode_node/reservations.py`).
+Translates between messages and events. The node decides which peer may write to which blocks, and
+until when (`decode_node/reservations.py`).
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ Heard = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
 
 
 class ReceiveMachine:
-    """Decide what a decode node's end sends and reports; a `StateMachine`.
+    """Decides what a decode node's end sends and reports; a `StateMachine`.
 
     Args:
         own: this node's peer info.
         make_peers: makes the table of peers.
 
     Attributes:
-        grants: Grant messages to repeat, of transfers that are neither committed nor ended.
+        grants: Grant messages to repeat, for transfers neither committed nor ended.
     """
 
     def __init__(self, own: PeerInfo, make_peers: Callable[..., Peers] = Peers) -> None:
@@ -88,7 +88,7 @@ class ReceiveMachine:
         self.peers.tick()
         for engine_id in self._drains.take_done(now, self._num_reads):
             self._report(TransferEventKind.PEER_DRAINED, engine_id)
-        # If the sender ended the transfer, and its last message was lost, it answers with Quiet.
+        # A sender that ended the transfer, and whose last message was lost, answers with Quiet.
         for _, grant in self.grants.take_due(now):
             self.peers.send(grant.engine_id, grant.message)
         self._slots.tick()
@@ -96,7 +96,7 @@ class ReceiveMachine:
 
     @property
     def is_expecting(self) -> bool:
-        """Return False: the node itself tells the I/O loop when KV may come (`IoLoop.expect`)."""
+        """Return False: the node tells the I/O loop when KV may come (`IoLoop.expect`)."""
         return False
 
     @property
@@ -104,7 +104,7 @@ class ReceiveMachine:
         """Return whether a peer may be writing a probe, whose speed is measured."""
         return self._slots.is_lent
 
-    # ------------------------------------------------------------------ what the node wants
+    # ------------------------------------------------------------------ the node's wishes
 
     def _obey(self, item: Input) -> None:
         """Handle a wish of the node, or the result of an action."""
@@ -129,7 +129,7 @@ class ReceiveMachine:
             case SlotRead():
                 self._slots.judge(item)
             case Forbidden(action=forbid):
-                # The transport drops late writes of the peer, so nobody waits for its Quiet.
+                # The transport drops the peer's late writes, so nobody waits for its Quiet.
                 self._report(TransferEventKind.FAILED, forbid.engine_id, forbid.key)
             case Meet(peer=peer):
                 self.peers.meet(peer)
@@ -158,7 +158,7 @@ class ReceiveMachine:
         self.peers.send(wish.engine_id, cancel)
         self._turn.ask(Forbid(wish.engine_id, wish.key, tells=True))
 
-    # ------------------------------------------------------------------ what peers say
+    # ------------------------------------------------------------------ peers' messages
 
     def _hear(self, message: Heard) -> None:
         peer_id = message.engine_id
@@ -194,7 +194,7 @@ class ReceiveMachine:
                 key = (message.request_id, message.epoch)
                 self._end(key, peer_id)
                 self._report(TransferEventKind.FAILED, peer_id, key, reason=message.reason)
-            case Digests():  # only a sign of life here: `digests.py` compares them
+            case Digests():  # only a sign of life: `digests.py` compares them
                 pass
 
     def _end(self, key: TransferKey, engine_id: str) -> None:
@@ -202,7 +202,7 @@ class ReceiveMachine:
         self._turn.ask(Forbid(engine_id, key))
 
     def _answer_beat(self, message: Beat) -> None:
-        """Answer if the peer has passed a probe; otherwise stay silent, so that it sends Hello."""
+        """Answer a peer that passed a probe; otherwise be silent, so that the peer sends Hello."""
         if self.peers[message.engine_id].is_probed:
             beat = Beat(engine_id=self._own.engine_id, sent_at_s=message.sent_at_s)
             self.peers.send(message.engine_id, beat, tells=True)
@@ -216,7 +216,7 @@ class ReceiveMachine:
         )
         self.peers.send(hello.engine_id, ack)
 
-    # ------------------------------------------------------------------ what the node hears
+    # ------------------------------------------------------------------ the node's events
 
     def _report(
         self,

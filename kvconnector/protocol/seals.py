@@ -1,10 +1,11 @@
-"""Seals: every message carries a MAC of its pair and direction, and a number that is used once.
+"""Seals: every message has a MAC for its pair and direction, and a number that is used once.
 
     tag, 16 bytes | number, 8 bytes | message          tag = BLAKE2b(key of the direction)
 
 An accepted message was sent by this peer to us, by these two process starts, and is accepted once.
-Forged, altered, shortened, reflected and repeated messages and messages of other pairs are refused.
-A refused message is like a lost one: the protocol repeats important messages with a new number.
+Forged, altered, shortened, reflected or repeated messages, and messages of other pairs, are
+refused. A refused message counts as lost: the protocol repeats important messages with a new
+number.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from kvconnector.protocol.pair_keys import KeyPair, PairKeys
 TAG_BYTES = 16
 NUMBER_BYTES = 8
 HEADER_BYTES = TAG_BYTES + NUMBER_BYTES
-# A message is refused once this many later messages of its sender have been accepted.
+# A message is refused if this many later messages of its sender have been accepted.
 WINDOW = 4096
 _WINDOW_BITS = (1 << WINDOW) - 1
-# Channels of peers that left are kept: such peers, and their messages, may come back.
+# Channels of departed peers are kept, as such peers, and their messages, may return.
 MAX_CHANNELS = 4096
 
 
 class Refusal(Enum):
     """Why a message was refused."""
 
-    STRANGER = "stranger"  # no peer has that name (yet)
-    LEFT = "left"  # from a peer that our router has lost
+    STRANGER = "stranger"  # no peer has this name (yet)
+    LEFT = "left"  # from a peer that the router has lost
     TOO_LONG = "too long"
-    FORGED = "forged"  # not from that peer to us, or altered
+    FORGED = "forged"  # not from this peer to us, or altered
     REPLAYED = "replayed"  # accepted before, or far too late
-    MALFORMED = "malformed"  # from that peer, but no known message
-    FLOOD = "flood"  # exceeds what is kept for one peer
+    MALFORMED = "malformed"  # from this peer, but no known message
+    FLOOD = "flood"  # more than is kept per peer
 
 
 class RefusedMessageError(TransferError):
@@ -77,7 +78,7 @@ class Channel:
     Args:
         public_key: the peer's public key.
         keys: the keys shared with the peer.
-        numbers: yields a new number for each message to any peer.
+        numbers: yields a new number for each message, to any peer.
     """
 
     def __init__(self, public_key: bytes, keys: PairKeys, numbers: Iterator[int]) -> None:
@@ -91,9 +92,7 @@ class Channel:
         return _tag(self.keys.send, numbered) + numbered
 
     def open(self, payload: bytes) -> bytes:
-        """Return the message's bytes; raise RefusedMessageError unless the message is new and from
-        the peer.
-        """
+        """Open a message; raise RefusedMessageError unless it is new and from the peer."""
         numbered = payload[TAG_BYTES:]
         tag = _tag(self.keys.receive, numbered)
         if len(payload) < HEADER_BYTES or not hmac.compare_digest(tag, payload[:TAG_BYTES]):
@@ -131,9 +130,9 @@ class Channels:
         """Agree on keys with a peer, once per pair of process starts.
 
         Args:
-            present: engine ids whose channels are kept when there are too many.
+            present: engine ids whose channels stay when there are too many.
 
-        Raises TransferError for a bad public key, or for a different key than before: an engine id
+        Raises TransferError for a bad public key, or another key than before, as an engine id
         belongs to one process start.
         """
         known = self._channels.pop(peer.engine_id, None)
@@ -153,7 +152,7 @@ class Channels:
 
 
 def peek(payload: bytes) -> Message:
-    """Decode a sealed message without checking its seal; for faults and tests alone.
+    """Decode a sealed message without checking its seal; only for faults and tests.
 
     Raises TransferError for bytes that are no message.
     """

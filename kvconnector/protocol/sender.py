@@ -1,9 +1,9 @@
 """SendMachine: the prefill node's end of the hand-off, without I/O.
 
     STARTED -> (granted) PUSHING -> COMMITTED
-        `--------------------`----> FAILED          both ends wait until no write is in flight
+         `--------------------`----> FAILED          only once no write is in flight, as COMMITTED
 
-Refuses to know: transports, threads, and how the decode node verifies blocks.
+Refuses to know: transports, threads, how the decode node verifies blocks.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ UNREACHED = "the decode node cannot be reached"
 
 
 class SendMachine:
-    """Decide what a prefill node's end sends and writes; a `StateMachine`.
+    """Decides what a prefill node's end sends and writes; a `StateMachine`.
 
     Args:
         own: this node's peer info.
         digest: digest of the pattern that probes write.
-        portions: how many bytes are posted at once.
-        is_verified: whether a transfer stays open after its commit until the decode node has
-            verified its blocks (`digests.py`).
+        portions: limits of bytes posted at once.
+        is_verified: whether transfers stay open after their commit until the decode node has
+            verified the blocks (`digests.py`).
         make_peers: makes the table of peers.
 
     Attributes:
         transfers: the open transfers.
-        repeats: repeats Start until the grant, and Commit until all blocks are verified.
+        repeats: repeats Start until granted, and Commit until all blocks are verified.
         totals: counts of posted blocks and bytes, for the metrics.
     """
 
@@ -86,7 +86,7 @@ class SendMachine:
     ) -> None:
         self._own = own
         self._num_layers = own.manifest.layers_per_unit
-        self._slices: dict[str, Slices] = {}  # by peer, while there are transfers to it
+        self._slices: dict[str, Slices] = {}  # by peer, while there are transfers to the peer
         self._portions = portions
         self._is_verified = is_verified
         self._turn = Turn()
@@ -136,7 +136,7 @@ class SendMachine:
                 self.peers.take_connected(item)
                 if item.problem and connect.then is not None:
                     self._give_up(connect.then.message)
-            case _:  # only a receiver takes the others
+            case _:  # other inputs are for receivers
                 pass
         return self._turn.pop_actions()
 
@@ -190,10 +190,10 @@ class SendMachine:
         transfer.pieces += cut(push, max(1, blocks_per_write))
 
     def _leave(self, engine_id: str) -> None:
-        """Fail a peer's transfers, and forget the peer once nothing is in flight to it.
+        """Fail a peer's transfers; forget the peer once nothing is in flight to it.
 
         The router has lost the peer, but the peer may be alive, and posted writes may still land
-        there. Quiet is sent only after the last of them.
+        there. Quiet is sent only after the last write.
         """
         self.peers.leave(engine_id)
         self._fail_all(engine_id, "the decode node is gone")
@@ -203,12 +203,12 @@ class SendMachine:
     def _hear(self, message: Grant | Cancel | Resend | Verified) -> None:
         transfer = self.transfers.get((message.request_id, message.epoch))
         if transfer is None:
-            # The transfer has ended here. Repeat that, as the peer may hold blocks for it.
+            # The transfer has ended here. Say so again, as the peer may hold blocks for it.
             self._say_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
         elif transfer.engine_id != message.engine_id:
             logger.warning("dropped a message about another node's transfer")
         elif isinstance(message, Cancel):
-            self._fail(transfer, "")  # no reason: the decode node knows it
+            self._fail(transfer, "")  # no reason, as the decode node knows it
         elif isinstance(message, Resend):
             self._send_again(transfer, message)
         elif isinstance(message, Verified):
@@ -243,14 +243,14 @@ class SendMachine:
 
     def _take_sent(self, result: SendEnded) -> None:
         message = result.action.message
-        if not result.problem:  # a Commit was sent, and no answer is expected
+        if not result.problem:  # a Commit that needs no answer was sent
             assert isinstance(message, Commit)
             self._end(self.transfers.get((message.request_id, message.epoch)))
         elif not self.peers.send_again(result):
             self._give_up(message)
 
     def _give_up(self, message: Message) -> None:
-        """Fail the transfer that a message belongs to, if the message was essential."""
+        """Fail a message's transfer if the message was essential."""
         if isinstance(message, Start | Commit):
             transfer = self.transfers.get((message.request_id, message.epoch))
             self._fail(transfer, UNREACHED)
@@ -260,7 +260,7 @@ class SendMachine:
     # ------------------------------------------------------------------ writing
 
     def _begin_round(self) -> None:
-        """Refill each peer's room, then post computed and granted pieces, transfer by transfer."""
+        """Refill each peer's room; post computed and granted pieces, one transfer after another."""
         if not self.transfers:
             return
         self._room_bytes.clear()
@@ -273,7 +273,7 @@ class SendMachine:
         self._turn.ask(PAUSE)
 
     def _post_next(self) -> None:
-        """Write the next piece whose peer has room and whose lease holds."""
+        """Write the next piece, if its peer has room and the lease holds."""
         while self._to_post:
             transfer = self._to_post[0]
             write = self._next_write(transfer)
@@ -285,7 +285,7 @@ class SendMachine:
 
     def _next_write(self, transfer: Transfer) -> Write | None:
         grant, engine_id = transfer.granted, transfer.engine_id
-        # Checked before each post: this process may have stood still since the last one.
+        # Checked before each post, as this process may have stood still since the last one.
         while (
             self._room_bytes[engine_id] > 0
             and transfer.can_post
@@ -293,7 +293,7 @@ class SendMachine:
         ):
             assert grant is not None
             piece = transfer.pieces.popleft().from_place(grant.first_block)
-            if piece.indices:  # otherwise, the decode node has these blocks already
+            if piece.indices:  # otherwise, the decode node already has these blocks
                 remote = [grant.block_ids[index - grant.first_block] for index in piece.indices]
                 key = transfer.request_id, transfer.epoch
                 return Write(engine_id, key, piece, remote, transfer.groups_of(piece))
@@ -331,7 +331,7 @@ class SendMachine:
     def _count_off(self, transfer: Transfer) -> None:
         """Remove the oldest write, and send its watermark."""
         watermark = transfer.writes.popleft().watermark
-        # No watermark after the last push: the Commit follows.
+        # After the last push, no watermark: the Commit follows.
         if watermark is not None and transfer.failure is None and not transfer.record:
             self.peers.send(
                 transfer.engine_id,
@@ -349,7 +349,7 @@ class SendMachine:
         return num_blocks * self._slices_to(engine_id).num_bytes(layers)
 
     def _slices_to(self, engine_id: str) -> Slices:
-        """Return how blocks are sliced between our ranks and a peer's; unknown: like ours."""
+        """Return the slices between our ranks and a peer's; an unknown peer: as between equals."""
         if engine_id not in self._slices:
             theirs = self.peers[engine_id].info if engine_id in self.peers else self._own
             self._slices[engine_id] = Slices(self._own.manifest, theirs.manifest)
@@ -367,7 +367,7 @@ class SendMachine:
             transfer = self.transfers.get(key)
             if transfer is None or not transfer.waits_for_answer:
                 self.repeats.remove(key, repeat.engine_id)
-            # After a Resend, a new Commit follows the blocks: the old one is not repeated.
+            # After a Resend, a new Commit follows the blocks, so the old one is not repeated.
             elif not transfer.commit_is_sent or transfer.is_complete:
                 self.peers.send(repeat.engine_id, repeat.message)
 
@@ -406,7 +406,7 @@ class SendMachine:
         """Stop posting for a transfer; `_finish_if_quiet` ends it once nothing is in flight.
 
         Args:
-            transfer: None: the transfer has ended here already, and nothing is done.
+            transfer: None: it has ended here already, and nothing is done.
         """
         if transfer is not None:
             transfer.fail(reason)

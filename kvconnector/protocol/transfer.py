@@ -18,9 +18,9 @@ class Portions:
     """Limits of posted bytes, by kind of memory.
 
     Attributes:
-        write_bytes: most bytes of one write, so that aborts and other requests wait briefly.
-        in_flight_bytes: most bytes in flight to one peer. The room is refilled once per round of
-            the I/O thread, so this limits a path's bandwidth.
+        write_bytes: most bytes of one write, so that aborts and other requests wait only briefly.
+        in_flight_bytes: most bytes in flight to one peer. Room is refilled once per round of the
+            I/O thread, so this limits a path's bandwidth.
     """
 
     write_bytes: int
@@ -34,12 +34,12 @@ DEVICE_PORTIONS = Portions(write_bytes=32 * 2**20, in_flight_bytes=256 * 2**20)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a push that is posted as one write.
+    """A part of a push, posted as one write.
 
     Attributes:
-        indices: places of ``block_ids`` among the request's blocks that travel.
-        watermark: numbers of prompt tokens and travelling blocks that are complete once this piece
-            and all earlier ones have arrived.
+        indices: places of ``block_ids`` among the request's travelling blocks.
+        watermark: numbers of prompt tokens and travelling blocks that are complete once this and
+            all earlier pieces have arrived.
         attempt: how often the decode node has asked for these blocks again.
     """
 
@@ -65,7 +65,7 @@ class Piece:
 
 @dataclass(slots=True)
 class PushTotals:
-    """Counts of all that one sender has posted; for the metrics."""
+    """Counts of everything that one sender has posted, for the metrics."""
 
     num_bytes: int = 0
     num_blocks: int = 0
@@ -91,12 +91,12 @@ class Transfer:
         granted: the decode node's grant; None: not granted yet.
         pieces: pieces to post, in order.
         writes: posted pieces that are not complete, in order.
-        record: the hand-off record of the last push; None: that push has not come yet.
+        record: the hand-off record of the last push; None: the last push has not come yet.
         last_at: when the last push came.
         failure: why the transfer fails; None: it does not. A failed transfer posts nothing more.
         block_ids: this node's ids of posted blocks, by place among the travelling blocks.
         attempts: how often blocks were asked for again, by place and layers.
-        commit_is_sent: whether the Commit was sent; the transfer may stay open until verified.
+        commit_is_sent: whether the Commit was sent; if verified, the transfer is still open.
     """
 
     request_id: str
@@ -159,17 +159,17 @@ class Transfer:
         """Count a piece that was posted to the decode node's blocks ``remote``.
 
         Args:
-            num_ranges: number of ranges per block, which follows from both nodes' ranks.
+            num_ranges: number of ranges per block, which depends on both nodes' ranks.
             num_layers: number of layers of a whole block.
         """
         self.block_ids.update(zip(piece.indices, piece.block_ids, strict=True))
-        # Blocks sent in parts cannot be merged into one range: their layers are not adjacent.
+        # Blocks sent in parts have no adjacent layers, so they cannot be merged into one range.
         layers = piece.layers
         is_whole = layers in (None, (0, num_layers)) and num_ranges == 1
         num_descriptors = (
             count_runs(piece.block_ids, remote) if is_whole else num_ranges * len(remote)
         )
-        # A block that travels in parts counts once, with its first part.
+        # A block sent in parts counts once, with its first part.
         num_blocks = len(remote) if layers is None or layers[0] == 0 else 0
         if piece.attempt == 0:
             self.num_blocks_pushed += num_blocks
@@ -216,9 +216,9 @@ class Transfer:
 
 
 def cut(push: BlockPush, max_blocks: int) -> list[Piece]:
-    """Cut a push into pieces of at most ``max_blocks`` blocks, in the order of block ids.
+    """Cut a push into pieces of at most ``max_blocks`` blocks, in order of block ids.
 
-    Blocks that are adjacent on both nodes are then neighbours in a piece, and travel as one range.
+    Blocks adjacent on both nodes are then neighbours in a piece, and travel as one range.
     """
     order = sorted(range(len(push.block_ids)), key=push.block_ids.__getitem__)
     pieces = []

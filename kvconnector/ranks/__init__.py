@@ -1,1 +1,1 @@
-"""A node of several ranks: each owns a transport and its memory; the leading rank commands all."""
+"""Nodes of several ranks: each rank owns a transport and memory; the leading rank commands all."""

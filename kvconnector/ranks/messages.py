@@ -1,7 +1,7 @@
 """Messages between a node's leading process and the transports of its other ranks.
 
-Plain values in msgpack, over a private connection. A call is answered; a write is answered when it
-has ended.
+Plain values in msgpack, over a private connection. A call is answered at once, a write when it has
+ended.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DigestSlices(msgspec.Struct, tag=True, frozen=True):
 
 
 class Permit(msgspec.Struct, tag=True, frozen=True):
-    """Let a peer write these blocks; also tells that bytes may arrive soon."""
+    """Let a peer write these blocks; also: bytes may arrive soon."""
 
     engine_id: str
     request_id: str
@@ -94,7 +94,7 @@ class Permit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prohibit(msgspec.Struct, tag=True, frozen=True):
-    """A call: forbid a transfer's writes; answered with whether none can land from now on."""
+    """A call: forbid a transfer's writes; answered with whether none can land any more."""
 
     call: int
     engine_id: str
@@ -117,7 +117,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """A write is complete at the peer, or has failed and has nothing in flight."""
+    """A write is complete at the peer, or has failed with nothing in flight."""
 
     number: int
     problem: str = ""

@@ -2,7 +2,7 @@
 
     commands of the leading process -> post, connect, read       each write's end is reported
 
-It also drives the transport, which may have to read peers' writes from sockets. Decides nothing.
+Also drives the transport, which may have to read peers' writes from sockets. Decides nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ IN_FLIGHT_POLL_S = 0.0001
 EXPECTING_POLL_S = 0.001
 IDLE_POLL_S = 0.025
 MAX_READ_FAILURES = 100  # consecutive failures after which the transport counts as broken
-_SELECTABLE = 1024  # `select` can wait for descriptors below this number
+_SELECTABLE = 1024  # `select` takes only descriptors below this number
 _WARM_S = 2.0  # seconds after a command in which to poll quickly
 
 
@@ -130,7 +130,7 @@ class RankService:
             self._say(Ended(number, problem))
 
     def _progress(self) -> None:
-        """Let the transport make progress, by reading messages, although none can come."""
+        """Let the transport make progress, by reading messages, though none can come."""
         try:
             self._transport.take_notifications()
         except TransferError as error:
@@ -142,7 +142,7 @@ class RankService:
             self._num_failures = 0
 
     def _has_come(self, wait_s: float) -> bool:
-        """Return whether a command has come; `Connection.poll` can wait whole milliseconds only."""
+        """Return whether a command has come; `Connection.poll` can only wait whole milliseconds."""
         descriptor = self._connection.fileno()
         if not 0.0 < wait_s < 0.001 or descriptor >= _SELECTABLE:
             return self._connection.poll(wait_s)

@@ -4,8 +4,8 @@
             └── the other ranks' transports, by messages   is complete when all ranks' parts are
 
 Protocol messages travel between the leading processes of two nodes, over this process's transport.
-Writes of a rank whose process has ended are never reported as complete or failed, because a failed
-write means that nothing is in flight. The rank's node ends, and its peers notice that.
+Writes of a rank whose process has ended are never reported, as a reported failure means that
+nothing is in flight. The rank's node ends, and its peers notice that.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from kvconnector.transports.write_parts import WriteParts
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 10.0
-_NOBODY_WAITS = 0  # number of a call whose answer is dropped
+_NOBODY_WAITS = 0  # call number whose answer is dropped
 
 
 class OtherRank:
-    """The transport of another rank, as the leading process sees it.
+    """Another rank's transport, as the leading process sees it.
 
     Args:
         rank: number of the rank.
@@ -97,7 +97,7 @@ class OtherRank:
             self.is_gone = True
 
     def answer(self, call: int, deadline: float) -> Any:
-        """Wait for the answer to a call, and return it; raises TransferError."""
+        """Wait for a call's answer, and return it; raises TransferError."""
         self._wait(lambda: call in self._answers, deadline)
         answer = self._answers.pop(call)
         if answer.problem:
@@ -138,7 +138,7 @@ class _RankWrite:
         self._rank, self._number = rank, number
 
     def is_done(self) -> bool:
-        """Implement `PendingWrite.is_done`; a write of a rank that is gone stays in flight."""
+        """Implement `PendingWrite.is_done`; writes of a lost rank stay in flight."""
         problem = self._rank.take_end(self._number)
         if problem:
             raise TransferError(problem)
@@ -146,9 +146,7 @@ class _RankWrite:
 
 
 class RanksScratch:
-    """The scratch memory of all ranks; a self-test passes if all ranks' slots have the right
-    bytes.
-    """
+    """The scratch memory of all ranks; a self-test passes if all ranks' slots are right."""
 
     def __init__(self, own: SelfTestMemory, call: Callable[..., list[Any]]) -> None:
         self._own, self._call = own, call
@@ -176,7 +174,7 @@ class RanksScratch:
 
 
 class RanksTransport:
-    """Command the transports of all ranks as one `KVTransport`.
+    """Commands the transports of all ranks as one `KVTransport`.
 
     Args:
         local: the transport of this process's rank; owned from now on.
@@ -197,7 +195,7 @@ class RanksTransport:
         self.scratch = RanksScratch(local.scratch, self.call)
 
     def call(self, make: Callable[[int], Call], own: Callable[[], Any]) -> list[Any]:
-        """Ask all ranks the same; return this rank's answer, then the others' in order of rank.
+        """Call all ranks alike; return this rank's answer, then the others' in order of rank.
 
         Raises TransferError if a rank does not answer, or answers with a problem.
         """
@@ -258,7 +256,7 @@ class RanksTransport:
         make: Callable[[int], WriteBlocks | WriteSlot],
         post: Callable[[], PendingWrite],
     ) -> PendingWrite:
-        """Post a write on all ranks; if a part fails, the error comes once nothing is in flight."""
+        """Post a write on all ranks; if a part fails, raise once nothing is in flight."""
         number, parts, problem = next(self._numbers), list[PendingWrite](), ""
         for other in self._others:
             other.say(make(number))

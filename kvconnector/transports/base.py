@@ -1,6 +1,6 @@
 """The contract of a transport: copies bytes between nodes' KV memories, and sends short messages.
 
-Refuses to know: the protocol's messages, which request a block belongs to.
+Refuses to know: the protocol's messages, the requests of blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Certificates(Protocol):
-    """A certificate with its chain, its key, and the trusted CAs; all PEM."""
+    """A certificate with chain and key, and the trusted CAs; all PEM."""
 
     @property
     def chain(self) -> bytes: ...
@@ -40,10 +40,10 @@ class CertificateFiles(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOptions:
-    """Options of all transports; a transport ignores those that it does not use.
+    """Options of all transports; a transport ignores options that it does not use.
 
     Attributes:
-        listen: host:port at which peers reach the transport; port 0: any free one.
+        listen: host:port at which peers reach the transport; port 0: any free port.
         tls: certificates to show to peers; None: the transport makes its own.
     """
 
@@ -55,7 +55,7 @@ NO_OPTIONS = TransportOptions()
 
 
 class PendingWrite(Protocol):
-    """A posted one-sided write, which cannot be cancelled."""
+    """A posted one-sided write; cannot be cancelled."""
 
     def is_done(self) -> bool:
         """Return whether all bytes have arrived; raise TransferError if they never will."""
@@ -79,7 +79,7 @@ class SelfTestMemory(Protocol):
 
 
 class KVTransport(Protocol):
-    """Moves bytes between nodes. One I/O thread calls all methods; none waits long."""
+    """Moves bytes between nodes. One I/O thread calls all methods; no method waits long."""
 
     @property
     def peer_info(self) -> PeerInfo: ...
@@ -90,7 +90,7 @@ class KVTransport(Protocol):
 
     @property
     def num_connections(self) -> int:
-        """Return the number of peers with an open connection, kept peers included."""
+        """Return the number of peers with an open connection, including kept connections."""
 
     def connect(self, peer: PeerInfo) -> str:
         """Connect to a peer; return the name of the path to it. Raises TransferError."""
@@ -110,8 +110,8 @@ class KVTransport(Protocol):
         """Post our slices of blocks, or of some of their layers, to a peer's memory.
 
         Args:
-            transfer: the transfer for which the peer has allowed the write (`allow`).
-            groups: KV group of each block; empty: all blocks are cut alike.
+            transfer: the transfer for which the peer allowed the write (`allow`).
+            groups: KV group of each block; empty: all blocks are sliced alike.
 
         Raises TransferError, and ValueError for unknown ids or layers.
         """
@@ -120,21 +120,21 @@ class KVTransport(Protocol):
         """Post our pattern to a slot of a peer's scratch memory."""
 
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
-        """Let a peer write these blocks for a transfer; one-sided writes cannot be refused."""
+        """Let a peer write these blocks for a transfer; cannot refuse one-sided writes."""
 
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
-        """Forbid a transfer's writes; return whether none of them can land from now on.
+        """Forbid a transfer's writes; return whether none of them can land any more.
 
-        Always False for one-sided writes, which cannot be refused.
+        One-sided writes cannot be refused, so False for them.
         """
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         """Send a short message; not ordered with writes. Raises TransferError."""
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Return the received messages with their senders; also lets the transport make progress.
+        """Return received messages with their senders; also lets the transport make progress.
 
-        A sender is an engine id that the transport knows, and may be only a claim of the other end.
+        A sender is an engine id that the transport knows; it may be only a claim of the other end.
         The message's seal proves the sender (`seals.py`).
         """
 

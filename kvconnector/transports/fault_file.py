@@ -1,7 +1,7 @@
-"""FaultFile: faults that somebody outside chooses, by a file, while the node runs.
+"""FaultFile: faults chosen from outside, in a file, while the node runs.
 
-A load test or a drill writes a spec of `--inject-faults` into a file, and empties the file again.
-Knows no transport.
+A load test or a drill writes a spec of `--inject-faults` to a file, and later empties the file.
+Refuses to know: transports.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Faults on request: a transport that loses, delays, doubles and swaps messages, and worse.
 
-For tests and drills; off by default, and logged loudly when on. Wraps any `KVTransport`, so sender
-and receiver do not notice. Faults are drawn in the order of events: the same seed and the same
-order of events give the same faults.
+For tests and drills; off by default, and logged loudly when on. Wraps any `KVTransport`, unnoticed
+by sender and receiver. Faults are drawn in the order of events: the same seed and the same order
+give the same faults.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvconnector.transports.base import KVTransport, PendingWrite, SelfTestMemor
 logger = logging.getLogger(__name__)
 
 OPTION = "inject_faults"
-WRITE = "Write"  # not a message, but an event at which to kill
+WRITE = "Write"  # not a message, but an event for kill points
 MESSAGE_NAMES = tuple(kind.__name__ for kind in typing.get_args(Message))
 MAX_SWAP_S = 0.1  # most seconds that a message waits to be overtaken
 MAX_REMEMBERED_GRANTS = 1000
@@ -48,7 +48,7 @@ MAX_REMEMBERED_GRANTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class KillPoint:
-    """The moment at which this process kills itself: just before the ``count``-th such event.
+    """The moment at which this process kills itself: just before the ``count``-th event.
 
     Attributes:
         name: a message's type, or ``Write``.
@@ -67,18 +67,18 @@ class FaultSpec:
     Attributes:
         drop: probability that a message is lost.
         duplicate: probability that a message comes twice.
-        reorder: probability that a message waits until the next one to that peer has left.
+        reorder: probability that a message waits until the next one to the same peer has left.
         delay_s: least and most seconds that each message waits, in both directions.
         alter: probability that one bit of a message is flipped on arrival, as if forged.
         corrupt: probability that one bit of a transfer's blocks is wrong when its commit record is
             read.
         fail_post: probability that a write cannot be posted.
-        corrupt_test: probability that one bit that a self-test wrote is wrong when it is checked.
+        corrupt_test: probability that one bit of a self-test is wrong when it is checked.
         drop_test: probability that a message about a self-test's end is lost, whatever `drop` says.
         kill: moment at which this process kills itself; None: never.
         hang_engine: number of rounds with work after which the engine's thread hangs; 0: never.
-        poison: the process ends once it has computed a part of a request whose id contains this
-            text; empty: no request does this.
+        poison: the process ends after computing a part of a request whose id contains this text;
+            empty: never.
         seed: seed of all random numbers.
     """
 
@@ -181,21 +181,21 @@ _PARSERS: dict[str, Callable[[str, str], object]] = {
 
 @dataclass(slots=True)
 class _Waiting:
-    """A message that leaves later."""
+    """A message that is sent later."""
 
     engine_id: str
     payload: bytes
     due_at: float
-    is_swapped: bool  # is sent as soon as another message to that peer was sent
+    is_swapped: bool  # sent right after the next message to the peer
 
 
 def _end_process() -> None:
-    close_logging()  # otherwise the log would not tell why the process ended
+    close_logging()  # so that the log tells why the process ended
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultyTransport:
-    """Add faults to a transport; a `KVTransport` whose contract is broken only as the spec says.
+    """Adds faults to a transport; a `KVTransport` that breaks the contract only as the spec says.
 
     Args:
         transport: the transport that moves bytes; owned from now on.
@@ -311,7 +311,7 @@ class FaultyTransport:
         for _, payload in payloads:
             try:
                 message = peek(payload)
-            except TransferError:  # the end has reported it already
+            except TransferError:  # the other end has reported the error
                 continue
             self._pass(type(message).__name__, "recv")
             if isinstance(message, Commit | Digests):
@@ -344,7 +344,7 @@ class FaultyTransport:
         for waiting in sorted(due, key=lambda waiting: waiting.due_at):
             try:
                 self._transport.notify(waiting.engine_id, waiting.payload)
-            except TransferError as error:  # the peer is gone meanwhile
+            except TransferError as error:  # the peer may have left
                 logger.warning("a delayed message to %s is lost: %s", waiting.engine_id, error)
 
     def _altered(self, payload: bytes) -> bytes:
@@ -355,7 +355,7 @@ class FaultyTransport:
         return bytes(changed)
 
     def _spoil(self, message: Commit | Digests) -> None:
-        """Flip a bit in memory: these writes have landed, and nothing has read the bytes yet."""
+        """Flip a bit in memory, after these writes landed and before anything reads the bytes."""
         key = (message.request_id, message.epoch)
         grant = self._granted.get(key)
         block_ids = [] if grant is None else grant.block_ids

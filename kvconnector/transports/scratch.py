@@ -1,11 +1,11 @@
 """Scratch: memory beside the KV cache, on the same device, that peers' self-tests write to.
 
-    row 0          this process's own pattern; written to peers, and never changed
-    row 1 + slot   what one peer writes
+    row 0          this process's own pattern: written to peers, never changed
+    row 1 + slot   one peer's pattern
 
-No KV blocks lie here. A late write of a dead peer can therefore spoil only another peer's test,
-because the two patterns differ. A transport that can refuse writes prevents even that: only the
-borrower of a slot may write to it.
+No KV blocks are here, so a dead peer's late write can spoil only another peer's test, as the
+patterns differ. Transports that can refuse writes prevent even that: only the borrower of a slot
+may write to it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Scratch:
 
     Args:
         engine_id: seed of the pattern.
-        kv_cache: the scratch memory lies on the same device.
+        kv_cache: the KV cache, on whose device the scratch memory lies.
         slot_bytes: size of each row.
 
     Attributes:
-        memory: ``[1 + NUM_SLOTS, slot_bytes]``, bytes; stays where it is.
+        memory: ``[1 + NUM_SLOTS, slot_bytes]`` bytes; never moves.
         digest: xxh3-64 of the pattern.
     """
 
@@ -42,7 +42,7 @@ class Scratch:
         self.digest = xxhash.xxh3_64_digest(pattern.data)
         self._borrowers: dict[int, str] = {}  # by slot
         shape = (1 + NUM_SLOTS, slot_bytes)
-        # A peer's write waits for no stream, so all work here is complete on return.
+        # A peer's write waits for no stream, so methods return only when work is complete.
         self._side_stream = SideStream(kv_cache)
         with self._side_stream.entered():
             self.memory = torch.zeros(shape, dtype=torch.uint8, device=kv_cache.device)
@@ -51,7 +51,7 @@ class Scratch:
 
     @property
     def is_on_device(self) -> bool:
-        """Return whether the memory is a GPU's."""
+        """Return whether the memory is on a GPU."""
         return self.memory.is_cuda
 
     @property
@@ -68,7 +68,7 @@ class Scratch:
     def lend(self, slot: int, engine_id: str) -> None:
         """Clear a slot and lend it to a peer.
 
-        Transports with one-sided writes cannot keep other peers from writing there.
+        Transports with one-sided writes cannot keep other peers from writing to it.
         """
         self._borrowers[slot] = engine_id
         with self._side_stream.entered(), torch.inference_mode():

@@ -1,7 +1,7 @@
-"""SideStream: reads and clears KV memory on a GPU without waiting for the steps launched there.
+"""SideStream: reads and clears KV memory on a GPU without waiting for launched steps.
 
-Work on the stream that steps use would begin only after all launched steps. The memory read here is
-complete already, as a fence or a peer has confirmed. Refuses to know: the meaning of the bytes.
+Work on the steps' stream would begin only after all launched steps. The memory read here is
+complete already, as confirmed by a fence or a peer. Refuses to know: the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Launch work on the side stream, and wait for the work at the end."""
+        """Launch the block's work on the side stream; wait for the work at the end."""
         if self._stream is None:
             yield
             return

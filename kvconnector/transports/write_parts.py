@@ -1,4 +1,4 @@
-"""WriteParts: several posted writes as one, to several ranks or by several."""
+"""WriteParts: several posted writes as one, to several ranks or from several."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from kvconnector.transports.base import PendingWrite
 
 
 class WriteParts:
-    """A write that is posted in parts; a `PendingWrite`. If a part fails, the error is raised once
-    no other part is in flight.
+    """A write posted in parts; a `PendingWrite`.
 
-    For callers, a failed write means that nothing is in flight.
+    If a part fails, the error is raised once no part is in flight, as callers expect.
     """
 
     def __init__(self, parts: list[PendingWrite], problem: str = "") -> None:
@@ -37,9 +36,9 @@ class WriteParts:
 
 
 def post_all(posts: Iterable[Callable[[], PendingWrite]]) -> PendingWrite:
-    """Post the parts one after another, up to the first that fails.
+    """Post the parts one after another, up to the first failure.
 
-    Raises TransferError if nothing was posted but should have been.
+    Raises TransferError if nothing was posted, but should have been.
     """
     parts: list[PendingWrite] = []
     for post in posts:

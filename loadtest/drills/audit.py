@@ -1,7 +1,7 @@
-"""Audit: asks a router for KV blocks that nobody owns, or that are held for ended requests.
+"""Audit: asks a router for KV blocks without an owner, or held for ended requests.
 
-While requests run, most blocks are held for good reasons. A look finds blocks whose request the
-router no longer has; only a later look can tell whether these are lost for good.
+While requests run, most blocks are held for good reasons. One look finds blocks whose request the
+router has forgotten; only a later look can tell whether these are lost for good.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-_NO_REQUEST = "null block"  # held for ever, and no leak
+_NO_REQUEST = "null block"  # an owner that holds blocks for ever, which is no leak
 _MOST_REQUESTS = 2**31 - 1  # limit that includes all open requests
 
 Block = tuple[str, str, int]  # node, request that holds the block (empty: none), number
@@ -32,9 +32,9 @@ class BlockAudit:
     """The ledgers of the nodes that answered.
 
     Attributes:
-        num_orphans: blocks with references without an owner, or owners without a reference.
-        num_held: blocks that somebody holds.
-        problems: nodes that could not be asked, and why.
+        num_orphans: blocks with more references than owners, or more owners than references.
+        num_held: blocks that are held.
+        problems: nodes that could not be asked, with the reasons.
     """
 
     num_orphans: int
@@ -71,13 +71,13 @@ class Auditor:
         self._metadata = bearer(token)
 
     async def look(self) -> Look:
-        """Ask the router what nodes hold; never raises: a silent router is a finding, too."""
+        """Ask the router what its nodes hold; never raises: a silent router is a finding too."""
         async with open_channel(self._router, read_tls(self._tls)) as channel:
             stub: Any = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
             try:
                 found: admin_pb2.AuditResponse = await stub.Audit(admin_pb2.AuditRequest(), **call)
-                # Listed behind the audit: a request that ends between the two calls is no leak.
+                # Listed after the audit, so a request that ends between the calls is no leak.
                 listed: admin_pb2.ListRouterRequestsResponse = await stub.ListRequests(
                     admin_pb2.ListRouterRequestsRequest(limit=_MOST_REQUESTS, open_only=True),
                     **call,
@@ -91,7 +91,7 @@ class Auditor:
         return _look(nodes, open_ids, problems)
 
     async def look_until_free(self, timeout_s: float) -> Look:
-        """Look repeatedly, after the last request, until nothing is held or the time is up."""
+        """Look again and again, after the last request, until nothing is held or time is up."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             found = await self.look()
@@ -103,7 +103,7 @@ class Auditor:
 def _look(
     nodes: Sequence[admin_pb2.NodeAudit], open_ids: Set[str], problems: tuple[str, ...]
 ) -> Look:
-    """Collect what the nodes hold; ``open_ids`` are the router's open requests (`scoped_id`)."""
+    """Collect the nodes' held blocks; ``open_ids``: the router's open requests (`scoped_id`)."""
     unowned = [
         (one.node_name, part)
         for one in nodes

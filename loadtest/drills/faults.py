@@ -1,12 +1,12 @@
-"""Faults: what happens to the server's processes during a run, and when. Does not cause them.
+"""Faults: what happens to the server's processes during a run, and when. Causes none of them.
 
     kill p0 @30s                        kill -9
     stop d0 @30-35s                     stopped for this time (SIGSTOP, SIGCONT)
-    restart p0 @40s                     killed if it still runs, and started again
-    drop 1% of pushes @40-50s           writes of KV blocks fail; "of messages": messages are lost
-    inject delay=1ms-20ms on p0 @40-50s any spec of a node's --inject-faults
+    restart p0 @40s                     killed if it runs, and started again
+    drop 1% of pushes @40-50s           writes of KV blocks fail ("of messages": messages are lost)
+    inject delay=1ms-20ms on p0 @40-50s any text that a node's --inject-faults accepts
 
-Times are seconds since the run began, including the warm-up.
+Times are seconds since the run began, warm-up included.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Fault:
         act: kill, stop, restart or inject.
         node: name of the affected node; empty: all nodes.
         spec: faults to inject, as in a node's --inject-faults.
-        end_s: equal to begin_s for faults without a duration.
+        end_s: end of the fault; equal to begin_s if it has no duration.
         text: the fault as the user wrote it.
     """
 
@@ -78,10 +78,10 @@ class FaultEvent:
     """A fault that was carried out; times in seconds since the run began.
 
     Attributes:
-        num_orphans: KV blocks that nobody owned, seen before the next fault or at the end; None:
+        num_orphans: KV blocks without an owner, seen before the next fault or at the end; None:
             unknown.
-        num_leaked: KV blocks that were first seen between this fault and the next one as held for
-            an ended request, or by nobody, and that were not free at the end; None: unknown.
+        num_leaked: KV blocks that between this fault and the next one were first seen held for an
+            ended request, or without an owner, and that never became free; None: unknown.
     """
 
     fault: Fault

@@ -31,7 +31,7 @@ class Schedule:
         self._faults = faults
         self._site = site
         self._auditor = auditor
-        # Looks by the index of the next fault; the last look is after the run.
+        # Looks, by index of the next fault; the last look follows the run.
         self._looks: dict[int, Look] = {}
         self._done: dict[int, FaultEvent] = {}
         self.audit: BlockAudit | None = None
@@ -57,15 +57,15 @@ class Schedule:
         leaks: dict[int, int] = {}
         seen: set[Block] = set()
         for place, look in sorted(self._looks.items()):
-            # Any block held while no request runs is a leak, whatever state its request has.
+            # Without running requests, any held block is a leak, whatever state its request has.
             new = (last.held if look is last else look.stale & last.held) - seen
             seen |= new
-            if new or not self.audit.problems:  # if a node could not be asked, 0 would be uncertain
+            if new or not self.audit.problems:  # 0 is certain only if all nodes answered
                 leaks[place - 1] = len(new)
         return leaks
 
     async def play(self, clock: RunClock) -> None:
-        """Play all faults; if cancelled, undo those that have begun."""
+        """Play all faults; if cancelled, undo the faults that have begun."""
         async with asyncio.TaskGroup() as group:
             for place, fault in enumerate(self._faults):
                 group.create_task(self._do(place, fault, clock))

@@ -1,6 +1,6 @@
-"""Site: the server's processes, as far as this load test can affect them.
+"""Site: the server's processes that this load test can affect.
 
-The load test has started them (`--up`), or was told their process ids.
+The load test has either started them (`--up`), or was given their process ids.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class UpOptions:
     """The deployment to start; see `baton up`.
 
     Attributes:
-        decode_args: additional arguments of decode nodes.
-        cores: cores that the nodes divide and the router shares; none: those of this process.
+        decode_args: additional arguments for decode nodes.
+        cores: cores that the nodes divide and the router shares; empty: those of this process.
         lend_cores: whether nodes compute on each other's idle cores.
     """
 
@@ -52,7 +52,7 @@ class Site:
 
     Args:
         pids: process ids by name.
-        deployment: the deployment that was started here; None: none was.
+        deployment: the deployment that was started here; None: none.
         fault_files: by node name, the file from which a node reads its faults.
     """
 
@@ -68,7 +68,7 @@ class Site:
 
     @property
     def admin_token(self) -> str:
-        """Return the admin token of the deployment started here; empty: none is needed."""
+        """Return the admin token of the deployment started here; empty if none is needed."""
         return self._deployment.admin_token if self._deployment else ""
 
     def check(self, faults: Sequence[Fault]) -> None:
@@ -92,7 +92,7 @@ class Site:
                 )
 
     async def do(self, fault: Fault, clock: RunClock) -> FaultEvent:
-        """Make a fault at its time and for its duration; also undo it when cancelled."""
+        """Cause a fault at its time and for its duration; if cancelled, undo it."""
         await clock.sleep_until(fault.begin_s)
         began_s = clock.now_s()
         if fault.act == "kill":
@@ -121,7 +121,7 @@ class Site:
                 write_whole(path, "")
 
     def _signal(self, name: str, number: int) -> None:
-        """Send a signal; do nothing if the process is gone already."""
+        """Send a signal to a process; do nothing if it is gone."""
         pid = self._pids.get(name)
         if pid is None:
             assert self._deployment is not None
@@ -131,14 +131,14 @@ class Site:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that nobody can read half of it."""
+    """Write a file atomically, so that nobody can read half of it."""
     beside = path.with_suffix(".new")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
 def parse_pids(texts: Sequence[str]) -> dict[str, int]:
-    """Parse texts like ``p0=1234``; raises ConfigError for a process that we cannot signal."""
+    """Parse texts like ``p0=1234``; raises ConfigError for processes that we cannot signal."""
     pids: dict[str, int] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -155,7 +155,7 @@ def parse_pids(texts: Sequence[str]) -> dict[str, int]:
 
 @contextlib.asynccontextmanager
 async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tuple[Site, str]]:
-    """Start a deployment on this machine; yield it, once ready, with its router's address.
+    """Start a deployment on this machine; once it is ready, yield it and its router's address.
 
     Raises ConfigError or NodeUnavailableError if it does not start.
     """
@@ -188,12 +188,12 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
 
 
 def _tell_of_build() -> None:
-    """Print a line about the start's delay on standard error, apart from the report."""
+    """Explain the start's delay in a line on standard error, apart from the report."""
     sys.stderr.write(f"{BUILDING}\n")
 
 
 def _enter_on(deployment: LocalDeployment, cores: Sequence[int]) -> None:
-    """Start the deployment on these cores; must run on a separate thread."""
+    """Start the deployment on these cores; must run on a thread of its own."""
     before = os.sched_getaffinity(0)
     try:
         if cores:

@@ -1,1 +1,1 @@
-"""The load: prompts, traces, arrival times, and the player that sends the requests."""
+"""The load: prompts, traces, arrival times, and the player that sends requests."""

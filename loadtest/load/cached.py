@@ -1,7 +1,7 @@
-"""CacheReport: how much of the prompts the server had cached, and whether the load explains it.
+"""CacheReport: how many prompt tokens the server had cached, and whether the load explains them.
 
-A prompt that the server has seen before costs it nearly nothing. A load itself shares some
-beginnings of prompts on purpose. Further cached tokens come from another run.
+A prompt that the server has seen before costs almost nothing. Prompts of one load share some
+beginnings on purpose. Any further cached tokens come from another run.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 from loadtest.load.record import RequestRecord
 
-# Shares of prompt tokens. Few tokens are cached by chance, such as a chat template's beginning or a
-# block that two prompts share: far fewer than this.
+# Shares of prompt tokens. By chance far fewer are cached, such as a chat template's beginning or a
+# block that two prompts share.
 UNEXPLAINED = 0.05
 MUCH = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheReport:
-    """Cached prompt tokens of the measured requests for which the server told this number.
+    """Cached prompt tokens of the measured requests for which the server reported them.
 
     Attributes:
         num_requests: number of these requests.
-        num_shared_tokens: tokens that the server can have cached from this run alone: those of
-            beginnings that an earlier request had, too.
+        num_shared_tokens: tokens that this run alone explains: beginnings that an earlier request
+            also had.
     """
 
     num_requests: int
@@ -34,16 +34,16 @@ class CacheReport:
 
     @property
     def cached_share(self) -> float | None:
-        """Share of prompt tokens that the server had cached; None: the server does not say."""
+        """Share of prompt tokens that the server had cached; None if the server does not say."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     @property
     def shared_share(self) -> float | None:
-        """Share of prompt tokens that a server can have cached; None: the server does not say."""
+        """Share of prompt tokens that a server may have cached; None if the server does not say."""
         return self.num_shared_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     def line(self) -> str:
-        """Return a line for all reports."""
+        """Return a line that all reports print."""
         if self.cached_share is None or self.shared_share is None:
             return "prompt tokens cached: the server does not say"
         return (
@@ -52,7 +52,7 @@ class CacheReport:
         )
 
     def warning(self) -> str:
-        """Return a warning if a cache explains the latencies; empty: none does."""
+        """Return a warning if cached prompts explain the latencies; empty if not."""
         cached, shared = self.cached_share, self.shared_share
         if cached is None or shared is None:
             return ""

@@ -1,6 +1,6 @@
 """RunClock: seconds since a run began, exact sleeps, and the lag of the event loop.
 
-asyncio's loops sleep in whole milliseconds, so the last millisecond is waited out here.
+asyncio's loops sleep in whole milliseconds, so this class waits out the last millisecond.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RunClock:
         return self._now() - self.began_at
 
     async def sleep_until(self, moment_s: float) -> None:
-        """Sleep until a moment, never shorter; if it has passed, let other tasks run once."""
+        """Sleep until a moment, never less; if it has passed, let other tasks run once."""
         left_s = moment_s - self.now_s()
         await asyncio.sleep(max(left_s, 0))
         while (left_s := moment_s - self.now_s()) > _EARLY_S:  # noqa: ASYNC110  # time sets no event
@@ -61,8 +61,8 @@ class LoopLag:
         """Sample the event loop's lag until cancelled."""
         due_s = self._clock.now_s()
         while True:
-            # Continue at a new grid point: a stop of a second is one late measurement, with its
-            # length.
+            # Continue with the next interval: a stop of a second is one late measurement, with its
+            # whole length.
             due_s = max(due_s, self._clock.now_s()) + _PROBE_EVERY_S
             await self._clock.sleep_until(due_s)
             now_s = self._clock.now_s()

@@ -1,12 +1,12 @@
-"""Data sets: conversations in a file, in formats that other load generators read, too.
+"""Data sets: conversations in a file, in formats that other load generators also read.
 
     ShareGPT   [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", ...}]}, ...]
     turns      {"session_id": "a", "turns": [{"text": "Hi", "delay": 500}, {"text": "And?"}]}
     messages   {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}]}
     plain      {"prompt": "Once upon", "output_tokens": 20}
 
-One JSON array, or one object per line (JSONL); an object's fields tell its format. Knows no server
-and no clock.
+A file is one JSON array, or has one object per line (JSONL); an object's fields tell its format.
+Knows no server and no clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.api.bounded_files import MAX_DATA_BYTES, parse_json, read_text, refus
 from baton.api.errors import ConfigError, reason_of
 from loadtest.load.prompts import Message
 
-# Names of fields with the prompt and the answer's length; the first one that is present counts.
+# Field names of the prompt and of the answer's length; the first one present counts.
 PROMPT_FIELDS = ("prompt", "text", "text_input", "input", "question", "instruction")
 LENGTH_FIELDS = (
     "output_length", "output_tokens", "output_tokens_count", "completion_tokens_count",
@@ -35,11 +35,11 @@ _MOST_OUTPUT = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetTurn:
-    """A question, and the answer that was recorded with it.
+    """A question, and the answer recorded with it.
 
     Attributes:
         messages: new messages, the last of which is the question.
-        answer: part of the next turn's prompt, whatever the server answers; empty: unknown.
+        answer: part of the next turn's prompt, whatever the server answered; empty: unknown.
         output_length: wanted output length in tokens; None: not given.
         pause_s: pause after the previous answer; None: not given.
     """
@@ -54,10 +54,10 @@ Conversation = tuple[DatasetTurn, ...]
 
 
 def read_dataset(path: Path) -> list[Conversation]:
-    """Read all conversations that contain a question, in the order of the file.
+    """Read all conversations that contain a question, in the file's order.
 
     Raises:
-        ConfigError: the file cannot be read, an entry has an unknown format, or nothing is asked.
+        ConfigError: the file is unreadable, an entry has an unknown format, or no entry asks.
     """
     refuse_devices(path)
     try:
@@ -98,7 +98,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _conversation(entry: Any) -> Conversation:
-    """Read one conversation; empty if it asks nothing; raises ValueError."""
+    """Read one conversation; empty if it has no question; raises ValueError."""
     if isinstance(entry, dict):
         for name, read in _KINDS.items():
             if name in entry:
@@ -138,7 +138,7 @@ def _turns(turns: Any) -> Conversation:
 
 
 def _messages(role_field: str, text_field: str) -> Callable[[Any], Conversation]:
-    """Make a reader of messages whose role and text are in these fields."""
+    """Make a reader of messages with role and text in these fields."""
 
     def read(messages: Any) -> Conversation:
         if not isinstance(messages, list):
@@ -156,7 +156,7 @@ def _messages(role_field: str, text_field: str) -> Callable[[Any], Conversation]
             if role == "assistant" and any(message.role == "user" for message in new):
                 turns.append(DatasetTurn(messages=tuple(new), answer=said))
                 new = []
-            elif role != "assistant":  # drops an answer at the start of a chat
+            elif role != "assistant":  # without an answer at the start of a chat
                 new.append(Message(role, said))
         if any(message.role == "user" for message in new):
             turns.append(DatasetTurn(messages=tuple(new)))

@@ -2,8 +2,8 @@
 
     prompt of turn n = prefix of the session's group | turn 1 | output 1 | turn 2 | ... | turn n
 
-One rule makes the usual kinds of load: single turns over popular prefixes, conversations with
-growing history, agents that call tools in quick succession. One seed decides all draws.
+This one rule makes the usual kinds of load: single turns over popular prefixes, conversations with
+growing history, agents that call tools in quick succession. One seed decides everything drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loadtest.load.traces import BLOCK_TOKENS, TraceRequest, num_blocks
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Numbers of tokens, log-normal: many short ones and a long tail.
+    """Distribution of numbers of tokens, log-normal: many small numbers and a long tail.
 
     Attributes:
         mean: mean of the distribution.
@@ -41,14 +41,14 @@ class Workload:
     """The shape of sessions; checked when made.
 
     Attributes:
-        num_groups: groups of sessions whose prompts begin alike; 0: no two sessions share anything.
-        zipf_exponent: exponent s: group k is drawn in proportion to 1 / k ** s.
-        prefix_tokens: length of a group's common prefix; each group draws one.
+        num_groups: groups of sessions whose prompts begin alike; 0: sessions share nothing.
+        zipf_exponent: exponent s: group k is drawn with a probability proportional to 1 / k ** s.
+        prefix_tokens: length of a group's common prefix, drawn once per group.
         turn_tokens: tokens that a turn adds to the prompt: a question, or a tool's result.
         output_tokens: tokens of a turn's output, which the next turn's prompt repeats.
-        mean_turns: mean number of turns of a session, geometric; 1: all have one turn.
-        mean_pause_s: mean time from a turn's arrival to the next, exponential. Answers do not
-            delay the next turn, as a trace does not know how long they take.
+        mean_turns: mean number of a session's turns, geometric; 1: all sessions have one turn.
+        mean_pause_s: mean time from one turn's arrival to the next, exponential. Answers do not
+            delay the next turn, because a trace does not know how long they take.
         max_input_length: longest prompt; a session ends before a longer one.
     """
 
@@ -73,8 +73,8 @@ class Workload:
                 raise ConfigError(f"{name}: must be {least} or more, got {getattr(self, name)!r}")
 
 
-# `conversation` and `tool-agent` have about the mean lengths of Mooncake's public traces of these
-# names (FAST '25: 12,035 tokens in and 343 out; 8,596 in and 182 out), but do not copy these.
+# The mean lengths of `conversation` and `tool-agent` are about those of Mooncake's public traces of
+# these names (FAST '25: 12,035 tokens in and 343 out; 8,596 in and 182 out).
 WORKLOADS: dict[str, Workload] = {
     "shared-prefix": Workload(
         num_groups=64,
@@ -105,8 +105,8 @@ def gamma_arrivals(
     """Draw times in seconds with gamma-distributed gaps; raises ConfigError.
 
     Args:
-        variation: standard deviation of the gaps over their mean. 1 is a Poisson process;
-            larger values make bursts; values near 0 make even arrivals.
+        variation: standard deviation of the gaps over their mean: 1 makes a Poisson process, larger
+            values make bursts, values near 0 make even arrivals.
     """
     if not (rate_per_s > 0 and variation > 0):
         raise ConfigError(
@@ -122,7 +122,7 @@ def gamma_arrivals(
 def on_off_arrivals(
     chance: random.Random, *, rate_per_s: float, mean_on_s: float, mean_off_s: float
 ) -> Iterator[float]:
-    """Yield arrival times in seconds: Poisson while on, none while off; raises ConfigError.
+    """Yield arrival times in seconds: Poisson in on times, none in off times; raises ConfigError.
 
     Args:
         rate_per_s: rate during on times.
@@ -150,8 +150,8 @@ def generate(
     """Generate a trace, sorted by arrival.
 
     Args:
-        starts_s: when sessions begin; see `gamma_arrivals` and `on_off_arrivals`.
-        seed: seed of the sessions; arrivals have a seed of their own.
+        starts_s: times when sessions begin; see `gamma_arrivals` and `on_off_arrivals`.
+        seed: seed of the sessions' contents; their times have a seed of their own.
     """
     chance = random.Random(seed)
     new_ids = itertools.count()
@@ -182,7 +182,7 @@ def _session(
     full_ids: tuple[int, ...],
     session: int,
 ) -> Iterator[TraceRequest]:
-    """Generate a session's turns; the full blocks of its first tokens have the ids ``full_ids``."""
+    """Generate a session's turns; ``full_ids``: ids of the full blocks of its first tokens."""
     now_s = start_s
     while True:
         num_tokens += workload.turn_tokens.draw(chance)

@@ -1,4 +1,4 @@
-"""LengthDistribution: numbers of tokens of prompts and outputs, and their notation in options."""
+"""LengthDistribution: numbers of tokens in prompts and outputs, and how options write them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTATION = "N, fixed:N, uniform:LEAST-MOST or lognormal:MEAN,SIGMA"
 
 
 class LengthDistribution(Protocol):
-    """Numbers of tokens; frozen, so that the seed alone decides what is drawn."""
+    """Numbers of tokens; frozen, so that only the seed decides what is drawn."""
 
     def draw(self, chance: random.Random) -> int:
         """Draw a length of at least 1."""
@@ -33,7 +33,7 @@ class UniformLengths:
 
 
 def parse_lengths(option: str, text: str) -> LengthDistribution:
-    """Parse a distribution, see NOTATION; raises ConfigError naming the option."""
+    """Parse a distribution (see NOTATION); raises ConfigError naming the option."""
     kind, separator, numbers = text.partition(":")
     if not separator:
         kind, numbers = "fixed", text

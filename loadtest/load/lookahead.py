@@ -1,4 +1,4 @@
-"""Lookahead: makes requests before they are due, so that sending them takes no time."""
+"""Lookahead: makes requests before they are due, so that sending takes no time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PreparedConversation = tuple[Prepared, ...]
 
 
 class Lookahead:
-    """A queue of prepared conversations; a new one is made for each that is taken.
+    """A queue of prepared conversations; each one taken is replaced by a new one.
 
     Args:
-        conversations: conversations in order; limits of number and bytes bound the prepared ones.
+        conversations: conversations in order; their number and bytes in the queue are limited.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Lookahead:
             return None
         prepared = self._ready.popleft()
         self._num_bytes -= _num_bytes(prepared)
-        # Prepare another conversation later, after the requests that are due now were sent.
+        # Prepare the next conversation later, after the requests that are due now are sent.
         asyncio.get_running_loop().call_soon(self._make_one)
         return prepared
 

@@ -1,9 +1,9 @@
 """Player: plays a plan's requests against a target and records the answers.
 
 In an open loop or a trace, a conversation begins when it is due, whatever the server does. In a
-closed loop, a user's next request is due after the last answer and a pause. The same holds for
-later turns of all conversations. A conversation ends early with an error or a cancelled request.
-The player only measures; `summary.py` computes the figures.
+closed loop, a user's next request is due a pause after the last answer, and so are later turns of
+all conversations. An error or a cancelled request ends a conversation early. The player only
+measures; `summary.py` computes the figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Player:
     Attributes:
         records: records of all requests in the order of sending.
         num_open: requests in flight.
-        was_stopped: whether the user or a signal ended the run before its time.
+        was_stopped: whether the user or a signal ended the run early.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Player:
         self._broken: asyncio.Future[BaseException]
 
     def prepare(self) -> None:
-        """Prepare the first messages; takes a while. Raises ConfigError."""
+        """Prepare the first messages, which takes a while. Raises ConfigError."""
         self._lookahead.fill()
 
     async def play(self, stop: asyncio.Event, beside: Beside | None = None) -> None:
-        """Play until all requests are answered, the drain timeout, or ``stop``; raises ConfigError.
+        """Play until all requests have answers, the drain timeout, or ``stop``; raises ConfigError.
 
         Args:
-            beside: a job that begins with the run and is cancelled at its end.
+            beside: a job that starts with the run and is cancelled at its end.
         """
         self.clock.start()
         self._broken = asyncio.get_running_loop().create_future()
@@ -90,7 +90,7 @@ class Player:
         stopping: asyncio.Task[bool],
         timeout_s: float | None = None,
     ) -> None:
-        """Wait until a task is done, the run is stopped, or the player has failed."""
+        """Wait until a task is done, the run is stopped, or the player failed."""
         await asyncio.wait(
             [what, stopping, self._broken],
             timeout=timeout_s,
@@ -98,7 +98,7 @@ class Player:
         )
 
     async def _send_all(self) -> None:
-        """Send all requests; return when no more will be sent."""
+        """Send all requests; return when no more are to be sent."""
         load, warmup_s = self._plan.load, self._plan.warmup_s
         if isinstance(load, ClosedLoop):
             for user in range(load.concurrency):
@@ -113,7 +113,7 @@ class Player:
             begun = self._start(self._converse(prepared, due_s))
             if len(prepared) > 1:
                 in_turns.append(begun)
-        if in_turns:  # these will send further turns
+        if in_turns:  # their users send further turns
             end_s = self._plan.duration_s
             left_s = None if end_s is None else max(end_s - self.clock.now_s(), 0)
             await asyncio.wait(in_turns, timeout=left_s)
@@ -131,10 +131,10 @@ class Player:
     def _notice(self, call: asyncio.Task[Any]) -> None:
         error = None if call.cancelled() else call.exception()
         if error is not None and not self._broken.done():
-            self._broken.set_result(error)  # not the target's error but ours: never hidden
+            self._broken.set_result(error)  # our own error, not the target's, so it is never hidden
 
     async def _be_user(self, due_s: float) -> None:
-        """Ask, wait for the answer, pause, and ask again."""
+        """Act as a user: ask, wait for the answer, pause, ask again."""
         end_s = self._plan.duration_s
         while end_s is None or due_s < end_s:
             prepared = self._lookahead.next_conversation()
@@ -143,7 +143,7 @@ class Player:
             due_s = await self._converse(prepared, due_s)
 
     async def _converse(self, conversation: PreparedConversation, due_s: float) -> float:
-        """Send the turns in order; return at the last answer, or when a turn is due too late."""
+        """Send turns in order; return at the last answer, or if a turn is due too late."""
         end_s = self._plan.duration_s
         for prepared in conversation:
             due_s += prepared[0].think_s
@@ -157,7 +157,7 @@ class Player:
         return due_s
 
     async def _exchange(self, prepared: Prepared, due_s: float) -> RequestRecord:
-        """Send one request and read its answer."""
+        """Send one request and read the answer."""
         request, payload = prepared
         clock = self.clock
         record = RequestRecord(request, due_s, clock.now_s())
@@ -185,7 +185,7 @@ class Player:
             problem = f"no end within {self._plan.timeout_s:g} s"
             record.set_outcome(Outcome.ERROR, clock.now_s(), "TIMEOUT", problem)
         except asyncio.CancelledError:
-            if self.was_stopped:  # the client gives up; the server is not at fault
+            if self.was_stopped:  # the client gives up, so the server is not at fault
                 record.set_outcome(Outcome.CANCELLED, clock.now_s())
             else:
                 problem = "no end before that of the run"

@@ -1,4 +1,4 @@
-"""Planned prompts: random token ids by a seed, or the messages of a data set."""
+"""Planned prompts: random token ids drawn by a seed, or the messages of a data set."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Message:
 
 
 Prompt = list[int] | tuple[Message, ...]
-"""What a target sends: token ids, or messages; a single one without a role is a text."""
+"""The form in which a target sends prompts: token ids, or messages (see `is_text`)."""
 
 
 def is_text(messages: tuple[Message, ...]) -> bool:
-    """Return whether the parts are one text, to be sent without a chat template."""
+    """Return whether the messages are one text, to send without a chat template."""
     return not messages[0].role
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """Token ids drawn with a text as the seed: equal texts give equal tokens."""
+    """Token ids drawn with a text as seed: equal texts give equal tokens."""
 
     seed: str
     num_tokens: int
@@ -35,7 +35,7 @@ class DrawnTokens:
 
 @dataclass(frozen=True, slots=True)
 class DrawnPrompt:
-    """Token ids in parts; prompts that begin with the same parts share their tokens."""
+    """Token ids in parts; prompts that begin with equal parts begin with equal tokens."""
 
     parts: tuple[DrawnTokens, ...]
 
@@ -59,7 +59,7 @@ class DrawnPrompt:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPrompt:
-    """The messages of a data set; only the server knows their number of tokens."""
+    """Messages of a data set; only the server knows how many tokens they have."""
 
     messages: tuple[Message, ...]
 
@@ -78,7 +78,7 @@ class WrittenPrompt:
 
 
 def prompt_of_trace(request: TraceRequest, seed: str) -> DrawnPrompt:
-    """Make the same tokens as `traces.prompt_token_ids`."""
+    """Make a prompt with the tokens that `traces.prompt_token_ids` draws."""
     left = request.input_length
     parts = []
     for hash_id in request.hash_ids:
@@ -88,16 +88,16 @@ def prompt_of_trace(request: TraceRequest, seed: str) -> DrawnPrompt:
 
 
 class SharedBeginnings:
-    """Finds the beginnings that a load's prompts share by design, in the order of sending."""
+    """Finds the beginnings that a load's prompts share on purpose, in order of sending."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def share_of(self, prompt: DrawnPrompt | WrittenPrompt) -> float:
-        """Return the share of a prompt that an earlier one began with, too; remember the prompt.
+        """Return the share of a prompt with which an earlier one also began; remember the prompt.
 
-        Parts with one seed and different lengths also begin alike. Only the last blocks of traces
-        are like this; they are not counted.
+        Parts with one seed and different lengths also begin alike. They are not counted: only the
+        last blocks of traces are such parts.
         """
         sizes = prompt.sizes
         begins_alike = True

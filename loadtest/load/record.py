@@ -1,6 +1,6 @@
-"""RequestRecord: what happened to one request, in seconds since the run began.
+"""RequestRecord: what happened to one request, and when, in seconds since the run began.
 
-Only the player writes to a record, while the request runs.
+Only the player writes a record, while the request runs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Outcome(Enum):
 
 
 class RequestRecord:
-    """The record of one request; see the module.
+    """The record of one request.
 
     Attributes:
-        scheduled_s: when the request should have been sent; latencies count from here, so that
-            delays by a slow server or a slow generator are included.
-        sent_s: when it was sent.
+        scheduled_s: when the request should have been sent. Latencies count from here, so they
+            include delays by a slow server or a slow generator.
+        sent_s: when the request was sent.
         frame_times_s: arrival of each frame that had tokens.
         frame_tokens: number of tokens of each frame in ``frame_times_s``.
-        counted: whether the server tells the tokens of each frame; otherwise, they are spread over
-            frames by text length.
+        counted: whether the server reports each frame's tokens; if not, tokens are spread over
+            frames by length of text.
         ended_s: end of the answer.
     """
 
@@ -76,7 +76,7 @@ class RequestRecord:
         num_tokens = frame.num_tokens
         if num_tokens is None:
             self.counted = False
-            num_tokens = 1  # preliminary: the usage at the end tells the total
+            num_tokens = 1  # preliminary; the usage at the end has the total
         if num_tokens:
             self.frame_times_s.append(now_s)
             self.frame_tokens.append(num_tokens)
@@ -91,13 +91,13 @@ class RequestRecord:
 
     @property
     def num_prompt_tokens(self) -> int | None:
-        """Prompt tokens by the server's count; otherwise as planned, which is unknown for texts."""
+        """Prompt tokens by the server's count, else as planned; None for texts without a count."""
         return self.usage.num_prompt_tokens if self.usage else self.planned.prompt.num_tokens
 
     def set_outcome(
         self, outcome: Outcome, now_s: float, kind: str = "", problem: str = ""
     ) -> None:
-        """Set how the request ended; nothing is written after that."""
+        """Set how the request ended; the record does not change afterwards."""
         self.outcome = outcome
         self.error_kind, self.error = kind, problem
         self.ended_s = now_s
@@ -108,9 +108,9 @@ class RequestRecord:
 
     @property
     def is_miscounted(self) -> bool:
-        """Return whether the arrived tokens differ in number from the server's count.
+        """Return whether the number of tokens that arrived differs from the server's count.
 
-        False for requests that were given up, or that lack one of the two counts.
+        False if the request was given up, or if one of the counts is unknown.
         """
         return (
             self.outcome is Outcome.OK
@@ -121,12 +121,12 @@ class RequestRecord:
 
     @property
     def is_checked(self) -> bool:
-        """Return whether both counts of `is_miscounted` are known."""
+        """Return whether `is_miscounted` knows both counts."""
         return self.outcome is Outcome.OK and self.counted and self.usage is not None
 
 
 def spread_tokens(num_tokens: int, weights: Sequence[int]) -> list[int]:
-    """Spread a number of tokens over frames by weight; each gets one if there are enough."""
+    """Spread tokens over frames by weight; each frame gets at least one if there are enough."""
     least = 1 if num_tokens >= len(weights) else 0
     total = sum(max(weight, 1) for weight in weights)
     spread: list[int] = []

@@ -1,8 +1,8 @@
-"""Deployment: the shape of a deployment in the notation of `baton loadtest compare`.
+"""Deployment: the shape of a deployment, as `baton loadtest compare` writes it.
 
-colocated:2   two nodes that compute prompts and decode, in chunks, side by side
-1:1           a prefill and a decode node; decode nodes compute no prompt
-1:1+local     as 1:1, but the router may let the decode node compute a prompt
+colocated:2   two nodes that both compute prompts and decode, in chunks
+1:1           a prefill and a decode node; the decode node computes no prompts
+1:1+local     like 1:1, but the router may let the decode node compute a prompt
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHAPE = re.compile(r"colocated:(?P<num>\d{1,4})|(?P<p>\d{1,4}):(?P<d>\d{1,4})(?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A deployment's shape, see the module."""
+    """A deployment's shape, as described above."""
 
     name: str
     num_prefill: int

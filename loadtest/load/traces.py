@@ -1,11 +1,11 @@
-"""Traces: lists of requests with times, in files with the format of Mooncake's public traces.
+"""Traces: files of requests with times, in the format of Mooncake's public traces.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
 
-One JSON object per line: milliseconds, tokens, tokens, and one id per 512 tokens of the prompt (the
-last block may be shorter). An id names a block and all blocks before it: prompts whose ids begin
-alike have equal first tokens (Qin et al., arXiv 2407.00079, section 4). Knows no router and no
-clock.
+A line is one JSON object: milliseconds, prompt tokens, output tokens, and one id per 512 prompt
+tokens (the last block may be shorter). An id names a block together with all blocks before it:
+prompts whose ids begin alike have equal first tokens (Qin et al., arXiv 2407.00079, section 4).
+Knows no router and no clock.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class TraceRequest:
     Attributes:
         timestamp_ms: time since the beginning of the trace.
         input_length: tokens of the prompt, at least 1.
-        output_length: tokens to be generated, at least 1.
-        hash_ids: one for each started block of 512 prompt tokens.
-        session: conversation that the request belongs to, in made-up traces; files have none.
+        output_length: tokens to generate, at least 1.
+        hash_ids: one id per block of 512 prompt tokens, also for a partial last one.
+        session: conversation that the request belongs to, in generated traces; files lack it.
     """
 
     timestamp_ms: int
@@ -45,7 +45,7 @@ class TraceRequest:
 
 
 def num_blocks(input_length: int) -> int:
-    """Return the number of a prompt's blocks, including a partial last one."""
+    """Return the number of a prompt's blocks, a partial last one included."""
     return -(-input_length // BLOCK_TOKENS)
 
 
@@ -63,13 +63,13 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """Read the requests of a trace file, in the order of the file.
+    """Read the requests of a trace file, in the file's order.
 
-    Missing ids (some tools write none, or none for a partial last block) are replaced by unique
-    negative ones.
+    Some tools write no ids, or none for a partial last block; missing ids become unique negative
+    ones.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is wrong; says which and why.
+        ConfigError: the file is unreadable, or a line is wrong; the error says which and why.
     """
     try:
         refuse_devices(path)
@@ -121,16 +121,16 @@ def _parse(line: str, next_id: int) -> TraceRequest:
 
 
 def block_seed(hash_id: int, seed: str) -> str:
-    """Return the seed of the 512 token ids of a block."""
+    """Return the seed for a block's 512 token ids."""
     return f"{seed} block {hash_id}"
 
 
 def prompt_token_ids(
     hash_ids: Sequence[int], input_length: int, vocab_size: int, seed: str = ""
 ) -> list[int]:
-    """Make a prompt; prompts with a common seed share the tokens of the ids that they share.
+    """Make a prompt; with equal seeds, prompts share the tokens of ids that they share.
 
-    Each id stands for 512 token ids drawn with it as the seed; the last block is cut to length.
+    Each id stands for 512 token ids drawn with the id in the seed; the last block is cut.
 
     Raises:
         ConfigError: the number of ids differs from the number of blocks.

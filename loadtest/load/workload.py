@@ -1,8 +1,8 @@
-"""The requests of a plan, by conversation: when each is due, its prompt, and its cancellation.
+"""The requests of a plan by conversation: when each is due, its prompt, and its cancellation.
 
-Arrivals, lengths, groups and cancels have separate random streams: another rate does not change the
-prompts, so two runs can be compared. The history in a later turn's prompt holds drawn or recorded
-answers, not the server's, so the seed alone decides what is sent.
+Arrivals, lengths, groups and cancels have random streams of their own: another rate does not change
+the prompts, so runs can be compared. A later turn's prompt repeats drawn or recorded answers, not
+the server's, so only the seed decides what is sent.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class PlannedRequest:
     """One request of a run.
 
     Attributes:
-        due_s: time after the run's beginning; None: the request is due when a user is free, or
-            when the previous answer of its conversation has come.
+        due_s: time since the run began; None: the request is due when a user is free, or when its
+            conversation's previous answer has come.
         think_s: pause before a request whose ``due_s`` is None.
         turn: number of the turn in its conversation, from 0.
-        shared_share: share of the prompt with which an earlier request of this load begins, too.
-        cancel_after_tokens: the client cancels the request after this token; None: never.
+        shared_share: share of the prompt with which an earlier request of this load also begins.
+        cancel_after_tokens: number of tokens after which the client cancels the request; None:
+            never.
     """
 
     index: int
@@ -71,8 +72,8 @@ def planned_conversations(plan: LoadPlan) -> Iterator[Conversation]:
                 return
         turns: list[PlannedRequest] = []
         for request in conversation:
-            # Two draws per request: with another rate of cancels, a subset or superset is
-            # cancelled.
+            # Two draws for each request, so that another cancel rate cancels a subset or superset
+            # of these requests.
             is_cancelled, share = cancels.random() < plan.cancel_rate, cancels.random()
             is_cancelled = is_cancelled and request.output_length > 1
             after = 1 + int(share * (request.output_length - 1))
@@ -95,7 +96,7 @@ def planned_requests(plan: LoadPlan) -> Iterator[PlannedRequest]:
 
 
 def _sent_in_full(plan: LoadPlan) -> Iterator[Conversation]:
-    """Plan whole conversations, without numbers of requests and without cancels."""
+    """Plan whole conversations, before requests are numbered or cancelled."""
     load, seed = plan.load, _seed(plan)
     if isinstance(load, TraceReplay):
         yield from _of_trace(load, seed)
@@ -111,7 +112,7 @@ def _sent_in_full(plan: LoadPlan) -> Iterator[Conversation]:
 
 
 def _drawn(plan: LoadPlan) -> Iterator[Conversation]:
-    """Draw conversations of random token ids, without end."""
+    """Draw endless conversations of random token ids."""
     seed = _seed(plan)
     lengths = random.Random(f"{seed} lengths")
     groups = random.Random(f"{seed} groups")
@@ -141,7 +142,7 @@ def _drawn(plan: LoadPlan) -> Iterator[Conversation]:
 
 
 def _written(plan: LoadPlan) -> Iterator[Conversation]:
-    """Make conversations of a data set, without end; raises ConfigError."""
+    """Make endless conversations from a data set; raises ConfigError."""
     lengths = random.Random(f"{_seed(plan)} lengths")
     pauses = random.Random(f"{_seed(plan)} pauses")
     for turns in written_conversations(plan, _seed(plan)):
@@ -167,7 +168,7 @@ def _pause_s(plan: LoadPlan, chance: random.Random) -> float:
 
 
 def _seed(plan: LoadPlan) -> str:
-    """Return the seed of all streams; the first round's is the plan's alone."""
+    """Return the seed of all streams; in round 0 it is the plan's seed alone."""
     return f"{plan.seed}.{plan.round}" if plan.round else f"{plan.seed}"
 
 

@@ -1,4 +1,4 @@
-"""Conversations of a data set as one run sends them: in random order, marked as new."""
+"""Conversations of a data set, in random order and marked as new for one run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loadtest.plan import LoadPlan
 
 @dataclass(frozen=True, slots=True)
 class WrittenTurn:
-    """A turn with all earlier messages; None: the data set does not tell."""
+    """A turn with all earlier messages; None in a field means that the data set does not say."""
 
     prompt: WrittenPrompt
     output_length: int | None
@@ -27,10 +27,10 @@ class WrittenTurn:
 
 
 def written_conversations(plan: LoadPlan, seed: str) -> Iterator[list[WrittenTurn]]:
-    """Yield conversations without end; when all were sent, they are repeated as new ones.
+    """Yield conversations without end; after the last of the data set, start again as new.
 
-    Each first message begins with a mark of the run, so that a server's cache from earlier runs
-    does not help. Conversations of one run still share what they share in the data set.
+    Each first message begins with a mark of the run, so cached prompts of earlier runs do not help.
+    Conversations of one run still share what they share in the data set.
 
     Raises:
         ConfigError: the file, or the tokenizer, cannot be read.
@@ -68,6 +68,6 @@ def _token_counter(folder: Path | None) -> Callable[[str], int | None]:
     path = folder / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no more specific error
+    except Exception as error:  # the library raises nothing more specific
         raise ConfigError(f"tokenizer: {path} cannot be read: {error}") from error
     return lambda text: max(len(tokenizer.encode(text, add_special_tokens=False).ids), 1)

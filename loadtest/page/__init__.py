@@ -1,1 +1,1 @@
-"""The result of a load test as figures and as one HTML page, made from the JSON alone."""
+"""A load test's result as figures and one HTML page, made only from the result's JSON."""

@@ -1,4 +1,4 @@
-"""Figures of a comparison: the deployments' numbers side by side, and their distributions."""
+"""Figures of a comparison: the deployments' values side by side, and their distributions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from loadtest.page.palette import Document, Look, make_logarithmic
 
-# Panels of a comparison, each with the name of its SLO limit, if there is one.
+# Panels of a comparison, each with the name of its SLO limit (empty: none).
 _PANELS = {
     "goodput_per_s": ("Goodput", "requests/s within the SLO", 1.0, ""),
     "itl_p99_s": ("ITL p99", "milliseconds", 1e3, ""),
@@ -15,7 +15,7 @@ _PANELS = {
     "ttft_p99_s": ("TTFT p99", "milliseconds", 1e3, "ttft"),
 }
 _CDFS = {"itl_s": ("ITL, per token", ""), "ttft_s": ("TTFT", "ttft")}
-_MOST_ABOVE = 3.0  # most of an interval that is drawn, as a multiple of the highest value
+_MOST_ABOVE = 3.0  # largest drawn part of an interval, as a multiple of the highest value
 
 
 def compare_figures(document: Document, look: Look) -> dict[str, Figure]:
@@ -27,7 +27,7 @@ def compare_figures(document: Document, look: Look) -> dict[str, Figure]:
 
 
 def comparison(document: Document, look: Look) -> Figure:
-    """Draw a bar per deployment, every repeat as a dot, and the interval of the mean."""
+    """Draw a bar for each deployment, a dot for every repeat, and the interval of the mean."""
     deployments, slo = document["deployments"], document["plan"]["slo"]
     figure, panels = look.panels(2, 2)
     for axes, (metric, (title, unit, scale, limited)) in zip(panels, _PANELS.items(), strict=True):
@@ -68,13 +68,13 @@ def _bar(
     low, high = found["low"] * scale, found["high"] * scale
     axes.errorbar(place, mean, [[mean - low], [min(high, limit) - mean]], color=look.ink, alpha=0.7,
                   capsize=4, linewidth=1, label="95 % interval" if is_first else None)  # fmt: skip
-    if high > limit:  # with few repeats the interval may be far wider than all values
+    if high > limit:  # with few repeats, intervals can be far wider than all values
         axes.annotate(f"to {high:,.3g}", (place, limit), xytext=(3, 2), fontsize=8,
                       textcoords="offset points")  # fmt: skip
 
 
 def comparison_cdfs(document: Document, look: Look) -> Figure:
-    """Draw the first repeat's distributions, all deployments in one picture."""
+    """Draw the distributions of the first repeat, with all deployments in one picture."""
     split = ((look.blue, "-"), (look.green, "-."), (look.purple, (0, (3, 1, 1, 1, 1, 1))))
     colocated = ((look.orange, "--"), (look.red, ":"))
     slo = document["plan"]["slo"]

@@ -1,4 +1,4 @@
-"""Figures of a result's JSON. Numbers are computed elsewhere; this file only draws them."""
+"""Draws the figures of a result's JSON; other code computes the numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loadtest.page.palette import Document, Look, make_logarithmic
 from loadtest.page.step_figures import step_figures
 from loadtest.report.series import AFTER_FIRST
 
-# Distributions to draw, each with the name of its SLO limit, if there is one.
+# Distributions to draw, each with the name of its SLO limit (empty: none).
 _CDFS = {
     "ttft_s": ("TTFT", "ttft"),
     "tpot_s": ("TPOT", "tpot"),
@@ -23,7 +23,7 @@ _CDFS = {
 
 
 def all_figures(document: Document, look: Look) -> dict[str, Figure]:
-    """Draw a result's figures by name; those without numbers are left out."""
+    """Draw a result's figures by name; runs without numbers are left out."""
     if document["kind"] == "compare":
         return compare_figures(document, look)
     if "steps" in document:
@@ -40,7 +40,7 @@ def all_figures(document: Document, look: Look) -> dict[str, Figure]:
 
 
 def latency_cdfs(document: Document, look: Look) -> Figure:
-    """Draw a panel for each kind of latency, as they differ too much for one axis."""
+    """Draw a panel per kind of latency, because the kinds differ too much for one axis."""
     cdfs, latencies = document["series"]["cdfs"], document["summary"]["latencies"]
     limits = document["plan"]["slo"]
     figure, panels = look.panels(2, 2)
@@ -78,7 +78,7 @@ def _ms(value: float) -> str:
 
 
 def timeline(document: Document, look: Look) -> Figure:
-    """Draw throughput above latencies over the run's time, with faults and warm-up marked."""
+    """Draw throughput above latencies over time, and mark faults and warm-up."""
     series, summary, slo = document["series"], document["summary"], document["plan"]["slo"]
     bins, width_s = series["timeline"], series["bin_s"]
     times = [one["begin_s"] + width_s / 2 for one in bins]
@@ -121,7 +121,7 @@ def timeline(document: Document, look: Look) -> Figure:
 
 
 def _mark_window(axes: Axes, window_s: Sequence[float], end_s: float, look: Look) -> None:
-    """Shade the time that is not measured."""
+    """Shade the time outside the measured window."""
     axes.set_xlim(0, end_s)
     label: str | None = "not measured"
     for begin_s, until_s in ((0, window_s[0]), (window_s[1], end_s)):
@@ -142,9 +142,7 @@ def _mark_fault(axes: Axes, fault: Document, look: Look, with_label: bool) -> No
 
 
 def waterfall(document: Document, look: Look) -> Figure:
-    """Draw the mean request's stages below each other: until token 1, and as a whole. Each
-    figure's axis fits its longest bar.
-    """
+    """Draw the stages of the mean request, to token 1 and as a whole; each axis fits its bars."""
     stages = document["series"]["waterfall"]
     first = [stage for stage in stages if stage["latency"] != AFTER_FIRST]
     after = [stage for stage in stages if stage["latency"] == AFTER_FIRST]

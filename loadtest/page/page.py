@@ -1,7 +1,7 @@
-"""One HTML file from a result's JSON: opens from a disk, without network or scripts.
+"""Makes one HTML file from a result's JSON; it opens from a disk, without network or scripts.
 
-Every number and every sentence with numbers is looked up in the JSON by its path, and the page
-contains the JSON, so they always agree. Knows no run.
+The page looks up every number, and every sentence with numbers, in the JSON by its path, and it
+contains the JSON, so page and JSON always agree. Knows no run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from loadtest.report.terms import FIRST_STAGE, LATENCY_NAMES, RATE_MEANINGS
 
 Document = dict[str, Any]
 COLUMNS = ("mean", *PER_MILLE, "max")
-# Descriptions of the pictures, for those who do not see them.
+# Descriptions of the pictures for readers who cannot see them.
 ALTERNATIVES = {
     "latency_cdfs": "Cumulative distributions of TTFT, TPOT, ITL and E2E",
     "timeline": "Requests per second, tokens per second and latencies over the time of the run",
@@ -35,7 +35,7 @@ ALTERNATIVES = {
     "comparison_cdfs": "Cumulative distributions of ITL and TTFT of each deployment",
     "receipt_waterfall": "Time of every stage of the mean request, by the receipts",
 }
-# Media query of each picture: whether it is dark, and narrow.
+# For each picture's media query, whether the picture is dark, and whether it is narrow.
 _MEDIA = {
     "(max-width: 600px) and (prefers-color-scheme: dark)": (True, True),
     "(max-width: 600px)": (False, True),
@@ -45,7 +45,7 @@ _MEDIA = {
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "any": lambda value: f"{value}" if isinstance(value, int) else f"{value:.4g}",
     "count": lambda value: f"{value:,}",
-    "nth": lambda value: f"{value + 1:,}",  # counted from 1; the document counts from 0
+    "nth": lambda value: f"{value + 1:,}",  # people count from 1, the document from 0
     "rate": lambda value: f"{value:,.2f}",
     "whole": lambda value: f"{value:,.0f}",
     "seconds": lambda value: f"{value:,.1f}",
@@ -68,7 +68,7 @@ def load_figures() -> tuple[ModuleType, ModuleType]:
 
 
 def look_up(document: Document, path: str) -> Any:
-    """Look up a path like ``summary.latencies.ttft_s.p99``; None if a part of it is missing."""
+    """Return the value at a path like ``summary.latencies.ttft_s.p99``; None if it is missing."""
     found: Any = document
     for step in path.split("."):
         if isinstance(found, list):
@@ -91,7 +91,7 @@ def number(document: Document, path: str, form: str) -> Markup:
 
 
 def said(document: Document, path: str) -> Markup:
-    """Show a text of the document, with its path."""
+    """Show a text of the document, with the text's path."""
     return Markup('<span data-text="{}">{}</span>').format(path, look_up(document, path))
 
 
@@ -118,7 +118,7 @@ def render_page(document: Document) -> str:
 
 
 def _pictures(document: Document) -> dict[str, dict[str, Markup]]:
-    """Group pictures by name, then by media query; the last one is the default."""
+    """Return pictures by name, then by media query; the last query is the default."""
     found: dict[str, dict[str, Markup]] = {}
     _, palette = load_figures()
     drawn = [render_figures(document, "svg", is_narrow=is_narrow) for is_narrow in (False, True)]
@@ -142,12 +142,12 @@ def render_figures(
 
 
 def write_page(path: Path, document: Document) -> None:
-    """Write the page; raises ConfigError if it cannot be made or written."""
+    """Write the page; raises ConfigError if that fails."""
     _write("html", path, render_page(document).encode())
 
 
 def write_pictures(folder: Path, document: Document) -> None:
-    """Write one file per picture; raises ConfigError if one cannot be made or written."""
+    """Write a file per picture; raises ConfigError if that fails."""
     for name, image in render_figures(document, "png").items():
         _write("png", folder / f"{name}.png", image)
 

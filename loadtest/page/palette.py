@@ -1,7 +1,7 @@
-"""The look of figures: light and dark, wide and for phones; also renders them to files.
+"""The look of figures, light or dark, wide or for phones; also renders figures to bytes.
 
-Colours are those of Okabe and Ito (jfly.uni-koeln.de/color), which colour-blind people can tell
-apart; lines differ in their strokes, too.
+Colour-blind people can tell these colours apart (Okabe and Ito, jfly.uni-koeln.de/color); lines
+differ in their strokes too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Look:
     """Colours and width of all figures of a page.
 
     Attributes:
-        ink, paper, grid, shade: colours of text and axes, background, lines, and excluded parts.
-            blue to purple are colours of curves.
-        is_narrow: whether for a phone: panels below each other, and half the width.
+        ink, paper, grid, shade: colours of text and axes, background, lines, and unmeasured parts;
+            blue to purple: colours of curves.
+        is_narrow: whether the page is for a phone: half the width, one panel below another.
     """
 
     ink: str
@@ -59,15 +59,13 @@ class Look:
         return ((self.blue, "-"), (self.red, "--"), (self.green, "-."), (self.purple, ":"))
 
     def figure(self, num_rows: float, num_panels: int = 1) -> Figure:
-        """Make a figure with ``num_rows`` rows of usual height, each of ``num_panels`` panels; on a
-        phone, panels are below each other, at half the width.
-        """
+        """Make a figure of usual row height with panels side by side; narrow: one below another."""
         rows = num_rows * num_panels if self.is_narrow else num_rows
         width = 4.4 if self.is_narrow else 9.0
         return Figure(figsize=(width, 0.5 + 2.5 * rows), layout="constrained")
 
     def panels(self, num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
-        """Make a figure of panels, row by row; on a phone one below the other."""
+        """Make a figure of panels, row by row; on a phone one below another."""
         figure = self.figure(num_rows, num_columns)
         if self.is_narrow:
             num_rows, num_columns = num_rows * num_columns, 1
@@ -75,7 +73,7 @@ class Look:
         return figure, [one for row in axes for one in row]
 
     def put_legend(self, axes: Axes) -> None:
-        """Put the legend below the plot and its axis label, where no line is."""
+        """Put the legend below the plot and its axis label, where it hides no line."""
         handles, labels = axes.get_legend_handles_labels()
         figure = axes.get_figure(root=True)
         assert figure is not None
@@ -93,7 +91,7 @@ class Look:
 
 
 def make_logarithmic(axes: Axes, *, is_x: bool) -> None:
-    """Make an axis logarithmic, with labels at 1, 2 and 5 only."""
+    """Make an axis logarithmic, with labels only at 1, 2 and 5."""
     axis: Axis
     if is_x:
         axes.set_xscale("log")
@@ -118,7 +116,7 @@ DARK = Look(
 
 @contextlib.contextmanager
 def style(look: Look) -> Iterator[None]:
-    """Set the look of all figures; draw and save them only inside this context."""
+    """Set the look of all figures; figures must be drawn and saved inside this context."""
     colors: dict[Any, Any] = {
         "figure.facecolor": look.paper, "savefig.facecolor": look.paper,
         "axes.facecolor": look.paper, "axes.edgecolor": look.ink, "axes.labelcolor": look.ink,
@@ -138,7 +136,7 @@ def render(figure: Figure, image_format: str) -> bytes:
 
 
 def darken(svg: bytes) -> bytes:
-    """Turn a light picture into a dark one, as drawing it again takes much longer."""
+    """Make a light picture dark, because drawing it again takes much longer."""
     return re.sub(rb"#[0-9a-f]{6}\b", lambda found: _DARKER.get(found[0], found[0]), svg)
 
 

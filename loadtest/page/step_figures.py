@@ -1,4 +1,4 @@
-"""Figures of runs that were played one after another: sweeps, and the search for a rate."""
+"""Figures of runs that follow one another: sweeps, and searches for a rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from loadtest.page.palette import Document, Look, make_logarithmic
 
-# Latencies to draw, each with the name of its SLO limit, if there is one.
+# Latencies to draw, each with the name of its SLO limit (empty: none).
 _LATENCIES = {
     "ttft_s": ("TTFT", "ttft"),
     "tpot_s": ("TPOT", "tpot"),
@@ -69,7 +69,7 @@ def _label_points(
 
 
 def throughput(steps: Sequence[Document], variable: str, look: Look) -> Figure:
-    """Draw the reached rate over the requested one."""
+    """Draw the achieved rate over the requested one."""
     figure, (axes,) = look.panels(1, 1)
     values = [step["value"] for step in steps]
     kinds = {"requests_per_s": "ended well", "goodput_per_s": "within the SLO (goodput)"}
@@ -90,7 +90,7 @@ def throughput(steps: Sequence[Document], variable: str, look: Look) -> Figure:
 
 
 def search_figure(document: Document, look: Look) -> Figure:
-    """Draw every try: its rate, its attained share, and whether it held."""
+    """Draw every try of a search: its rate, its share within the SLO, and whether it held."""
     search = document["search"]
     figure, (axes,) = look.panels(1, 1)
     for held, color in ((True, look.blue), (False, look.red)):

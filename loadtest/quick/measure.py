@@ -1,4 +1,4 @@
-"""Measures one system: a reader alone, then several readers at once."""
+"""Measures one system: first with a single reader, then with several at once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from loadtest.targets import open_target
 from loadtest.targets.base import TargetError, TargetOptions
 
 NUM_READERS = 8
-INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # tokens of a single reader's request
-SHORT_INPUT_TOKENS = 128  # prompt of one of several readers
+INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # tokens of a request in the load with one reader
+SHORT_INPUT_TOKENS = 128  # prompt tokens of a request in the load with several readers
 _DRAIN_TIMEOUT_S = 120.0  # an answer may take long on a slow machine
-_MAX_LAG_S = 0.05  # largest lag of the generator, which shares the machine with the server
+_MAX_LAG_S = 0.05  # of the generator, which shares the machine with the server
 _METRICS_TIMEOUT_S = 10.0
 _READ_COUNTERS = ("baton_weight_read_bytes_total", "baton_kv_read_bytes_total")
 
@@ -36,11 +36,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine that runs the measured system, if this command started the system.
+    """The machine of the measured system, if this command started the system.
 
     Attributes:
         instruction_set: CPU instruction set that native kernels use; empty: no native kernels.
-        no_kernels: why native kernels are missing; empty: they are there.
+        no_kernels: why native kernels are missing; empty if they are not.
         kernels_advice: what to do if native kernels are missing; empty: nothing.
         read_bytes_per_s: memory bandwidth when all cores read.
         load_average: the machine's load in the minute before the start.
@@ -56,12 +56,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Figures of one load; medians, None where a figure is unknown.
+    """Figures of one load; medians, or None for unknown figures.
 
     Attributes:
         output_tokens_per_s: rate of all readers together.
         token_s: seconds between two tokens for one reader.
-        prompt_tokens_per_s: prompt tokens until the first output token, over that time.
+        prompt_tokens_per_s: prompt tokens over the time to the first output token.
         handoff_s: seconds from the end of a prefill until the decode node has all KV.
         read_bytes_per_s: bytes of weights and KV that the decode node read while decoding.
         kept_up: whether the generator sent and received in time.
@@ -82,11 +82,11 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickResult:
-    """All that was measured.
+    """All results of a quick benchmark.
 
     Attributes:
-        model: model of a system that was started; empty: a running system was measured.
-        machine: description of this machine; None for a running system, which may be elsewhere.
+        model: model of the system that was started; empty if a running system was measured.
+        machine: this machine; None for a running system, which may be elsewhere.
         start_s: seconds from the command until all nodes were ready.
     """
 
@@ -104,10 +104,10 @@ async def measure_new(
     """Start a system on this machine, measure it, and stop it; None if stopped early.
 
     Args:
-        name: name of the model, for people.
+        name: the model's name for people.
         part_s: seconds of each of the two loads.
         stop: event that ends the measurement early when it is set from outside.
-        tell: shows a line of progress.
+        tell: shows a line about progress.
 
     Raises:
         BatonError: the system does not start, or does not answer.
@@ -173,16 +173,16 @@ async def _measure(
     page: str = "",
     token: str = "",
 ) -> tuple[Speed, Speed, dict[str, str]] | None:
-    """Play both loads; None if stopped early. Raises TargetError if the first request fails.
+    """Play both loads; return None if stopped early. Raises TargetError if the first request fails.
 
     Args:
         page: address of the decode node's metrics; empty: none.
-        token: bearer token of the metrics page; empty: none needed.
+        token: bearer token of the metrics page; empty: none is needed.
     """
     target = await open_target(access)
     try:
         session = Session(target, stop)
-        # The first request is slower; and a refused one would be repeated for the whole load.
+        # The first request is slower, and a refused one would be repeated for the whole load.
         first = await session.play(_plan(1, INPUT_TOKENS, num_requests=1))
         for kind, message in first.summary.error_examples.items():
             raise TargetError(kind, message)
@@ -216,7 +216,7 @@ def _plan(
         num_requests=num_requests,
         drain_timeout_s=_DRAIN_TIMEOUT_S,
         max_lag_s=_MAX_LAG_S,
-        seed=time.time_ns() % 2**31,  # otherwise a running system would have the prompts cached
+        seed=time.time_ns() % 2**31,  # a running system must not have the prompts cached
     )
 
 
@@ -225,7 +225,7 @@ def speed_of(result: RunResult, input_tokens: int, num_bytes: float | None = Non
 
     Args:
         input_tokens: length of its prompts.
-        num_bytes: bytes of weights and KV that were read in the whole run; None: unknown.
+        num_bytes: bytes of weights and KV read during the run; None: unknown.
     """
     summary, latencies = result.summary, result.summary.latencies
     medians = {name: values.p50 for name, values in latencies.items()}
@@ -250,7 +250,7 @@ def speed_of(result: RunResult, input_tokens: int, num_bytes: float | None = Non
 
 
 async def _read_bytes(page: str, token: str) -> float | None:
-    """Return the bytes that a node has read so far, by its metrics page; None without a page."""
+    """Return the bytes that a node has read, by its metrics page; None without a page."""
     return await asyncio.to_thread(_fetch_read_bytes, page, token) if page else None
 
 
@@ -260,7 +260,7 @@ def _fetch_read_bytes(page: str, token: str) -> float | None:
     try:
         with urllib.request.urlopen(request, timeout=_METRICS_TIMEOUT_S) as response:
             lines = response.read().decode("utf-8").splitlines()
-    except OSError:  # the share of memory's speed is then unknown
+    except OSError:  # the share of memory's speed stays unknown
         return None
     found = [line.rpartition(" ")[2] for line in lines if line.startswith(_READ_COUNTERS)]
     return sum(map(float, found)) if found else None

@@ -1,4 +1,4 @@
-"""Memory speed: how many bytes per second this machine's cores read together.
+"""Memory speed: how many bytes per second the machine's cores read together.
 
 Decoding reads all weights for each token, so the speed of memory limits tokens per second.
 """
@@ -14,19 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 from baton.processes.cores import usable_cores
 
-_MOST_BYTES = 2**29  # size of all buffers: more than caches hold
+_MOST_BYTES = 2**29  # size of all buffers together; caches hold less
 _ROUNDS = 6
 
 
 def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTES) -> float:
     """Measure the memory speed of these cores, which read at the same time.
 
-    Each core searches a buffer of its own for a byte that the buffer lacks; the C library's search
-    reads as fast as memory allows, and runs without the interpreter's lock. The best round counts:
-    other programs only make a round slower.
+    Each core searches a buffer of its own for a byte that is not in it. The C library's search
+    reads as fast as memory allows, and runs without the interpreter's lock. The best round counts,
+    because other programs only make rounds slower.
 
     Args:
-        cores: cores to measure; empty: those that this process may use.
+        cores: cores to measure; empty: all that this process may use.
         total_bytes: size of all buffers together.
     """
     cores = list(cores) or sorted(usable_cores())
@@ -38,9 +38,9 @@ def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTE
 
     def read(core: int) -> list[tuple[float, float]]:
         if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {core})  # binds this thread only
+            os.sched_setaffinity(0, {core})  # binds only this thread
         buffer = ctypes.create_string_buffer(size)
-        ctypes.memset(buffer, 1, size)  # otherwise all pages would be one page of zeros
+        ctypes.memset(buffer, 1, size)  # unwritten pages would all be one page of zeros
         times = []
         for _ in range(_ROUNDS):
             begin.wait()

@@ -43,7 +43,7 @@ def print_quick(result: QuickResult, console: Console) -> None:
 
 
 def _item(mark: str, text: Text) -> Padding:
-    """Return a list item whose later lines are indented."""
+    """Return a list item with its later lines indented."""
     grid = Table.grid(padding=(0, 1))
     grid.add_row(mark, text)
     return Padding(grid, (0, 0, 0, 1))

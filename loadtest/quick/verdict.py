@@ -1,4 +1,4 @@
-"""Judges what was measured, in words that say what to do."""
+"""Judges a measured system in words that say what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHEAP_HANDOFF = 0.02  # share of the time to the first token
 
 
 class Grade(enum.Enum):
-    """How well a system serves people who read along."""
+    """How well a system serves people who read its answers as they appear."""
 
     GOOD = "good"
     FAIR = "fair"
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def judge(result: QuickResult) -> Verdict:
-    """Judge what was measured."""
+    """Judge a measured system."""
     one, many = result.one, result.many
     failed = [speed for speed in (one, many) if speed.num_failed or not speed.num_requests]
     if failed or one.token_s is None or one.ttft_s is None:
@@ -56,7 +56,7 @@ def judge(result: QuickResult) -> Verdict:
 
 
 def share_of_memory(result: QuickResult) -> float | None:
-    """Return the share of memory's speed at which one reader's tokens come; None: unknown."""
+    """Return the share of memory's speed that one reader's decoding reaches; None: unknown."""
     if result.machine is None or result.one.read_bytes_per_s is None:
         return None
     return result.one.read_bytes_per_s / result.machine.read_bytes_per_s

@@ -1,1 +1,1 @@
-"""Reports made from the records: figures, intervals, verdicts, tables."""
+"""Reports made from records: figures, intervals, verdicts, tables."""

@@ -1,4 +1,4 @@
-"""Interval: the mean of a few repeats and its uncertainty. Knows not what was repeated."""
+"""Interval: the mean of a few repeats and its uncertainty. Does not know what was repeated."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_REPEATS = len(_T_95) + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean and its 95 % confidence interval; None after a single repeat.
+    """A mean and its 95 % confidence interval; no interval after a single repeat.
 
-    Normal errors are assumed: with three repeats this is a rough idea, and a wide one.
+    Errors are assumed to be normal; with three repeats this gives a rough and wide interval.
     """
 
     mean: float
@@ -37,8 +37,8 @@ class Interval:
 def bracket_interval(brackets: Sequence[tuple[float, float]]) -> Interval:
     """Estimate a value from 1 to MAX_REPEATS brackets that each contain it.
 
-    The mean is that of the lower ends. The interval reaches from the lower end of the lower ends'
-    interval to the upper end of the upper ends' interval, so it is never narrower than a bracket.
+    The mean is that of the lower ends. The interval reaches from the low end of the lower ends'
+    interval to the high end of the upper ends' interval, so it is never narrower than a bracket.
     """
     lower = mean_interval([low for low, _ in brackets])
     upper = mean_interval([high for _, high in brackets])
@@ -51,7 +51,7 @@ def mean_interval(
     """Estimate the mean of 1 to MAX_REPEATS independent values.
 
     Args:
-        least, most: limits of the values, to which the interval is cut.
+        least, most: limits of the values; the interval is cut at them.
     """
     mean = statistics.fmean(values)
     if len(values) == 1:

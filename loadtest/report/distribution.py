@@ -1,4 +1,4 @@
-"""Distribution: mean and exact percentiles of all values, each with a weight. No buckets."""
+"""Distribution: the mean and exact percentiles of weighted values, without buckets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ PER_MILLE = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p999": 999}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Percentiles by nearest rank: p99 is the smallest value that at least 99 % of the values do
-    not exceed.
-
+    """Percentiles by nearest rank: at least 99 % of the values do not exceed p99, the smallest such
+    value.
     Attributes:
         count: sum of the values' weights.
     """
@@ -28,17 +27,17 @@ class Distribution:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """Summarize values; None if there are none."""
+    """Summarize values; None without values."""
     return weighted_distribution([(value, 1) for value in values])
 
 
 def weighted_distribution(pairs: Sequence[tuple[float, int]]) -> Distribution | None:
-    """Summarize values that count as often as their weights say; None if there are none."""
+    """Summarize values that count as often as their weights say; None without values."""
     in_order = sorted(pair for pair in pairs if pair[1] > 0)
     count = sum(weight for _, weight in in_order)
     if not count:
         return None
-    # A rank is a number of values, rounded up; computed in integers, so that it is exact.
+    # A rank is a number of values, rounded up, and exact because it is an integer.
     ranks = [(name, -(-count * per_mille // 1000)) for name, per_mille in PER_MILLE.items()]
     found: dict[str, float] = {}
     seen = 0

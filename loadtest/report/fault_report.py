@@ -1,7 +1,7 @@
 """FaultReport: what a fault cost its clients, from the records of the run.
 
-Requests count at their scheduled time, whenever the answer came. Windows slide, and are as long as
-ten requests take to arrive.
+A request counts at its scheduled time, whenever its answer came. Windows slide over the run; each
+is as long as ten requests take to arrive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loadtest.report.summary import client_seconds
 MIN_WINDOW_S = 1.0
 REQUESTS_PER_WINDOW = 10
 BASELINE_S = 10.0
-# A window has recovered if its share is at most this far below the share before the fault.
+# A window has recovered if its share is no more than this below the share before the fault.
 SLACK = 0.1
 _STEPS_PER_WINDOW = 10
 
@@ -30,14 +30,14 @@ class FaultReport:
 
     Attributes:
         window_s: length of the windows in which shares and rates are computed.
-        baseline_share: share of good requests (within the SLO; without an SLO, successful ones)
-            among those scheduled in the ten seconds before the fault; None: there were none.
+        baseline_share: share of good requests among those scheduled in the ten seconds before the
+            fault; good means within the SLO or, without an SLO, successful. None: no requests.
         lowest_share: share in the worst window until the next fault or the end.
         recovery_s: time from the fault to the end of the last window below the baseline; 0: no
-            window was below it; None: the share was still below it at the next fault or the end.
+            window was below; None: the share was still below at the next fault or the end.
         errors: errors by kind, of requests that were open at the fault or came after it.
         num_retried: requests that ended well after another attempt, by their receipts.
-        num_orphans, num_leaked: counts after the fault, see `FaultEvent`.
+        num_orphans, num_leaked: counts after the fault; see `FaultEvent`.
     """
 
     text: str
@@ -59,7 +59,7 @@ class FaultReport:
 def report_faults(
     plan: LoadPlan, records: Sequence[RequestRecord], events: Sequence[FaultEvent], end_s: float
 ) -> list[FaultReport]:
-    """Report the faults of a run that sent requests until ``end_s``."""
+    """Report the faults of a run whose last request was sent by ``end_s``."""
     in_order = sorted(events, key=lambda event: event.began_s)
     ends = [event.began_s for event in in_order[1:]] + [end_s] * bool(in_order)
     return [
@@ -70,7 +70,7 @@ def report_faults(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Numbers of good and of all counted requests, scheduled from ``begin_s`` on."""
+    """Numbers of good requests and of all counted requests scheduled in a window."""
 
     begin_s: float
     end_s: float
@@ -141,7 +141,7 @@ def _slide(
     until_s: float,
     window_s: float,
 ) -> list[_Window]:
-    """Slide a window over the time since a fault; keep the windows in which requests ended."""
+    """Slide a window over the time after a fault; keep windows in which requests ended."""
     step_s = window_s / _STEPS_PER_WINDOW
     windows = []
     for number in range(int(max(until_s - begin_s, 0.0) / step_s + 1e-9)):
@@ -165,7 +165,7 @@ def _recovery_s(windows: Sequence[_Window], baseline: float | None, begin_s: flo
 
 
 def fault_line(fault: FaultReport) -> str:
-    """Describe what a fault cost, in one or two lines of 100 columns."""
+    """Describe a fault's cost in one or two lines of 100 columns."""
     dip = "nobody asked before it"
     if fault.baseline_share is not None and fault.lowest_share is not None:
         dip = f"good {fault.baseline_share:.0%} -> {fault.lowest_share:.0%}"
@@ -182,7 +182,7 @@ def fault_line(fault: FaultReport) -> str:
 
 
 def audit_line(audit: BlockAudit) -> str:
-    """Describe the blocks that were held after the run."""
+    """Describe the blocks that are still held after the run."""
     problems = "".join(f"; {problem}" for problem in audit.problems)
     held = f"{audit.num_held} still held, {audit.num_orphans} of nobody"
     return f"blocks after the run: {held}{problems}"

@@ -1,4 +1,4 @@
-"""Outputs: the files that a result is written to."""
+"""Outputs: the files to which a result is written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loadtest.report.report import check_folder, check_writable, write_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """The files to write; None: not asked for."""
+    """The files to write; None: not wanted."""
 
     json: Path | None = None
     save_requests: Path | None = None
@@ -31,7 +31,7 @@ class Outputs:
             load_figures()
 
     def write(self, document: dict[str, Any]) -> None:
-        """Write all but the rows; raises ConfigError if a file cannot be written."""
+        """Write all files but the requests' rows; raises ConfigError if that fails."""
         if self.json is not None:
             write_json(self.json, document)
         if self.html is not None:

@@ -1,4 +1,4 @@
-"""Progress: shows the state of a run once a second, on terminals only."""
+"""Progress: shows the state of a run every second, but only on terminals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def show_progress(plan: LoadPlan, player: Player, console: Console) -> Non
 
 
 def progress_line(plan: LoadPlan, player: Player, tokens_per_s: float) -> str:
-    """Format a line that has at most 80 columns for usual numbers."""
+    """Format a line; with usual numbers it has at most 80 columns."""
     now_s = player.clock.now_s()
     phase = "warm-up" if now_s < plan.warmup_s else "measuring"
     when = f"{now_s:.0f} s {phase}"

@@ -1,4 +1,4 @@
-"""Reports of a run: a table of 80 columns for people, JSON for programs, a row per request."""
+"""Reports of a run: a table of 80 columns for people, JSON for programs, rows of requests."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ WIDTH = 80
 # Version of the JSON, raised when fields change their meaning or are removed.
 JSON_FORMAT = 2
 _COLUMNS = ("mean", *PER_MILLE, "max")
-_SERVER = "server_ttft_s"  # from here on, figures come from receipts
+_SERVER = "server_ttft_s"  # figures from here on come from receipts
 
 
 def print_summary(result: RunResult, console: Console) -> None:
-    """Print the table and lines around it; warnings come last."""
+    """Print the table, lines above and below it, and warnings last."""
     summary = result.summary
     begin_s, end_s = summary.window_s
     parts = [f"{summary.num_requests} requests", f"{summary.num_ok} ok"]
@@ -68,10 +68,10 @@ def print_summary(result: RunResult, console: Console) -> None:
 
 
 def empty_table(title: str) -> Table:
-    """Make a table of `WIDTH` columns whose first column is for row names."""
+    """Make a table of `WIDTH` columns; its first column holds row names."""
     table = Table(
         box=box.MINIMAL,
-        padding=0,  # lines separate the columns, and there is no room for blanks
+        padding=0,  # no room for blanks: lines separate the columns
         show_edge=False,
         width=WIDTH,
         title=title,
@@ -97,7 +97,7 @@ def _latency_table(summary: Summary) -> Table:
 
 
 def few_samples_line(latencies: Mapping[str, Distribution]) -> str:
-    """List percentiles that have too few values and are just the slowest; empty if none."""
+    """Say which percentiles are just the slowest of too few values; empty if none is."""
     ttft = latencies.get("ttft_s")
     if ttft is None or ttft.count >= 1000:
         return ""
@@ -143,7 +143,7 @@ def _ms(values: Distribution | None) -> str:
 
 
 def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[str, Any]:
-    """Convert a result without its rows; durations are in seconds. A load's kind is its class."""
+    """Convert a result without its rows; durations in seconds. A load's kind is its class name."""
     plan = dataclasses.asdict(result.plan)
     plan["load"] = {"kind": type(result.plan.load).__name__} | plan["load"]
     for name in ("input_lengths", "output_lengths"):
@@ -180,18 +180,18 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
 
 
 def plain(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the document as reading its file would give it."""
+    """Return the document in the form that reading its file would give."""
     found: dict[str, Any] = json.loads(json.dumps(document, default=str))
     return found
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write the document; raises ConfigError if it cannot be written."""
+    """Write the document; raises ConfigError if that fails."""
     _write("json", path, [json.dumps(document, indent=2)])
 
 
 def write_requests(path: Path, result: RunResult) -> None:
-    """Write one JSON object per line and request, warm-up included; raises ConfigError."""
+    """Write one JSON object per line for each request, warm-up included; raises ConfigError."""
     rows = map(_row, result.records)
     _write("save_requests", path, (json.dumps(row) for row in rows))
 

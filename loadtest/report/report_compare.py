@@ -29,7 +29,7 @@ _SHARED = ("format", "plan", "environment")
 
 
 def trial_line(trial: Trial) -> str:
-    """Format a line on one run that has ended."""
+    """Format a line about one finished run."""
     summary = trial.result.summary
     cells = [f"repeat {trial.repeat + 1}", f"{trial.deployment.name:<14}"]
     load = trial.result.plan.load
@@ -49,7 +49,7 @@ def trial_line(trial: Trial) -> str:
 
 
 def print_comparison(comparison: Comparison, values: Values, console: Console) -> None:
-    """Print means of the repeats, and their 95 % intervals."""
+    """Print the means over all repeats with their 95 % intervals."""
     table = empty_table("mean, 95 % interval")
     for title, _, _ in _COLUMNS.values():
         table.add_column(title, justify="right")
@@ -68,7 +68,7 @@ def print_comparison(comparison: Comparison, values: Values, console: Console) -
 
 
 def _interval(metric: str, values: Sequence[float]) -> Interval | None:
-    """Format an interval; shares are cut at 1."""
+    """Return an interval; those of shares end at 1."""
     most = 1.0 if metric == "attainment" else math.inf
     return mean_interval(values, most=most) if values else None
 
@@ -84,7 +84,7 @@ def _cell(metric: str, values: Sequence[float], scale: float, form: str) -> str:
 
 
 def verdict_lines(verdict: Verdict | None) -> list[str]:
-    """Format whether to disaggregate, and how; then the effect on latencies."""
+    """Format whether to disaggregate and how, then the effects on latencies."""
     if verdict is None:
         return ["no verdict: fewer than two whole repeats"]
     split, colocated = verdict.split, verdict.colocated
@@ -118,7 +118,7 @@ def _signed(found: Interval, scale: float = 1.0) -> str:
 def comparison_to_json(
     comparison: Comparison, trials: Sequence[Trial], target_options: Document
 ) -> Document:
-    """Convert all runs, the compared values, and the verdict."""
+    """Convert all runs, the values compared, and the verdict."""
     values = values_of(comparison.deployments, trials)
     verdict = judge_comparison(comparison.deployments, values)
     runs = [result_to_json(trial.result, target_options) for trial in trials]

@@ -1,6 +1,6 @@
-"""Series: the records of a run over time, over all requests, and stage by stage.
+"""Series: a run's records over time, as distributions, and stage by stage.
 
-These numbers are part of the JSON, so that plots can be made from the file. Draws nothing.
+These numbers are in the JSON, so that plots can be made from the file. Draws nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from loadtest.report.distribution import distribution
 from loadtest.report.summary import RECEIPT_SECONDS, client_seconds, frame_gaps
 from loadtest.report.terms import LATENCY_NAMES, TTFT_PARTS
 
-MAX_POINTS = 200  # points of a curve; its last hundredth keeps more detail
+MAX_POINTS = 200  # of a curve; its last hundredth has more of them
 MIN_BINS, MAX_BINS = 10, 60
-MIN_PER_BIN = 5  # wanted requests per bin, as rates of one or zero requests would only flicker
+MIN_PER_BIN = 5  # requests per bin; rates of one or zero requests would only flicker
 AFTER_FIRST = "after_first_s"
 _WIDTHS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
@@ -27,12 +27,12 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineBin:
-    """One bin of the timeline, from ``begin_s`` on; numbers are per second if they are rates.
+    """One bin of the timeline, which begins at ``begin_s``; rates are per second.
 
     Attributes:
         good_per_s: rate of requests that ended well within the SLO; None without an SLO.
-        ttft_p50_s: median of the requests that were scheduled in the window.
-        frame_gap_p99_s: 99th percentile of the gaps before frames that arrived in the window.
+        ttft_p50_s: median over the requests scheduled in the bin.
+        frame_gap_p99_s: 99th percentile of gaps before frames that arrived in the bin.
     """
 
     begin_s: float
@@ -47,13 +47,13 @@ class TimelineBin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A part of the mean request's time, over all receipts; 0 for requests without this part.
+    """A part of the mean request's time, over all receipts; requests without the part count as 0.
 
     Attributes:
-        latency: the summary's name of this part, over requests that have the part.
-        begin_s: begin of the stage in the mean request, after the request was received.
-        seconds: length in the mean request; consecutive stages add up.
-        overlaps: whether the stage runs beside other stages, not between them.
+        latency: the summary's name for this part, there only over requests that have it.
+        begin_s: begin of the stage in the mean request, from its arrival.
+        seconds: length of the stage in the mean request; lengths of consecutive stages add up.
+        overlaps: whether the stage runs at the same time as others, not between them.
     """
 
     name: str
@@ -68,9 +68,9 @@ class Series:
     """The figures of a run over time, and its distributions.
 
     Attributes:
-        cdfs: for each latency, pairs of seconds and the share of values up to there.
-        bin_s: width of the timeline's bins; they begin with the run, warm-up included.
-        waterfall: stages in order, of the measured requests with a receipt.
+        cdfs: per latency, pairs of seconds and the share of values up to there.
+        bin_s: width of the timeline's bins; the first one begins with the run, warm-up included.
+        waterfall: the stages in order, for measured requests with a receipt.
     """
 
     cdfs: dict[str, list[Point]]
@@ -110,7 +110,7 @@ def _cdfs(records: Sequence[RequestRecord]) -> dict[str, list[Point]]:
 
 
 def cdf(pairs: Iterable[tuple[float, int]]) -> list[Point]:
-    """Compute points of the distribution of weighted values: exact values, not interpolated."""
+    """Return points of a distribution of weighted values; all are exact values."""
     in_order = sorted(pairs)
     total = sum(weight for _, weight in in_order)
     points: list[Point] = []
@@ -120,7 +120,7 @@ def cdf(pairs: Iterable[tuple[float, int]]) -> list[Point]:
         share = seen / total
         if share >= next_share or index == len(in_order) - 1:
             points.append((value, share))
-            # Do not skip past 99 %, as each point of the tail counts.
+            # Do not skip past 99 %, because each point of the tail matters.
             wide = min(share + 1 / MAX_POINTS, 0.99)
             next_share = wide if share < 0.99 else share + 0.01 / MAX_POINTS
     return points
@@ -172,7 +172,7 @@ def timeline(
 
 
 _IN_TURN = (*TTFT_PARTS, AFTER_FIRST)
-# Stages that run beside others: the stage above after which each begins.
+# Stages that overlap others, each with the stage after which it begins.
 _BESIDE = {
     "parked_s": "place_s",
     "exposed_transfer_s": "prefill_s",
@@ -182,7 +182,7 @@ _BESIDE = {
 
 
 def waterfall(receipts: Sequence[Receipt]) -> list[Stage]:
-    """Compute where the mean request's time went."""
+    """Compute where the time of the mean request went."""
     if not receipts:
         return []
     stages: dict[str, Stage] = {}

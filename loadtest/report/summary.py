@@ -1,9 +1,9 @@
-"""Summary: figures of the server from a run's records, and whether they can be trusted.
+"""Summary: the server's figures from a run's records, and whether they can be trusted.
 
-Measured requests are those that were scheduled within the window (after the warm-up). Latencies and
-rates are all of these requests. TTFT and E2E run from the scheduled time. TPOT is a request's time
-after its first frame over the tokens after it. ITL is over all tokens: a frame of k tokens after a
-gap g counts as k gaps of g / k.
+Latencies and rates are of measured requests: those scheduled within the window, after the warm-up.
+TTFT and E2E count from the scheduled time. TPOT is a request's time after its first frame,
+over the number of tokens after it. ITL counts every token: a frame of k tokens after a gap g counts
+as k gaps of g / k.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _part(name: str) -> Callable[[Receipt], float | None]:
     return lambda receipt: receipt.ttft_parts.get(name)
 
 
-# Seconds of a receipt by name; None if a request had no such part.
+# Seconds by name from a receipt; None if the request had no such part.
 RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
     "server_ttft_s": lambda r: r.ttft_s,
     "server_tpot_s": lambda r: r.time_per_token_s if r.num_output_tokens > 1 else None,
@@ -42,19 +42,19 @@ RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
 
 
 def _push_of(receipt: Receipt) -> PushReceipt | None:
-    """Return the push of a receipt; None if nothing was pushed."""
+    """Return the push in a receipt, or None if nothing was pushed."""
     push = receipt.decode.push if receipt.decode is not None else None
     return push if push is not None and push.num_blocks > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagReport:
-    """The lag of the generator.
+    """The generator's own lag.
 
     Attributes:
-        send: sending time minus scheduled time, over all requests.
+        send: time of sending minus scheduled time, over all requests.
         loop: lag of the event loop, measured every 10 ms.
-        limit_s: limit of both p99 values.
+        limit_s: limit that both p99 values must keep.
     """
 
     send: Distribution | None
@@ -68,13 +68,13 @@ class LagReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReport:
-    """Checks of the token counts.
+    """Comparison of token counts made here and by the server.
 
     Attributes:
         num_checked: requests whose tokens were counted both here and by the server.
         num_miscounted: checked requests whose two counts differ.
-        num_estimated: requests whose frames did not say their number of tokens.
-        num_short: requests that ended with fewer tokens than the client asked for.
+        num_estimated: requests whose frames did not tell their numbers of tokens.
+        num_short: requests with fewer tokens than the client asked for.
     """
 
     num_checked: int
@@ -85,7 +85,7 @@ class TokenReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptReport:
-    """Figures of Baton's receipts beyond seconds, of ``num_receipts`` requests."""
+    """Figures of Baton's receipts, other than seconds, over ``num_receipts`` requests."""
 
     num_receipts: int
     num_retried: int
@@ -100,22 +100,22 @@ class Summary:
     """One run in numbers.
 
     Attributes:
-        window_s: begin and end, in seconds of the run.
-        num_requests: measured requests; ``num_ok``, ``num_cancelled`` and ``errors`` add up to it.
+        window_s: begin and end of the measured window, in seconds of the run.
+        num_requests: measured requests, the sum of ``num_ok``, ``num_cancelled`` and ``errors``.
         asked_per_s: measured requests over the window's length.
         rate_span_s: time over which ended requests are counted: the window's length or, if longer,
             the time from the first to the last good end of a measured request. So the backlog of an
-            overloaded server counts, too.
-        requests_per_s: measured requests that ended well, over ``rate_span_s``. Never above
+            overloaded server counts too.
+        requests_per_s: measured requests that ended well, over ``rate_span_s``; never above
             ``asked_per_s``.
-        output_tokens_per_s: tokens, of all requests, that arrived in the window, over its length.
+        output_tokens_per_s: tokens of all requests that arrived in the window, over its length.
         prompt_tokens_per_s: tokens of prompts whose first output token arrived in the window,
             over its length.
         latencies: distributions of the measured latencies, by name.
-        attainment: share of the measured requests, client-cancelled ones aside, that ended well
-            and keep the SLO; None without an SLO or a request.
-        goodput_per_s: rate of the requests that ended well and keep the SLO, over ``rate_span_s``;
-            None without an SLO. Never above ``requests_per_s``.
+        attainment: share of measured requests that ended well and kept the SLO; requests cancelled
+            by the client do not count. None without an SLO or a request.
+        goodput_per_s: rate of requests that ended well and kept the SLO, over ``rate_span_s``;
+            never above ``requests_per_s``. None without an SLO.
     """
 
     window_s: tuple[float, float]
@@ -139,9 +139,9 @@ class Summary:
 
 
 def client_seconds(record: RequestRecord) -> dict[str, float | None]:
-    """Compute TTFT, TPOT, longest gap between frames and E2E of one request.
+    """Return TTFT, TPOT, longest gap between frames and E2E of one request.
 
-    None marks moments that the request did not reach.
+    None stands for moments that the request did not reach.
     """
     times, tokens = record.frame_times_s, record.frame_tokens
     num_after = record.num_tokens - tokens[0] if tokens else 0
@@ -154,9 +154,9 @@ def client_seconds(record: RequestRecord) -> dict[str, float | None]:
 
 
 def frame_gaps(record: RequestRecord) -> list[tuple[float, int]]:
-    """Return the seconds before each frame but the first, and the tokens in it.
+    """Return the seconds before each frame but the first, with the frame's number of tokens.
 
-    Frames without counted tokens are joined with the next one.
+    A frame without counted tokens is joined with the next one.
     """
     gaps = []
     before_s: float | None = None
@@ -170,7 +170,7 @@ def frame_gaps(record: RequestRecord) -> list[tuple[float, int]]:
 
 
 def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLag) -> Summary:
-    """Summarize records, which must have ended."""
+    """Summarize the records of ended requests."""
     begin_s, end_s = _window(plan, records)
     measured = [r for r in records if begin_s <= r.scheduled_s <= end_s]
     counts = Counter(record.outcome for record in measured)
@@ -217,14 +217,14 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
 
 
 def _window(plan: LoadPlan, records: Sequence[RequestRecord]) -> tuple[float, float]:
-    """Choose the measured window, which ends after the set duration or with the last answer."""
+    """Choose the measured window; it ends after the set duration, or with the last answer."""
     last_s = max((max(r.scheduled_s, r.ended_s) for r in records), default=plan.warmup_s)
     end_s = last_s if plan.duration_s is None else min(last_s, plan.duration_s)
     return plan.warmup_s, max(end_s, plan.warmup_s)
 
 
 def _rate_span_s(ended_well: Sequence[RequestRecord], length_s: float) -> float:
-    """Return the time over which ended requests are counted, see `Summary.rate_span_s`."""
+    """Return the time over which ended requests are counted (see `Summary.rate_span_s`)."""
     ends_s = [record.ended_s for record in ended_well]
     return max(length_s, max(ends_s, default=0.0) - min(ends_s, default=0.0))
 

@@ -1,4 +1,4 @@
-"""Names, order and meanings of the figures in reports."""
+"""Names, order and meanings of figures in reports."""
 
 LATENCY_NAMES = {
     "ttft_s": "TTFT",
@@ -25,7 +25,7 @@ LATENCY_NAMES = {
     "parked_s": "parked on decode",
     "first_step_s": "first decode step",
 }
-FIRST_STAGE = "accept_s"  # from here on: parts of the time, from receipts
+FIRST_STAGE = "accept_s"  # figures from here on are parts of the time, from receipts
 # Consecutive parts up to token 1, which sum to the server's TTFT.
 TTFT_PARTS = (
     "accept_s", "place_s", "prefill_queue_s", "prefill_s", "send_s", "network_s", "decode_prompt_s",
@@ -35,10 +35,12 @@ TTFT_PARTS = (
 # Meanings of a report's rates, which are printed beside them.
 RATE_MEANINGS = {
     "asked_per_s": "requests scheduled in the window, over its length",
-    "requests_per_s": "those of them that ended well, over the window's length or, if longer, the "
-    "time from the first to the last such end",
-    "goodput_per_s": "those of these that keep the SLO, over the same time",
-    "attainment": "those, of all that were not cancelled by the client",
-    "output_tokens_per_s": "that arrived in the window, over its length",
-    "prompt_tokens_per_s": "of prompts whose first token arrived in the window, over its length",
+    "requests_per_s": "requests scheduled there that ended well, over the window's length or, if "
+    "longer, the time from the first to the last such end",
+    "goodput_per_s": "requests scheduled there that ended well within the SLO, over the same time",
+    "attainment": "share of requests scheduled there, without those that the client cancelled, "
+    "that ended well within the SLO",
+    "output_tokens_per_s": "output tokens that arrived in the window, over its length",
+    "prompt_tokens_per_s": "tokens of prompts whose first token arrived in the window, over its "
+    "length",
 }

@@ -1,7 +1,7 @@
 """Verdict: whether to disaggregate, and how, from the results of a comparison.
 
-Goodput decides. In each repeat, all deployments got the same requests, so differences are computed
-per repeat. Their mean has a confidence interval; one that contains 0 decides nothing.
+Goodput decides. All deployments get the same requests in a repeat, so differences are computed per
+repeat. Their mean has a confidence interval; if that contains 0, nothing is decided.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loadtest.load.shapes import Deployment
 from loadtest.report.confidence import Interval, mean_interval
 from loadtest.report.summary import Summary
 
-# Compared values; None if a run has no such value.
+# Values to compare; None if a run lacks the value.
 METRICS: dict[str, Callable[[Summary], float | None]] = {
     "goodput_per_s": lambda s: s.goodput_per_s,
     "attainment": lambda s: s.attainment,
@@ -32,10 +32,10 @@ class Verdict:
 
     Attributes:
         answer: disaggregate, colocate or undecided.
-        split, colocated: names of the best of each kind, by mean goodput, then by ITL p99.
+        split, colocated: names of the best of each kind: highest mean goodput, then lowest ITL p99.
         differences: split minus colocated over the repeats, by metric.
         ratios: mean of split divided by mean of colocated, by metric; None if colocated has 0.
-        holding_none: deployments that had no goodput in any repeat.
+        holding_none: deployments without any goodput in every repeat.
     """
 
     answer: str
@@ -50,7 +50,7 @@ Values = dict[str, dict[str, dict[int, float]]]
 
 
 def values_of(deployments: Sequence[Deployment], trials: Sequence[Trial]) -> Values:
-    """Collect values by deployment, metric and repeat, for repeats that all deployments played.
+    """Collect values by deployment, metric and repeat, from repeats that all deployments played.
 
     A deployment that held no rate has a goodput of 0, and no latencies to compare.
     """
@@ -80,7 +80,7 @@ def _value(metric: str, trial: Trial) -> float | None:
 
 
 def judge_comparison(deployments: Sequence[Deployment], values: Values) -> Verdict | None:
-    """Judge the comparison; None for fewer than two repeats."""
+    """Judge a comparison; None with fewer than two repeats."""
     if any(len(values[one.name]["goodput_per_s"]) < 2 for one in deployments):
         return None
 

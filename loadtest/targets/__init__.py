@@ -1,4 +1,4 @@
-"""Kinds of servers that a load test can play against, by URL scheme. To add one, add a line."""
+"""Kinds of servers to load, by URL scheme. A new kind is one line here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TARGETS: Registry[OpenTarget] = Registry(
 
 
 async def open_target(options: TargetOptions) -> Target:
-    """Connect; raises ConfigError for an unknown URL scheme, TargetError if nobody answers."""
+    """Connect to a server; raises ConfigError for an unknown scheme, TargetError without answer."""
     scheme, separator, rest = options.url.partition("://")
     if not separator or not rest:
         known = ", ".join(TARGETS.names())

@@ -18,10 +18,10 @@ COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")
 
 
 class TargetError(BatonError):
-    """A request did not get its complete answer.
+    """A request got no complete answer.
 
     Args:
-        kind: name by which errors are counted: the server's status, or what broke.
+        kind: name under which errors are counted: the server's status, or what broke.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -34,7 +34,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     """The server's own count of tokens read and written.
 
     Attributes:
-        num_cached_tokens: prompt tokens that the server's cache had; None: not told.
+        num_cached_tokens: prompt tokens that the server had cached; None: not reported.
     """
 
     num_prompt_tokens: int
@@ -47,8 +47,8 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         num_tokens: tokens of the text; None: the server does not say.
-        num_chars: length of the text, where ``num_tokens`` is None.
-        finish_reason: the server's reason why the output ended; empty before.
+        num_chars: length of the text, used if ``num_tokens`` is None.
+        finish_reason: the server's reason for the output's end; None or empty before it.
         usage: token counts of the whole request so far.
         receipt: Baton's receipt.
     """
@@ -62,7 +62,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """Options for talking to a server."""
+    """Options for connecting to a server."""
 
     url: str = option(
         "",
@@ -100,15 +100,14 @@ class Target(Protocol):
     def prepare(self, prompt: Prompt, output_length: int) -> bytes:
         """Make a request message for exactly ``output_length`` tokens, sampled greedily.
 
-        Called in advance, so that sending takes no time.
+        This is called in advance, so that sending takes no time.
         """
         ...
 
     def stream(self, payload: bytes) -> AsyncGenerator[Frame, None]:
-        """Send a request, and yield frames as they arrive; closing the generator cancels the
-        request.
+        """Send a request, and yield frames as they arrive; closing the generator cancels it.
 
-        Never queues requests here. Raises TargetError for an incomplete answer.
+        Requests never wait here. Raises TargetError for an incomplete answer.
         """
         ...
 

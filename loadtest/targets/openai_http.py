@@ -1,9 +1,9 @@
-"""Any OpenAI-compatible endpoint as a target, streamed as server-sent events: completions, and
+"""Any OpenAI-compatible server as a target, with answers as server-sent events: completions, and
 chat for prompts of messages.
 
-The protocol does not tell how many tokens an event carries. An event's token ids, logprobs or usage
-so far are counted; without them, the frame has only the length of the text. Events that arrive in
-one read are one frame, as nobody could have seen the first one earlier.
+The protocol does not say how many tokens an event carries. So an event's token ids, logprobs or
+usage are counted; without them a frame only has its text's length. Events that arrive in one read
+are one frame, because nobody could have seen the first one earlier.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from loadtest.targets.base import (
     Usage,
 )
 
-PROBE = [1]  # prompt of the one request that is sent before a run
+PROBE = [1]  # prompt of the single request that is sent before a run
 _START_TIMEOUT_S = 10.0
 _MAX_ERROR_CHARS = 200
 
 
-_CHAT = b'{"messages":'  # beginning of a chat's payload
+_CHAT = b'{"messages":'  # beginning of a chat's message
 
 
 class _PromptTokensDetails(msgspec.Struct):
@@ -68,7 +68,7 @@ class _Delta(msgspec.Struct):
     tool_calls: list[_CallDelta] | None = None
 
     def texts(self) -> Iterator[str | None]:
-        """Yield each text that the model wrote, once; reasoning may come under two names."""
+        """Yield each text that the model wrote once, because reasoning may have two names."""
         reasoning = self.reasoning if isinstance(self.reasoning, str) else None
         yield from (self.content, self.reasoning_content or reasoning, self.refusal)
         for call in self.tool_calls or ():
@@ -84,7 +84,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def num_chars(self) -> int:
-        """Count the characters of the piece's text, in whichever field it is."""
+        """Return the length of the piece's text, in whichever field the text is."""
         delta = self.delta or _Delta()
         return sum(len(text or "") for text in (self.text, *delta.texts()))
 
@@ -112,7 +112,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class EventReader:
-    """Reads the events of one stream, and counts their tokens.
+    """Reads the events of one stream and counts their tokens.
 
     Attributes:
         is_finished: whether the output has ended.
@@ -125,10 +125,10 @@ class EventReader:
         self._rest = b""
 
     def read(self, data: bytes) -> Frame | None:
-        """Read arrived bytes as one frame; None if they complete no event with content.
+        """Read arrived bytes as one frame; None if no event with content is complete.
 
         Raises:
-            TargetError: the data cannot be parsed, or tells that the request failed.
+            TargetError: the data cannot be parsed, or reports that the request failed.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         num_tokens: int | None = 0
@@ -158,7 +158,7 @@ class EventReader:
         return Frame(num_tokens, num_chars, finish_reason, usage, receipt)
 
     def _count(self, choice: _Choice, usage: _Usage | None) -> int | None:
-        """Count the tokens of a choice's piece; None if it has text without a count."""
+        """Return the number of tokens in a choice's piece; None for text without a count."""
         counted: int | None = None
         if choice.token_ids is not None:
             counted = len(choice.token_ids)
@@ -171,7 +171,7 @@ class EventReader:
         elif not choice.num_chars():
             counted = 0
         else:
-            self._has_uncounted = True  # a later usage then includes uncounted pieces
+            self._has_uncounted = True  # so a later usage includes pieces that were not counted
         self._num_tokens += counted or 0
         return counted
 
@@ -196,10 +196,10 @@ class OpenAITarget:
     """A `Target` over OpenAI's HTTP API.
 
     Args:
-        session: an open session; closed with the target.
+        session: an open session, which is closed with the target.
         base_url: URL that ends in /v1.
         body: common fields of all requests.
-        count_tokens_by: how the target asks for token counts, for the report.
+        count_tokens_by: the way to get token counts, for the report.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class OpenAITarget:
                         if frame is not None:
                             yield frame
                 except BaseException:
-                    response.close()  # so that the server notices at once that nobody reads
+                    response.close()  # tells the server at once that nobody reads
                     raise
         except aiohttp.ClientPayloadError as error:
             raise TargetError("CUT_SHORT", str(error)) from None
@@ -276,7 +276,7 @@ async def open_target(options: TargetOptions) -> Target:
         raise ConfigError(f"target: must be https:// with TLS options, got {options.url!r}")
     session = aiohttp.ClientSession(
         # No limit: requests that wait here for a connection would make the server look slow. Idle
-        # connections are closed earlier than usual servers do it (uvicorn after 5 s), because a
+        # connections are closed earlier than servers usually do (uvicorn after 5 s), because a
         # request sent on a closing connection is lost.
         connector=aiohttp.TCPConnector(
             limit=0, keepalive_timeout=4, ssl=True if tls is None else client_context(tls)
@@ -316,7 +316,7 @@ async def open_target(options: TargetOptions) -> Target:
 async def _takes_continuous_usage(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> bool:
-    """Return whether the server takes the option; OpenAI's own refuses unknown options."""
+    """Return whether the server accepts the option; OpenAI's own refuses unknown options."""
     asked = body | {
         "prompt": PROBE,
         "max_tokens": 1,

@@ -1,6 +1,6 @@
-"""DecodeTapes: runs decode steps on a CPU from tapes of native calls, without Python between ops.
+"""DecodeTapes: runs CPU decode steps from tapes of native calls, without Python between ops.
 
-Refuses to know: what the layers compute, and which requests there are.
+Refuses to know: what the layers compute, requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models.base import ForwardContext, GroupStep, LayerCache
 Inputs = Sequence[Tensor]  # each [num_tokens, ...]
 Results = tuple[Tensor, ...]  # each [num_tokens, ...]
 Layers = Callable[[Inputs, ForwardContext], Results]
-# Rows of all tapes together; each row keeps the results of all layers.
+# Most rows of all tapes together; each row keeps the results of all layers.
 MAX_ROWS_KEPT = 64
 FEW_ROWS, _SOON = 6, 8
 _Key = tuple[Any, ...]
@@ -30,7 +30,7 @@ _Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Taped:
-    """A tape, with the places of its inputs and of its result."""
+    """A tape, and the places of its inputs and result."""
 
     tape: Tape
     inputs: Inputs
@@ -39,7 +39,7 @@ class _Taped:
 
     @property
     def has_states(self) -> bool:
-        """Return whether recording changed no state, so that only a run advances the states."""
+        """Return whether recording changed no state, so a run must follow to advance the states."""
         return any(isinstance(metadata, StateMetadata) for metadata in self.metadata)
 
     def copy_results(self) -> Results:
@@ -50,9 +50,9 @@ class _Taped:
 class DecodeTapes:
     """Tapes by the shape of a step. Used by one thread at a time.
 
-    A shape is taped when it comes twice in a row, so nothing is taped while each step's batch
-    differs. A small shape is taped if it comes again soon, as drafters alternate between few sizes.
-    The most recently used tapes are kept.
+    A shape is taped when it comes twice in a row, so that changing batches are not taped. A small
+    shape is taped if it comes again soon, as drafters alternate between few sizes. The most
+    recently used tapes are kept.
 
     Args:
         ops: native ops that make the calls.
@@ -60,9 +60,9 @@ class DecodeTapes:
 
     def __init__(self, ops: NativeOps) -> None:
         self._ops = ops
-        self._tapes: dict[_Key, _Taped | None] = {}  # by use, latest last; None: cannot be taped
+        self._tapes: dict[_Key, _Taped | None] = {}  # oldest use first; None: cannot be taped
         self._latest: deque[_Key | None] = deque(maxlen=_SOON)
-        # Caches seen last, and their addresses.
+        # The latest step's caches, and their addresses.
         self._caches: tuple[tuple[LayerCache, ...], _Key] = ((), ())
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class DecodeTapes:
         """Compute ``layers(inputs, context)``, by a tape if there is one or can be.
 
         Args:
-            comes_again: whether to tape a new shape at once, as it will come again.
+            comes_again: whether to tape a new shape at once, as it will be used again.
         """
         key = self._key(inputs, context)
         if key is None or key not in self._tapes:
@@ -84,7 +84,7 @@ class DecodeTapes:
             recorded = self._tapes[key] = self._record(layers, inputs, context)
             self._forget()
             if recorded is not None and not recorded.has_states:
-                return recorded.copy_results()  # what is recorded is also computed
+                return recorded.copy_results()  # recording has computed the step, too
         taped = self._tapes[key] = self._tapes.pop(key)
         if taped is None:
             return layers(inputs, context)
@@ -96,7 +96,7 @@ class DecodeTapes:
         return taped.copy_results()
 
     def _key(self, inputs: Inputs, context: ForwardContext) -> _Key | None:
-        """Return a tape's key: all but input values; None: not a plain decode step."""
+        """Return a tape's key, which is all but input values; None: not a plain decode step."""
         num_tokens = len(inputs[0])
         first = context.groups[0][0]
         assert isinstance(first, AttentionMetadata)
@@ -128,7 +128,7 @@ class DecodeTapes:
         return _Taped(tape, places, tuple(metadata for metadata, _ in groups), results)
 
     def _forget(self) -> None:
-        """Delete the least recently used tapes, until few rows are kept."""
+        """Delete the least recently used tapes, until at most `MAX_ROWS_KEPT` rows are kept."""
         rows = {key: len(taped.results[0]) for key, taped in self._tapes.items() if taped}
         for key in list(rows)[:-1]:
             if sum(rows.values()) <= MAX_ROWS_KEPT:
@@ -137,7 +137,7 @@ class DecodeTapes:
 
 
 def _addresses(caches: tuple[LayerCache, ...]) -> _Key:
-    """Return the addresses of the layers' caches; finding them takes as long as a small kernel."""
+    """Return the addresses of the layers' caches; takes as long as a small kernel."""
     return tuple(
         tensor.data_ptr()
         for cache in caches
@@ -164,7 +164,7 @@ def _static_group(group: GroupStep) -> GroupStep:
 def _static_states(metadata: StateMetadata) -> StateMetadata:
     """Copy metadata, without slots to write, so that computing with the copy changes no state.
 
-    A recorded step is computed twice, but states must advance by each token only once.
+    Recording computes a step, and a run computes it again; states must advance only once.
     """
     return replace(
         metadata,
@@ -176,12 +176,12 @@ def _static_states(metadata: StateMetadata) -> StateMetadata:
 
 
 def _width(metadata: AttentionMetadata) -> int:
-    """Round up the columns of a block table, so that its tape lasts for a while."""
+    """Round up the columns of a block table, so that longer requests can use the same tape."""
     return int(max(16, 1 << (metadata.block_table.shape[1] - 1).bit_length()))
 
 
 def _static(metadata: AttentionMetadata) -> AttentionMetadata:
-    """Copy the metadata to separate memory, with room for longer requests."""
+    """Copy metadata to separate memory, with room for longer requests."""
     num_requests = metadata.num_requests
     static = replace(
         metadata,
@@ -197,7 +197,7 @@ def _static(metadata: AttentionMetadata) -> AttentionMetadata:
 def _copy_metadata(
     to: AttentionMetadata | StateMetadata, metadata: AttentionMetadata | StateMetadata
 ) -> None:
-    """Copy the values that differ between two decode steps with the same number of requests."""
+    """Copy the values that differ between decode steps with equal numbers of requests."""
     if isinstance(metadata, StateMetadata):
         assert isinstance(to, StateMetadata)
         to.read_slots.copy_(metadata.read_slots)

@@ -1,6 +1,6 @@
-"""CpuPacker: packs every linear layer's weight for CPU kernels while it is loaded.
+"""CpuPacker: packs the weights of linear layers for CPU kernels, while they are loaded.
 
-Rows are read from the file directly into panels, and never become a torch parameter.
+Rows go from the file directly into panels, and never become a torch parameter.
 Refuses to know: architectures, files, how a packed product is computed.
 """
 
@@ -33,11 +33,11 @@ from models.loading.stored_weights import WeightPart, float8_alike, integers_ali
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-# Formats that cost small models several percent of perplexity (log, 2026-11-28); heads become INT8.
+# Formats that cost small models several percent of perplexity (log, 2026-11-28): heads are INT8.
 _COARSE = (WeightFormat.INT4, WeightFormat.FP8)
 _FEW_WEIGHTS = 10**9
 _ROWS = 64  # rows of a weight that are checked together
-_WIDTH = 16  # outputs in a panel if there are no kernels
+_WIDTH = 16  # outputs in a panel, if there are no kernels
 # Suffixes of a layer's name in files of packed weights.
 _KEYS, _VALUES, _NARROW = ".keys", ".values", ".narrow"
 _COARSE_KEY = "coarse"
@@ -50,8 +50,8 @@ class CpuPacker:
     Attributes:
         dtype: the dtype in which the model computes.
         weights: format of all linear layers; None: the checkpoint's format if kernels support it,
-            else ``dtype``. With ``INT4`` and ``FP8`` the head is ``INT8``: low precision hurts it
-            most.
+            else ``dtype``. With ``INT4`` and ``FP8``, the head is ``INT8``, as it suffers most from
+            low precision.
         native: the kernels that will read the weights; None: there are none.
     """
 
@@ -63,7 +63,7 @@ class CpuPacker:
     def choose(
         cls, dtype: torch.dtype, weights: str, *, native_kernels: bool = True
     ) -> CpuPacker | None:
-        """Choose a packer; None if torch's own layers are as good.
+        """Choose a packer; None if torch's own layers are as fast.
 
         Args:
             dtype: type that the model computes in.
@@ -93,7 +93,7 @@ class CpuPacker:
 
 
 class _Packing:
-    """Pack one model's linear layers for a CPU; a ``PackingModel``."""
+    """Packs one model's linear layers for a CPU; a ``PackingModel``."""
 
     def __init__(
         self, packer: CpuPacker, model: DecoderForCausalLM, entry: CacheEntry | None
@@ -106,12 +106,12 @@ class _Packing:
         self._latents: dict[nn.Module, PackedLatentProjection] = {}
         self._embedding: NarrowEmbedding | PackedEmbedding | None = None
         self._memory = WeightMemory()
-        self._num_coarse = 0  # weights rounded here to a coarse format
+        self._num_coarse = 0  # weights rounded to a coarse format by this packer
         self._names = {module: name for name, module in model.named_modules()}
         self._entry = entry
         self._kept: Kept = {}
         if entry is not None and self._map_kept(entry):
-            self._entry = None  # nothing is to be written
+            self._entry = None  # weights are mapped: nothing to write
 
     def take_kept(self, owner: nn.Module) -> bool:
         """Implement ``PackingModel.take_kept``."""
@@ -132,7 +132,7 @@ class _Packing:
         return True
 
     def _map_kept(self, entry: CacheEntry) -> bool:
-        """Map the weights that were packed before; return whether there were any."""
+        """Map weights packed earlier; return whether there were any."""
         file = entry.open()
         if file is None:
             return False
@@ -143,7 +143,7 @@ class _Packing:
         return True
 
     def _share(self, entry: CacheEntry) -> None:
-        """Write all that was packed to a file, and use the file's pages from now on."""
+        """Write all packed weights to a file, and use the file's pages from now on."""
         embedding, names = self._model.model.embed_tokens, self._names
         kept: dict[str, ops.PackedWeight | Tensor] = {
             names[owner]: weight for owner, weight in self._packed.items()
@@ -161,7 +161,7 @@ class _Packing:
         except WeightsCacheError as error:
             logger.info("packed weights are not shared with other processes: %s", error)
             return
-        self._memory = WeightMemory()  # lets go of what is no longer used
+        self._memory = WeightMemory()  # frees memory that is no longer used
         for owner in (*self._packed, *self._latents, embedding):
             self.take_kept(owner)
 
@@ -183,9 +183,7 @@ class _Packing:
         return True
 
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Keep a tied embedding in the head's panels, and any other embedding in 16 bits if that is
-        exact.
-        """
+        """Keep a tied embedding in the head's panels; others in 16 bits, if that is exact."""
         if self._model.lm_head is None:
             self._packed[owner] = weight = self._pack(parts, is_head=True)
             self._embedding = PackedEmbedding(weight, self._packer.dtype)
@@ -262,7 +260,7 @@ class _Packing:
     def _pack_latents(
         self, owner: LatentProjection, parts: Sequence[WeightPart]
     ) -> PackedLatentProjection:
-        """Pack both matrices; the matrix of queries is transposed, so its groups are not kept.
+        """Pack both matrices. The keys' matrix is transposed, so its groups are not kept.
 
         Each head's rows are padded with zeros to whole panels.
         """
@@ -305,7 +303,7 @@ class _Packing:
     def _exact_format(self, parts: Sequence[WeightPart]) -> WeightFormat:
         """Return the smallest format whose products equal those of the model's dtype bit for bit.
 
-        So a 16-bit checkpoint that is computed in float32 needs half the memory.
+        For example, a 16-bit checkpoint that computes in float32 needs only half the memory.
         """
         own = WeightFormat.of(self._packer.dtype)
         if own != WeightFormat.FP32:
@@ -316,7 +314,7 @@ class _Packing:
 
 
 def _as_head(weight: ops.PackedWeight) -> ops.PackedWeight:
-    """Return a head's weight with fine inputs, as errors of its inputs go straight to logits."""
+    """Return a head's weight with finely rounded inputs, as their errors go into the logits."""
     return replace(weight, has_fine_inputs=weight.format.code_bits is not None)
 
 
@@ -347,7 +345,7 @@ def _is_float16(part: WeightPart) -> bool:
 
 
 def _is_bfloat16(part: WeightPart) -> bool:
-    """Return whether bfloat16 can represent all numbers of a weight."""
+    """Return whether bfloat16 represents all numbers of a weight exactly."""
     if isinstance(part.content, Tensor) and part.content.dtype == torch.bfloat16:
         return True
     return all(

@@ -1,6 +1,6 @@
 """Drafters: networks that draft a model's next tokens, by heads, or by layers with KV.
 
-Refuses to know: requests, how drafts are drawn, who verifies them.
+Refuses to know: requests, sampling and verification of drafts.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from models.base import ForwardContext
 
 
 class HeadsDrafter(Protocol):
-    """Drafts several tokens at once from one state of the model."""
+    """Drafts several tokens at once from one state of the target model."""
 
     num_heads: int
 
     def draft(self, states: Tensor, num_drafts: int) -> Tensor:
-        """``[n, hidden_size]``, the model's last states -> logits ``[n, num_drafts, vocab_size]``.
+        """Turn ``[n, hidden_size]`` last states into logits ``[n, num_drafts, vocab_size]``.
 
-        The first draft follows the token that the model itself predicts from the state.
+        The first draft follows the token that the target model predicts from the state.
         """
         ...
 
 
 class LayersDrafter(Protocol):
-    """Drafts one token after the other, over KV of its own.
+    """Drafts one token after the other, with KV of its own.
 
     Attributes:
-        kv_layers: layout of what each layer keeps of earlier tokens.
-        reads_states: whether it reads the model's states. If so, its KV at a position depends on
-            the state there and on the next token; otherwise, on the token there.
-        state_layers: layers of the model before which states are read; empty: the states after the
-            last norm are read.
+        kv_layers: layout of the KV that each layer keeps.
+        reads_states: whether it reads the target model's states. If so, its KV at a position
+            depends on the state there and on the next token; otherwise, on the token there.
+        state_layers: target layers whose input states are read; empty: the states after the last
+            norm are read.
     """
 
     kv_layers: tuple[LayerKV, ...]
@@ -42,7 +42,7 @@ class LayersDrafter(Protocol):
     state_layers: tuple[int, ...]
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Convert states of the model to the input of `compute`: ``[n, ...]`` -> ``[n, width]``."""
+        """Convert the target's states to `compute`'s input: ``[n, ...]`` -> ``[n, width]``."""
         ...
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
@@ -50,7 +50,7 @@ class LayersDrafter(Protocol):
 
         Args:
             token_ids: ``[n]`` int64.
-            states: ``[n, width]``, states of the model, or this method's results for the previous
+            states: ``[n, width]``, converted states, or this method's results for the previous
                 tokens; None if the drafter reads no states.
             context: forward context of the drafter's own layers.
 
@@ -60,7 +60,7 @@ class LayersDrafter(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Turn ``[n, width]`` rows of `compute`'s result into logits of the next token."""
+        """Turn `compute`'s results, ``[n, width]``, into logits of the next token."""
         ...
 
 

@@ -1,7 +1,7 @@
 """A smaller model that drafts for a larger one of the same vocabulary.
 
-Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Any architecture that keeps keys
-and values or latents.
+Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Takes any architecture that keeps
+keys and values, or latents.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from models.base import CausalLM, ForwardContext
 from models.drafters.loading import DrafterSource
 from models.loading.loader import load_model
 
-# Vocabularies are padded to multiples of a number, which differs between sizes of a family.
+# Vocabularies are padded to multiples of a number that differs between sizes of a family.
 MOST_PADDING = 1024
 
 
@@ -35,18 +35,18 @@ class DraftModel:
         self.max_model_len = model.config.max_model_len
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.take_states``; not needed, as this drafter reads no states."""
+        """Implement ``LayersDrafter.take_states``: never called, as no states are read."""
         return states
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
         """Implement ``LayersDrafter.compute``."""
-        # The target may have padding that the drafter lacks.
+        # The target's vocabulary may have more padding.
         if self._model.config.vocab_size < self._vocab_size:
             token_ids = token_ids.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(token_ids, context)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.compute_logits``; omits padding that only the drafter has."""
+        """Implement ``LayersDrafter.compute_logits``; omits the drafter's additional padding."""
         return self._model.compute_logits(hidden)[:, : self._vocab_size]
 
 

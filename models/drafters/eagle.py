@@ -24,7 +24,7 @@ from models.loading.stored_weights import StoredTensor
 from models.recipe import AttentionSpec, LayerNorms, LayerSpec, MlpSpec, Recipe
 
 _NESTED = ("transformer_layer_config", "eagle_config")
-# Prefix of our names -> prefix of the authors' names; all that match are replaced, in this order.
+# Prefixes of our names -> the authors' prefixes; all that match are replaced, in order.
 _EAGLE = {"model.": ""}
 _EAGLE_3 = {"model.": "", "layers.0.": "midlayer."}
 _SPECULATORS = {
@@ -68,7 +68,7 @@ def _layer_name(names: Mapping[str, str], name: str) -> str:
 def _config(
     source: DrafterSource, stored: Mapping[str, StoredTensor], names: Mapping[str, str]
 ) -> ModelConfig:
-    """Read the shape of the layers, which are Llama's whatever the model is."""
+    """Read the shape of the layers, which are Llama's, whatever the target model is."""
     fields = source.fields()
     for nested in _NESTED:
         if fields.has(nested):

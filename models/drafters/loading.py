@@ -26,7 +26,7 @@ class DrafterSource:
     Attributes:
         folder: the drafter's folder; None: the target model's folder.
         model_folder: the target model's folder.
-        model: the loaded target model, packed if its weights are to be packed.
+        model: the loaded target model; if packed, the drafter is packed, too.
         dtype, device, packer, ops, max_model_len: arguments of `load_model`.
     """
 
@@ -56,7 +56,7 @@ class DrafterSource:
     def open(self, files: ExitStack) -> dict[str, StoredTensor]:
         """Open the tensors of all safetensors files, or of pickled files if there are none.
 
-        Pickled ones are read with torch's loader of plain tensors, which runs no code.
+        Pickled files are read with torch's tensor loader, which runs no code.
         """
         where = self.where
         if not where.is_dir():
@@ -85,12 +85,12 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_shape(where: Path, what: str, found: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise ModelLoadError unless a drafter's matrix has the shape that its model needs."""
+    """Raise ModelLoadError unless a drafter's matrix has the shape that the model needs."""
     if tuple(found.shape) != expected:
         raise ModelLoadError(f"{where}: {what}: {list(found.shape)}, not {list(expected)}")
 
 
 def check_width(where: Path, name: str, found: int, expected: int) -> None:
-    """Raise ModelLoadError unless a drafter's number equals its model's."""
+    """Raise ModelLoadError unless a drafter's number equals the model's."""
     if found != expected:
         raise ModelLoadError(f"{where}: {name}: {found}, but the model's is {expected}")

@@ -1,6 +1,6 @@
 """Medusa heads: Cai et al., arXiv 2401.10774.
 
-Head i drafts the token i + 2 places behind the token whose state it reads:
+Head i reads the state of a token, and drafts the token i + 2 places after it:
 
     logits_i = W_i (h + silu(A_i h + b_i))       one or more residual blocks in sequence
 
@@ -35,7 +35,7 @@ class MedusaHeads:
         model: the model whose states the heads read.
         weights: residual blocks: ``[num_blocks, num_heads, hidden_size, hidden_size]``.
         biases: ``[num_blocks, num_heads, hidden_size]``.
-        heads: ``[num_heads, vocab_size, hidden_size]``; None: the model's own head.
+        heads: ``[num_heads, vocab_size, hidden_size]``; None: the model's output head.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MedusaHeads:
     def draft(self, states: Tensor, num_drafts: int) -> Tensor:
         """Implement ``HeadsDrafter.draft``."""
         num_rows, width = states.shape
-        # The first blocks of all heads have the same input, so one product computes them.
+        # All heads' first blocks have the same input, so one product computes them.
         joined, biases = self._weights[0, :num_drafts], self._biases[0, :num_drafts]
         products = functional.linear(states, joined.reshape(-1, width), biases.reshape(-1))
         hidden = states.unsqueeze(1) + functional.silu(products).view(num_rows, num_drafts, width)

@@ -1,7 +1,7 @@
 """MTP: a layer of the model's own kind, trained together with it (DeepSeek-AI, arXiv 2412.19437).
 
-It is in the model's checkpoint, or in a folder of its own, in one of two layouts: DeepSeek's
-(``model.layers.N``, behind the last layer: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head``) and
+The layer is in the model's checkpoint or in its own folder, in one of two layouts: DeepSeek's
+(``model.layers.N``, after the last layer: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head``) and
 Qwen's (``mtp``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). If there are
 several such layers, the first one makes all drafts.
 """
@@ -60,7 +60,7 @@ def load_mtp(source: DrafterSource) -> StateDrafter:
 
 
 def _recipe(target: ModelConfig) -> Recipe:
-    """Return the recipe of a single layer: the model's last one, without a window."""
+    """Return the recipe of one layer: the target's last layer, without a window."""
     own, last = target.recipe, target.layers[-1]
     mixer = last.mixer
     if isinstance(mixer, AttentionSpec):

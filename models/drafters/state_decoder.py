@@ -4,8 +4,8 @@
                                     +--> fc --> layer(s) --> (norm) --> head --> token t+2
     state of t ---------- (norm) ---+
 
-A checkpoint's layout (``eagle.py``, ``mtp.py``) tells which of these parts exist, and their names.
-EAGLE-3's layer attends over both halves, without an ``fc``.
+A checkpoint's layout (``eagle.py``, ``mtp.py``) tells which parts exist, and their names.
+EAGLE-3's layer attends over token and state side by side, without ``fc``.
 Refuses to know: layouts, files.
 """
 
@@ -32,15 +32,14 @@ class StateLayout:
 
     Attributes:
         names: prefix of our parameters' names -> prefix in the checkpoint, in order.
-        state_layers: layers of the target model before which states are read; not empty for EAGLE-3
-            only.
-        residual_is_normed: whether EAGLE-3's layer adds to the normed state.
-        has_embedding, has_head: whether the drafter has its own; else it uses the model's.
+        state_layers: layers of the target model whose input states are read; empty except for
+            EAGLE-3.
+        residual_is_normed: whether EAGLE-3's layer adds its result to the normed state.
+        has_embedding, has_head: whether the drafter has its own, in place of the target's.
         head_size: tokens that the drafter's head predicts; fewer than the vocabulary if ``picks``.
         fc_bias: whether ``fc`` has a bias.
-        embedding_norm, state_norm, final_norm: whether there are such norms.
-        goes_on_normed: whether the last result is normed before it serves as the next token's
-            state.
+        embedding_norm, state_norm, final_norm: whether the layout has each of these norms.
+        goes_on_normed: whether a result is normed before it is the state for the next token.
         state_size: size of the target model's states.
     """
 
@@ -60,7 +59,7 @@ class StateLayout:
 
 
 class WideLayer(DecoderLayer, Computing):
-    """EAGLE-3's layer (arXiv 2503.01840): it attends over the embedding and the state together."""
+    """EAGLE-3's layer (arXiv 2503.01840), which attends over embedding and state side by side."""
 
     def __init__(self, config: ModelConfig, residual_is_normed: bool) -> None:
         super().__init__(config, 0)
@@ -89,7 +88,7 @@ class WideLayer(DecoderLayer, Computing):
 
 
 class StateDecoder(Decoder):
-    """The drafter's layers, and the join of token and state before these layers."""
+    """The drafter's layers, after token and state are joined."""
 
     def __init__(self, config: ModelConfig, layout: StateLayout) -> None:
         super().__init__(config)
@@ -114,7 +113,7 @@ class StateDecoder(Decoder):
 
         Args:
             embedded: ``[n, hidden_size]``, embeddings of the tokens.
-            states: ``[n, hidden_size]``, states of the tokens before.
+            states: ``[n, hidden_size]``, states of the previous tokens.
         """
         inputs = [embedded, states, *self.angles(context, embedded.dtype)]
 
@@ -182,17 +181,17 @@ class StateDrafter(DecoderForCausalLM):
             self.lm_head = Elsewhere()
         elif layout.head_size != config.vocab_size:
             self.lm_head = nn.Linear(config.hidden_size, layout.head_size, bias=False)
-        # The target model's embedding and head, and the ids of the head's tokens in its vocabulary.
+        # The target model's embedding and head, and vocabulary ids of the head's tokens.
         self._embed: Callable[[Tensor], Tensor] | None = None
         self._logits: Callable[[Tensor], Tensor] | None = None
         self._vocab_size = config.vocab_size
         self.picked: Tensor | None = None  # [head_size] int64
 
     def share(self, model: DecoderForCausalLM, picked: Tensor | None) -> None:
-        """Use the target model's parts where the drafter has none.
+        """Use the target model's embedding and head if the drafter has none.
 
         Args:
-            picked: ids of the head's tokens, ``[head_size]``; None: all.
+            picked: vocabulary ids of the head's tokens, ``[head_size]``; None: all.
         """
         if not self.layout.has_embedding:
             self._embed = model.model.embed
@@ -210,7 +209,7 @@ class StateDrafter(DecoderForCausalLM):
         return name
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.take_states``; states of several layers are reduced to one."""
+        """Implement ``LayersDrafter.take_states``; several layers' states are reduced to one."""
         if not self.model.is_wide:
             return states
         joined: Tensor = self.model.fc(states)
@@ -225,13 +224,13 @@ class StateDrafter(DecoderForCausalLM):
     def draft_greedily(
         self, token_ids: Tensor, states: Tensor, context: ForwardContext, num_drafts: int
     ) -> list[int]:
-        """Compute one request's tokens and draft the most probable ones behind them, in one tape.
+        """Compute one request's tokens and draft the most probable next ones, in one tape.
 
         All passes are recorded at once, because positions and blocks are known before the tokens.
 
         Args:
             token_ids: ``[n]`` int64.
-            states: ``[n, hidden_size]``, states of the tokens before.
+            states: ``[n, hidden_size]``, states of the previous tokens.
             num_drafts: number of tokens to draft; all but the last are computed, too.
             context: forward context of all passes in sequence: positions ``[n + num_drafts - 1]``,
                 and groups of each pass.
@@ -254,14 +253,14 @@ class StateDrafter(DecoderForCausalLM):
             return tuple(drafts)
 
         inputs = [token_ids, states, *self.model.angles(context, states.dtype)]
-        # Only these few shapes recur: up to one new token more than drafts.
+        # Few shapes recur: up to one new token more than there are drafts.
         comes_again = num_tokens <= num_drafts + 1
         return torch.cat(
             self.model.run(draft_all, inputs, context, comes_again=comes_again)
         ).tolist()
 
     def compute_logits(self, hidden: Tensor, adapters: tuple[AdapterSpan, ...] = ()) -> Tensor:
-        """Implement ``LayersDrafter.compute_logits``; drafters read no adapters."""
+        """Implement ``LayersDrafter.compute_logits``; drafters have no adapters."""
         if self.layout.final_norm and not self.layout.goes_on_normed:
             hidden = self.model.norm(hidden)
         if self._logits is not None:

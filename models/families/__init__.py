@@ -1,1 +1,1 @@
-"""Families of models, one file each with all knowledge of it; `registry.py` lists their names."""
+"""Families of models: one file has all knowledge of a family; `registry.py` lists the names."""

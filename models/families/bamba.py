@@ -1,4 +1,4 @@
-"""Bamba: layers of Mamba 2, and of attention in which half of each head is rotated."""
+"""Bamba: layers of Mamba 2, and attention in which half of each head is rotated."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _gguf(keys: Keys) -> Mapping[str, Any]:
 
 
 def _gguf_heads(keys: Keys) -> Mapping[str, Any]:
-    """Return the head size, half of which RoPE rotates; raises ModelLoadError otherwise."""
+    """Return the head size; raises ModelLoadError unless RoPE rotates half of each head."""
     found = partly_turning_heads(keys)
     turning = found["partial_rotary_factor"]
     if keys.get("rope.dimension_count") is not None and turning != _TURNING:

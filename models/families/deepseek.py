@@ -30,7 +30,7 @@ _NUM_KV_HEADS, _V3_KV_HEADS = "num_key_value_heads", 128
 
 
 def _turning_heads(fields: Fields, default_kv_heads: int | None = None) -> Fields:
-    """Return the fields with the size of a head's rotated part as ``head_dim``.
+    """Return the fields, with the size of a head's rotated part as ``head_dim``.
 
     Args:
         fields: fields of config.json.
@@ -51,7 +51,7 @@ def _turning_heads(fields: Fields, default_kv_heads: int | None = None) -> Field
 def _turning_heads_of_v3(fields: Fields) -> Fields:
     rope_dim = fields.integer("qk_rope_head_dim")
     if rope_dim % 2 == 0 and fields.get("head_dim") not in (None, rope_dim):
-        # transformers makes a rotary embedding of head_dim dims, even if the heads have others.
+        # transformers rotates head_dim dims, even if the rotated part has other dims.
         raise fields.wrong("head_dim", f"only qk_rope_head_dim, {rope_dim}, is supported")
     return _turning_heads(fields, _V3_KV_HEADS)
 
@@ -108,7 +108,7 @@ def _recipe(model: ModelFields, latents: LatentSpec, experts: ExpertsSpec) -> Re
 
 
 def _v2(model: ModelFields) -> Recipe:
-    """Return V2's recipe. RoPE always rotates neighbours together; V3 has a field for this."""
+    """Return V2's recipe, in which RoPE always rotates adjacent dims; V3 has a field for this."""
     return _recipe(model, _latents(model, rope_interleave=True), _experts_of_v2(model.fields))
 
 
@@ -150,7 +150,7 @@ _GGUF_NAMES: Names = {
 
 
 def _gguf_of_v2(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields of V2, which has softmax scores."""
+    """Return the fields of V2, whose scores are a softmax."""
     return {
         **(gguf.routed_experts(keys) if keys.get("expert_count") else _gguf_without_experts(keys)),
         "topk_method": "group_limited_greedy" if keys.get("expert_group_count") else "greedy",
@@ -174,7 +174,7 @@ def _gguf_variant(keys: Keys) -> Architecture | None:
 
 
 def _gguf_heads(keys: Keys) -> Mapping[str, Any]:
-    """Return the sizes of latent attention; files before 2025 have whole-head sizes only."""
+    """Return latent attention's sizes; files before 2025 have whole-head sizes only."""
     turning = keys.integer("rope.dimension_count")
     length = keys.integer("attention.key_length_mla", keys.integer("attention.key_length"))
     value = keys.integer("attention.value_length_mla", keys.integer("attention.value_length"))

@@ -27,8 +27,8 @@ from models.rope_config import NO_ROPE
 _MULTIPLIERS = frozenset(
     {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
 )
-# Name for the size of experts: Granite 4's files call it intermediate_size, which elsewhere is the
-# size of an MLP.
+# Our name for the size of experts: Granite 4's files call it intermediate_size, which is the MLP's
+# size in other families.
 _EXPERT_SIZE = "expert_intermediate_size"
 _HYBRID_NAMES = {
     ".mlp.gate.": ".block_sparse_moe.router.layer.",
@@ -140,7 +140,7 @@ def _gguf_scales(keys: Keys) -> Mapping[str, Any]:
 
 
 def _gguf_experts(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields of the shared MLP, and of the experts if there are some."""
+    """Return the fields of the shared MLP, and of the experts, if any."""
     count = keys.integer("expert_count", 0, minimum=0)
     shared = "ffn_up_shexp.weight" if count else "ffn_up.weight"
     return {
@@ -152,7 +152,7 @@ def _gguf_experts(keys: Keys) -> Mapping[str, Any]:
 
 
 def _gguf_of_moe(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields of Granite with experts, as a Granite 4 with attention in every layer."""
+    """Return Granite with experts as a Granite 4 whose layers all have attention."""
     return {
         **_gguf_scales(keys),
         **_gguf_experts(keys),
@@ -178,7 +178,7 @@ def _gguf_of_hybrid(keys: Keys) -> Mapping[str, Any]:
 
 
 def _bamba_or_hybrid(keys: Keys) -> Architecture | None:
-    """Choose Bamba, whose files say granitehybrid but have RoPE and no scales."""
+    """Choose Bamba for its files, which say granitehybrid but have RoPE and no scales."""
     is_bamba = _turns(keys) and keys.get("embedding_scale") is None
     return bamba.GGUF_ROW if is_bamba else None
 

@@ -24,7 +24,7 @@ LlamaForCausalLM = Family(recipe=_llama, activations=GELU)
 
 
 def _gguf_variant(keys: Keys) -> Architecture | None:
-    """Choose Mistral or Mixtral for their files, which claim to be llama, by window or experts."""
+    """Choose Mistral (by window) or Mixtral (by experts), whose files claim to be llama."""
     if keys.get("expert_count"):
         return mistral.GGUF_MIXTRAL
     return mistral.GGUF_MISTRAL if keys.get("attention.sliding_window") else None

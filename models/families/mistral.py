@@ -1,6 +1,6 @@
 """Mistral, a Llama without biases; all or some layers may have a sliding window.
 
-Ministral 8B's ``layer_types`` tells which layers have a window. Mixtral has experts, too.
+Ministral 8B's ``layer_types`` tells which layers have a window. Mixtral also has experts.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _gguf_of_mixtral(keys: Keys) -> Mapping[str, Any]:
     }
 
 
-# Files of the first Mistral and of Mixtral claim to be llama, whose entry chooses these.
+# Files of the first Mistral and of Mixtral claim to be llama, whose entry chooses them.
 GGUF_MISTRAL = Architecture("MistralForCausalLM", window, changes=PAIRS)
 GGUF_MIXTRAL = Architecture(
     "MixtralForCausalLM",

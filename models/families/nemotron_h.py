@@ -1,9 +1,9 @@
-"""Nemotron-H: Mamba 2, attention without RoPE, and MLPs of squared ReLUs or experts of these.
+"""Nemotron-H: Mamba 2, attention without RoPE, and MLPs or experts with squared ReLU.
 
-In a file each layer has one part; here, up to two parts form a layer::
+In a file, each layer has one part; here, up to two parts form a layer::
 
-    in the file    M  -  M  *  -  M  E        of Mamba 2, an MLP, attention, experts
-    here           M  -| M |*  -| M  E        a mixer, and the MLP or experts behind it, if any
+    in the file    M  -  M  *  -  M  E        M: Mamba 2, -: MLP, *: attention, E: experts
+    here           M  -| M |*  -| M  E        a mixer, and the MLP or experts after it, if any
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _MOE}
 _NAMES = {name: name for name in _LETTERS.values()} | {"mamba": _MAMBA, "attention": _ATTENTION}
 _PATTERN, _PARTS = "hybrid_override_pattern", "layers_block_type"
 _TIME_STEP_MIN = 0.001
-# Field names in older files -> in newer files; the older name wins when a file has both.
+# Field names in older files -> in newer files; if a file has both, the older one is used.
 _OLDER_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -76,17 +76,16 @@ def _in_common_words(fields: Fields) -> Fields:
             _PARTS: kinds,
             "rms_norm_eps": fields.number("layer_norm_epsilon", 1e-5),
             "head_dim": fields.integer(head_dim, 128),
-            "hidden_act": "silu",  # activation of Mamba 2
+            "hidden_act": "silu",  # Mamba 2's activation
         }
     )
 
 
 def _refuse_time_step_min(fields: Fields) -> None:
-    """Refuse a minimum time step other than 0 and the 0.001 of all published checkpoints.
+    """Refuse a minimum time step other than 0, or the 0.001 of all published checkpoints.
 
-    Training and NVIDIA's own code use this field for initial weights alone, and Baton computes as
-    they do. transformers 5 raises the time steps of a prompt's tokens to the minimum, but not those
-    of later tokens.
+    Training, NVIDIA's own code and Baton use this field for initial weights only. transformers 5
+    also raises time steps to it, for a prompt's tokens but not for later tokens.
     """
     name = "time_step_min"
     if fields.get(name) not in (None, 0.0, _TIME_STEP_MIN):
@@ -96,7 +95,7 @@ def _refuse_time_step_min(fields: Fields) -> None:
 
 def _kinds(fields: Fields) -> list[str]:
     """Return the kind of each part in the file; raises ModelLoadError if the first is no mixer."""
-    # As in transformers, layer_types wins when a file has both.
+    # If a file has both, layer_types is used, as in transformers.
     name = next((n for n in ("layer_types", _PARTS) if fields.has(n)), _PATTERN)
     known = _LETTERS if name == _PATTERN else _NAMES
     kinds: list[str] = []
@@ -224,7 +223,7 @@ _GGUF_NAMES: Names = {
 
 
 def _gguf(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields; each of the file's layers has one part."""
+    """Return the fields; each layer of the file has one part."""
     kinds = {
         **dict.fromkeys(keys.layers_with("ffn_up.weight"), "mlp"),
         **dict.fromkeys(keys.layers_with("ffn_gate_inp.weight"), "moe"),

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after each part, and norms over all query heads and over all key heads."""
+"""OLMo 2 and 3: norms after each part, over all query heads, and over all key heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NORMS = LayerNorms(
 
 
 def _recipe(model: ModelFields, windows: list[int | None], **options: Any) -> Recipe:
-    """Return the recipe; layers with a window use the second rotary embedding."""
+    """Return the recipe; layers with a window have the second rotary embedding."""
     mixers = [
         model.attention(
             window=window,
@@ -52,7 +52,7 @@ Olmo3ForCausalLM = Family(
     defaults={
         "sliding_window": 4096,
         "rope_theta": 500_000.0,
-        # In a file without rope_parameters, transformers applies rope_theta to full attention.
+        # Without rope_parameters, transformers applies rope_theta to full attention only.
         "rope_local_base_freq": 500_000.0,
     },
     activations=GELU,
@@ -75,7 +75,7 @@ def _gguf_variant(keys: Keys) -> Architecture | None:
 
 
 def _gguf_of_3(keys: Keys) -> Mapping[str, Any]:
-    """Return OLMo 3's fields; its sliding-window layers use the same RoPE base, unscaled."""
+    """Return OLMo 3's fields; layers with a window have the same RoPE base, unscaled."""
     theta = {"rope_theta": keys.decimal("rope.freq_base", DEFAULT_THETA)}
     ropes = {
         FULL: {**(rope_scaling(keys) or {"rope_type": "default"}), **theta},

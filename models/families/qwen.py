@@ -33,7 +33,7 @@ def _qwen3(model: ModelFields) -> Recipe:
 
 
 def experts_of(fields: Fields, count: str = "num_experts") -> ExpertsSpec:
-    """Read the experts; ``count`` is the field with their number."""
+    """Read the experts, whose number is in the field ``count``."""
     return ExpertsSpec(
         num_experts=fields.integer(count, maximum=MAX_PARTS),
         inner_size=fields.integer("moe_intermediate_size"),
@@ -43,13 +43,13 @@ def experts_of(fields: Fields, count: str = "num_experts") -> ExpertsSpec:
 
 
 def experts_with_shared(fields: Fields) -> ExpertsSpec:
-    """Read the experts, one of them shared and scaled by a gate."""
+    """Read the experts, and the shared one, scaled by a gate."""
     shared_size = fields.integer("shared_expert_intermediate_size")
     return replace(experts_of(fields), shared_size=shared_size, has_shared_gate=True)
 
 
 def dense_layers(model: ModelFields) -> frozenset[int]:
-    """Return the layers that have an MLP in place of experts."""
+    """Return the layers that have an MLP instead of experts."""
     step = model.fields.integer("decoder_sparse_step", 1)
     named = model.fields.token_ids("mlp_only_layers")
     layers = range(model.num_layers)
@@ -82,7 +82,7 @@ def _qwen3_moe(model: ModelFields) -> Recipe:
     window = model.sliding_window if model.use_sliding_window else None
     # Layer types are ignored, as in transformers.
     mixers = _qwen3_attention(model, [window] * model.num_layers)
-    # transformers writes either name; as there, the second wins when a file has both.
+    # transformers writes either name; if a file has both, it reads the second.
     count = "num_local_experts" if model.fields.has("num_local_experts") else "num_experts"
     return _with_experts(model, mixers, experts_of(model.fields, count))
 
@@ -105,8 +105,8 @@ Qwen3ForCausalLM = Family(
 Qwen3MoeForCausalLM = Family(
     recipe=_qwen3_moe, defaults={"num_key_value_heads": 4, "sliding_window": 4096}
 )
-# For images Qwen's rotary embedding has three axes. A text token has one position on all three, so
-# for text it equals the plain embedding.
+# For images, Qwen's rotary embedding has three axes. A text token has the same position on all
+# axes, so the plain embedding is equal.
 Qwen2VLForConditionalGeneration = TextPart("Qwen2ForCausalLM")
 Qwen2_5_VLForConditionalGeneration = TextPart("Qwen2ForCausalLM")
 Qwen3VLForConditionalGeneration = TextPart("Qwen3ForCausalLM")
@@ -132,7 +132,7 @@ def gguf_experts(keys: Keys, *, normalized: bool) -> Mapping[str, Any]:
 
     Args:
         keys: the file's metadata.
-        normalized: default for whether expert weights sum to 1.
+        normalized: whether the weights of a token's experts sum to 1 by default.
     """
     with_experts = keys.layers_with(*EXPERTS)
     dense = sorted(set(keys.layers_with("ffn_up.weight")) - set(with_experts))

@@ -36,7 +36,7 @@ from models.recipe import (
     Recipe,
 )
 
-_INTERVAL = 4  # one layer of this many attends, if a file names no types
+_INTERVAL = 4  # without layer types, every fourth layer attends
 # Weights that a text model ignores: multi-token prediction layers, and the vision part.
 _ELSEWHERE = ("mtp.", "model.visual.")
 
@@ -66,7 +66,7 @@ def _recipe(
     feed_forward: FeedForwardSpec,
     dense: frozenset[int] = frozenset(),
 ) -> Recipe:
-    """Return the recipe: experts, or MLPs in all or the ``dense`` layers."""
+    """Return the recipe: experts, or MLPs in all or only the ``dense`` layers."""
     bias, mlp = model.attention_bias, dense_mlp(model)
     attention = model.attention(
         qkv_bias=bias,
@@ -105,7 +105,7 @@ def _qwen3_5(model: ModelFields) -> Recipe:
 
 
 def _qwen3_5_experts(fields: Fields) -> ExpertsSpec:
-    """Read Qwen3-Next's experts, which every layer has and whose weights always sum to 1."""
+    """Read Qwen3-Next's experts, for all layers, with weights that always sum to 1."""
     if fields.get("norm_topk_prob") not in (None, True):
         raise fields.wrong("norm_topk_prob", "only true is supported for this architecture")
     return checked(fields, replace(experts_with_shared(fields), normalize=True))
@@ -113,7 +113,7 @@ def _qwen3_5_experts(fields: Fields) -> ExpertsSpec:
 
 def _qwen3_5_moe(model: ModelFields) -> Recipe:
     experts = _qwen3_5_experts(model.fields)
-    dense_layers(model)  # called only to check its fields
+    dense_layers(model)  # checks the fields
     return _recipe(model, _delta_net(model.fields, stored_by_key_head=False), experts)
 
 
@@ -147,7 +147,7 @@ Qwen3_5ForCausalLM = replace(
     recipe=_qwen3_5,
     defaults={**Qwen3NextForCausalLM.defaults, "num_key_value_heads": 4},
 )
-# These files name no size for a dense MLP, as no layer has one.
+# These files have no size for a dense MLP, as no layer has a dense MLP.
 Qwen3_5MoeForCausalLM = replace(
     Qwen3NextForCausalLM,
     recipe=_qwen3_5_moe,

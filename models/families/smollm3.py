@@ -13,7 +13,7 @@ from models.model_fields import ModelFields
 from models.recipe import Recipe
 from models.rope_config import NO_ROPE
 
-_INTERVAL = 4  # one layer of this many has no rotary embedding
+_INTERVAL = 4  # every fourth layer has no rotary embedding
 
 
 def _smollm3(model: ModelFields) -> Recipe:
@@ -33,7 +33,7 @@ def _smollm3(model: ModelFields) -> Recipe:
 
 
 def _no_rope_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
-    """Return 0 for each layer without a rotary embedding, else 1; None: the file has no list."""
+    """Return 0 per layer without a rotary embedding, else 1; None: the file has no list."""
     if not fields.has("no_rope_layers"):
         return None
     values = fields.get("no_rope_layers")

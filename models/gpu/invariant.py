@@ -1,4 +1,4 @@
-"""InvariantPacker: layers on a GPU whose result for a token does not depend on the batch.
+"""InvariantPacker: GPU layers whose result for a token does not depend on the batch.
 
 Refuses to know: attention, files, how a product is computed.
 """
@@ -22,11 +22,11 @@ from models.loading.stored_weights import WeightPart
 
 @dataclass(frozen=True, slots=True)
 class InvariantPacker:
-    """A ``WeightPacker`` that keeps weights as they are, but uses batch-invariant products.
+    """A ``WeightPacker`` that keeps weights unchanged, but uses batch-invariant products.
 
     Attributes:
-        kind: the GPU's kind; other kinds add in another order.
-        int8: packer of layers that sum integers, whose order does not matter; None: no such layers.
+        kind: the GPU's kind, as other kinds add in another order.
+        int8: packer of layers that sum integers, in any order; None: no such layers.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class InvariantPacker:
 
 
 class _Packing:
-    """Make one model's linear layers batch-invariant; a ``PackingModel``."""
+    """Makes one model's linear layers batch-invariant; a ``PackingModel``."""
 
     takes_float8 = False
 
@@ -55,9 +55,7 @@ class _Packing:
         return self._int8 is not None and self._int8.take(owner, parts)
 
     def finish(self) -> None:
-        """Implement ``PackingModel.finish``; a tied head becomes a layer that shares the
-        embedding's memory.
-        """
+        """Implement ``PackingModel.finish``; a tied head shares the embedding's memory."""
         if self._int8 is not None:
             self._int8.finish()
         model = self._model

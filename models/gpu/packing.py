@@ -1,4 +1,4 @@
-"""GpuPacker: keeps linear layers on a GPU in 4 or 8 bits, in the checkpoint's or a chosen format.
+"""GpuPacker: keeps linear layers on a GPU in 4 or 8 bits, in the checkpoint's or a given format.
 
 Embeddings and heads tied to them, experts, routers, and projections of latents stay ordinary
 parameters. Refuses to know: architectures, files, how a product is computed.
@@ -50,7 +50,7 @@ class GpuPacker:
     Attributes:
         device: the weights' device.
         weights: format of all linear layers except a tied head; None: the checkpoint's format. With
-            ``INT4`` and ``FP8`` a head is ``INT8``, as low precision hurts the head most.
+            ``INT4`` and ``FP8``, a head is ``INT8``, as it suffers most from low precision.
         has_float8: whether the device multiplies float8.
     """
 
@@ -65,7 +65,7 @@ class GpuPacker:
 
 
 class _Packing:
-    """Keep one model's linear layers in few bits; a ``PackingModel``."""
+    """Keeps one model's linear layers in few bits; a ``PackingModel``."""
 
     def __init__(self, packer: GpuPacker, model: DecoderForCausalLM) -> None:
         self._packer = packer
@@ -127,9 +127,7 @@ class _Packing:
     def _keep(
         self, parts: Sequence[WeightPart], wanted: QuantizedFormat | None
     ) -> QuantizedWeight | None:
-        """Keep a checkpoint's format if it is the wanted one; None if it is another one, or if
-        kernels do not support it.
-        """
+        """Keep a checkpoint's format; None if another one is wanted or kernels lack it."""
         kept, layout = integers_alike(parts)
         if layout is None:
             return self._keep_float8(parts) if wanted in (None, QuantizedFormat.FP8) else None
@@ -210,7 +208,7 @@ def _integers_of(rows: torch.Tensor, wanted: QuantizedFormat) -> GroupedIntegers
 
 
 def quantized_kinds(model: CausalLM) -> list[str]:
-    """List the kinds of quantized layers that a model has, each once."""
+    """List the kinds of quantized layers that a model has, without repetition."""
     assert isinstance(model, nn.Module)
     layers = [one.quantized for one in model.modules() if isinstance(one, QuantizedLinear)]
     return sorted(set(map(_kind, layers)))

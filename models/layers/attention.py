@@ -42,7 +42,7 @@ class Attention(Computing):
         super().__init__()
         self._layer_index = layer_index
         self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
-        self.can_share = not spec.qk_norm_of_all_heads  # such a norm would need all ranks' heads
+        self.can_share = not spec.qk_norm_of_all_heads  # such a norm needs all ranks' heads
         self._eps = eps
         self._scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self._soft_cap = spec.soft_cap
@@ -72,7 +72,7 @@ class Attention(Computing):
         self._num_heads = heads[1] - heads[0]
 
     def keep_loaded(self, sinks: Tensor) -> Tensor:
-        """Return a checkpoint's sinks ``[num_heads]`` in the form to store."""
+        """Return a checkpoint's sinks ``[num_heads]`` as the layer stores them."""
         return sinks.float()
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: ForwardContext) -> Tensor:
@@ -92,7 +92,7 @@ class Attention(Computing):
         k_scale, v_scale = self.k_scale, self.v_scale
         if kv_cache.dtype != ops.FP8:
             k_scale = v_scale = 1.0
-        projected = self.qkv_proj(hidden)  # [num_tokens, heads and, perhaps, gates]
+        projected = self.qkv_proj(hidden)  # [num_tokens, heads, and gates if any]
         query = self.ops.norm_rotary_store(
             projected,
             self._num_heads,
@@ -125,7 +125,7 @@ class Attention(Computing):
 
 
 def make_joined_projection(spec: AttentionSpec, num_inputs: int) -> JoinedLinear:
-    """Make the projection of queries, keys and values, and of gates if there are some."""
+    """Make the joined projection of queries, keys and values, and of gates, if any."""
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     parts, bias = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}, spec.qkv_bias
     if spec.output_gate:

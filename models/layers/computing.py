@@ -1,4 +1,4 @@
-"""Layers that compute with ops, and the choice of their ops for a whole model."""
+"""Layers that compute with ops, and the choice of ops for a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Computing(nn.Module):
 
 
 def use_ops(model: nn.Module, ops: Ops) -> None:
-    """Have all layers of a model compute with these ops."""
+    """Let all layers of a model compute with these ops."""
     for module in model.modules():
         if isinstance(module, Computing):
             module.ops = ops

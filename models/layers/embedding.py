@@ -1,6 +1,6 @@
-"""Embeddings of models that are packed for a CPU: in the head's panels (tied), or in 16 bits.
+"""Embeddings of models packed for a CPU: in the head's panels if tied, else in 16 bits.
 
-Refuses to know: what else is packed, files.
+Refuses to know: other packed layers, files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from models.layers.computing import Computing
 
 
 class PackedEmbedding(Computing):
-    """An embedding that reads the head's panels, so that the weight is in memory once.
+    """An embedding that reads the head's panels, so that memory holds the weight once.
 
     Args:
         weight: the head's weight.
@@ -31,7 +31,7 @@ class PackedEmbedding(Computing):
 
 
 class NarrowEmbedding(nn.Module):
-    """An embedding whose weight is kept in fewer bits than the model computes with.
+    """An embedding with fewer bits per weight than the model's dtype.
 
     Args:
         weight: ``[vocab_size, hidden_size]``.

@@ -21,9 +21,9 @@ from models.recipe import DeltaNetSpec
 class GatedDeltaNet(Computing):
     """Gated delta net: a mixer with a state, in place of attention.
 
-    In checkpoints of Qwen3-Next, the rows of a projection are grouped by key head, each with its
-    value heads; in those of Qwen3.5, by projection. Here they lie in the order of the convolution
-    and the rule::
+    In Qwen3-Next's checkpoints, a projection's rows are grouped by key head, each with its value
+    heads; in Qwen3.5's, by projection. Here, they are in the order that the convolution and the
+    rule read::
 
         | query | key | value | gate (as value) | b (value heads) | a (as b) |
 

@@ -1,7 +1,7 @@
 """Latent attention of one decoder layer: the cache keeps one vector per token for all heads.
 
-Keys and values are never computed from the vectors. The key matrix is applied to the query instead,
-and the value matrix to the weighted sum (DeepSeek-AI, arXiv:2405.04434, section 2.1.2).
+Keys and values are never computed. Instead, the key matrix is applied to the query, and the value
+matrix to the weighted sum (DeepSeek-AI, arXiv:2405.04434, section 2.1.2).
 Refuses to know: how the backend attends, which requests there are.
 """
 
@@ -59,7 +59,7 @@ class LatentProjection(nn.Linear):
 
 
 class PackedLatentProjection(Computing):
-    """A ``LatentProjection`` on a CPU; each of its two matrices is packed once.
+    """A ``LatentProjection`` on a CPU, with both matrices packed.
 
     Args:
         keys: ``num_heads`` times ``rank`` outputs of ``key_dim`` inputs.
@@ -69,7 +69,7 @@ class PackedLatentProjection(Computing):
     def __init__(self, keys: ops.PackedWeight, values: ops.PackedWeight) -> None:
         super().__init__()
         self._keys, self._values = keys, values
-        # The panels as parameters, so that their memory is counted.
+        # Panels are parameters so that their memory is counted.
         self.keys = nn.Parameter(keys.panels, requires_grad=False)
         self.values = nn.Parameter(values.panels, requires_grad=False)
 
@@ -119,7 +119,7 @@ class LatentAttention(Computing):
     def shard(self, rank: Rank) -> None:
         """Implement ``Shareable.shard``: each rank keeps some heads.
 
-        All ranks compute and keep the latents, and each makes keys and values of its own heads.
+        All ranks compute and store all latents; each makes keys and values of its own heads.
         """
         spec = self._spec
         heads = rank.span(self._num_heads)

@@ -1,6 +1,6 @@
-"""Linear layers that torch lacks: several projections in one product, packed weights.
+"""Linear layers that torch lacks: joined projections, packed and quantized weights.
 
-One large product reads its input once and takes one launch. Refuses to know: the parts' meaning.
+One large product reads the input once, in one launch. Refuses to know: the parts' meaning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from models.parallel.shards import Kept, KeptParts, Span
 
 
 class ExactLinear(nn.Linear):
-    """A linear layer that is never rounded: a small, sensitive one, such as a router."""
+    """A small, sensitive linear layer, such as a router, whose weight is never rounded."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` -> ``[..., out_features]`` float32."""
@@ -60,7 +60,7 @@ class JoinedLinear(nn.Linear):
             start += size
 
     def row_order(self, name: str) -> Tensor | None:
-        """Return each row's index in a part's checkpoint tensor, int64; None: the same index."""
+        """Return each row's index in the part's checkpoint tensor, int64; None: the same index."""
         return None
 
     def stored_name(self, name: str) -> str:
@@ -68,11 +68,11 @@ class JoinedLinear(nn.Linear):
         return name
 
     def stored_rows(self, name: str) -> int:
-        """Count the rows that a part's tensor has in a checkpoint."""
+        """Return the number of rows of a part's tensor in a checkpoint."""
         return self._parts[name]
 
     def keep_parts(self, spans: Sequence[Span]) -> KeptParts:
-        """Keep some rows of each part; return the matching parts of a checkpoint's tensors."""
+        """Keep some rows of each part; return the parts of a checkpoint's tensors to read."""
         kept: KeptParts = {}
         rows: list[int] = []
         for (name, of_part), (first, end) in zip(self.part_rows(), spans, strict=True):
@@ -90,13 +90,13 @@ class JoinedLinear(nn.Linear):
 
 
 class ExpertsLinear(JoinedLinear):
-    """Projections of all experts, of equal sizes; when packed, each expert begins a new panel."""
+    """Projections of all experts, of equal sizes; each expert's panels are separate when packed."""
 
 
 class HeadsInPairs(JoinedLinear):
-    """Projections to rotated heads, of which checkpoints store the dims in adjacent pairs::
+    """Projections to rotated heads; checkpoints store their dims in adjacent pairs::
 
-        in a checkpoint    | 0 1 | 2 3 | 4 5 | 6 7 |  of a head's rotated dims; then the others
+        in a checkpoint    | 0 1 | 2 3 | 4 5 | 6 7 |  a head's rotated dims; then the others
         here               | 0 2 4 6 | 1 3 5 7 |
 
     Args:
@@ -131,7 +131,7 @@ class HeadsInPairs(JoinedLinear):
 
 
 class HeadsWithGates(JoinedLinear):
-    """Query, key and value projections; checkpoints keep a gate behind each query head::
+    """Query, key and value projections; checkpoints store a gate after each query head::
 
         in a checkpoint    q_proj: | query of head 0 | gate of head 0 | query of head 1 | ...
         here               | queries | keys | values | gates |
@@ -169,7 +169,7 @@ class HeadsWithGates(JoinedLinear):
 
 
 class RegroupedLinear(JoinedLinear):
-    """Several projections of one input, whose rows checkpoints keep by group::
+    """Several projections of one input, whose rows checkpoints store by group::
 
         in a checkpoint    | a of group 0 | b of group 0 | a of group 1 | b of group 1 | ...
         here               | a of group 0 | a of group 1 | ... | b of group 0 | b of group 1 | ...
@@ -198,7 +198,7 @@ class RegroupedLinear(JoinedLinear):
 
 
 class GatedLinear(JoinedLinear, Computing):
-    """``activation(first part) * second part`` of one product; both parts have equal sizes.
+    """``activation(first part) * second part`` of a joined product; parts have equal sizes.
 
     Args:
         in_features: inputs of both parts.
@@ -226,12 +226,12 @@ class GatedLinear(JoinedLinear, Computing):
 
 
 class PackedLinear(Computing):
-    """A linear layer on a CPU with its weight in panels; made from a loaded layer.
+    """A linear layer on a CPU, with its weight in panels; made from a loaded layer.
 
     Args:
-        weight: the layer's parameters; they are only read.
-        activation: activation of the original ``GatedLinear``; None: another kind of layer.
-        exact: whether it was an ``ExactLinear``.
+        weight: the layer's parameters; read only.
+        activation: activation of the original ``GatedLinear``; None: not gated.
+        exact: whether the original was an ``ExactLinear``.
 
     Attributes:
         packed: the weight.
@@ -244,7 +244,7 @@ class PackedLinear(Computing):
         super().__init__()
         self.activation, self._is_exact = activation, exact
         self.packed = weight
-        # The panels as parameters, so that their memory is counted.
+        # Panels are parameters so that their memory is counted.
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
         self.bias = None if weight.bias is None else nn.Parameter(weight.bias, requires_grad=False)
         groups = () if weight.groups is None else weight.groups.tensors
@@ -268,7 +268,7 @@ class QuantizedLinear(Computing):
     Args:
         weight: the weight, on the device of the layer.
         bias: ``[out_features]``.
-        activation: activation of the original ``GatedLinear``; None: another kind of layer.
+        activation: activation of the original ``GatedLinear``; None: not gated.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class QuantizedLinear(Computing):
         self._activation = activation
         self.quantized = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        # The numbers as parameters, so that their memory is counted.
+        # Parameters, so that their memory is counted.
         self.numbers = nn.ParameterList(
             nn.Parameter(tensor, requires_grad=False) for tensor in weight.tensors
         )
@@ -295,8 +295,8 @@ class InvariantLinear(Computing):
     Args:
         weight: ``[out_features, in_features]``, shared with the original layer.
         bias: ``[out_features]``.
-        activation: activation of the original ``GatedLinear``; None: another kind of layer.
-        exact: whether it was an ``ExactLinear``.
+        activation: activation of the original ``GatedLinear``; None: not gated.
+        exact: whether the original was an ``ExactLinear``.
     """
 
     _arrived: Tensor
@@ -336,7 +336,7 @@ def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
 
     Args:
         linear: the layer.
-        spans: the outputs to keep; for a ``JoinedLinear``, those of each part.
+        spans: the outputs to keep; for a ``JoinedLinear``, one span per part.
     """
     if isinstance(linear, JoinedLinear):
         kept = linear.keep_parts(spans)
@@ -354,7 +354,7 @@ def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
     """Make an unloaded layer row-parallel: it reads some of its inputs.
 
     Args:
-        linear: the layer, whose results are added over all ranks.
+        linear: the layer; its results are summed over all ranks.
         span: the inputs to keep.
         adds_bias: whether this rank adds the bias.
     """
@@ -373,7 +373,7 @@ def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
 
 
 def _resize(linear: nn.Linear, kept: KeptParts) -> None:
-    """Allocate a layer's parameters in its new sizes; return them."""
+    """Allocate a layer's parameters in their new sizes, and note the kept parts."""
     linear.kept = kept  # type: ignore[assignment]
     linear.weight = nn.Parameter(torch.empty(linear.out_features, linear.in_features))
     if linear.bias is not None:

@@ -18,7 +18,7 @@ from models.recipe import Mamba2Spec
 class Mamba2(Computing):
     """Mamba 2: a mixer with a state, in place of attention.
 
-    One projection makes all inputs of a token; the convolution takes ``x``, ``b`` and ``c``::
+    One projection makes all inputs of a token; the convolution reads ``x``, ``b`` and ``c``::
 
         | gate (inner_size) | x (inner_size) | b (groups * state_dim) | c (as b) | dt (heads) |
 

@@ -37,18 +37,18 @@ class AdaptedMix(Protocol):
 class SparseMoe(Computing):
     """Each token goes through few of many gated MLPs (Shazeer et al., arXiv:1701.06538).
 
-    The weights of all experts are one parameter, so that they are packed and multiplied together.
+    The weights of all experts are one parameter, to be packed and multiplied together.
 
     Args:
         spec: the experts.
         hidden_size: size of input and output.
 
     Attributes:
-        invariant: whether a token's results must not depend on others, even on a GPU.
+        invariant: whether a token's results may not depend on other tokens, even on a GPU.
         adapted: computes tokens in place of `mix`, some of them adapted; None: nothing does.
         width: size of the experts' input and output.
         inner_size: size of an expert's middle.
-        num_halves: parts of an expert's first layer: gates and ups, or ups alone.
+        num_halves: parts of an expert's first layer: 2 for gates and ups, 1 for ups alone.
         activation: see ``ops.experts``.
     """
 
@@ -72,7 +72,7 @@ class SparseMoe(Computing):
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(spec.num_experts))
-        # Width of the experts' input and output: the stream's, or a projection's.
+        # Width of the experts' input and output: the residual stream's, or a projection's.
         width = hidden if spec.latent_size is None else spec.latent_size
         self.fc1_latent_proj: nn.Module | None = None
         self.fc2_latent_proj: nn.Module | None = None
@@ -100,9 +100,7 @@ class SparseMoe(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: ranks divide each expert's middle, and each routes all
-        tokens.
-        """
+        """Implement ``Shareable.shard``: ranks divide each expert's middle; all of them route."""
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self.inner_size)

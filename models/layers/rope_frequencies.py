@@ -39,7 +39,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         case "longrope":
             return _longrope(rope, dim)
         case _:
-            # Includes "dynamic": up to rope.max_len, its NTK-scaled base equals the unscaled one.
+            # "dynamic", too: up to rope.max_len, its scaled base equals the unscaled one.
             return _plain(rope, dim)
 
 
@@ -61,7 +61,7 @@ def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, and those in between mixed.
+    """Llama 3.1: stretch long wavelengths, keep short ones, and mix those in between.
 
     ::
 
@@ -94,7 +94,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # no division by zero below
+        high += 0.001  # avoids a division by zero
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)  # [head_dim / 2]
     inverse = rope.theta ** _exponents(head_dim)  # [head_dim / 2]
@@ -102,7 +102,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _longrope(rope: RopeConfig, head_dim: int) -> Tensor:
-    """LongRoPE (Ding et al., arXiv:2402.13753): one searched divisor per pair."""
+    """LongRoPE (Ding et al., arXiv:2402.13753): a divisor per pair, found by search."""
     divisors = rope.long_factor if rope.use_long_factors else rope.short_factor
     divisor = torch.tensor(divisors, dtype=torch.float32, device="cpu")  # [head_dim / 2]
     return 1.0 / (divisor * rope.theta ** _exponents(head_dim))

@@ -1,6 +1,6 @@
-"""A short causal convolution of channels, whose state is their newest inputs.
+"""A short causal convolution per channel; its state is the newest inputs.
 
-Refuses to know: what the channels are, who owns a slot.
+Refuses to know: the channels' meaning, who owns a slot.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton_kernels import E2M1_TWICE, GroupedIntegers, Groups
 
-# The eight magnitudes of codes 0 to 7; codes 8 to 15 are the negative numbers.
+# Magnitudes of codes 0 to 7; codes 8 to 15 are their negatives.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # bias of a scale's exponent (e8m0)
 _NOT_A_NUMBER = 255
@@ -40,7 +40,7 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
-    """Return `mxfp4`'s numbers as integers in groups: each number doubled, and each scale halved.
+    """Return `mxfp4`'s numbers as grouped integers: numbers are doubled, and scales halved.
 
     None if a scale is NaN.
     """
@@ -54,7 +54,7 @@ def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
 
 
 def nvfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
-    """Return numbers in groups of 16 as integers: each number doubled, and each scale halved.
+    """Return e2m1 numbers in groups of 16 as grouped integers: numbers doubled, scales halved.
 
     Args:
         packed: ``[out, in / 2]`` uint8, see `fp4`.
@@ -79,7 +79,7 @@ def _check(packed: Tensor, scale: Tensor) -> None:
 
 
 def _fit(packed: Tensor, scale: Tensor, group_size: int) -> bool:
-    """Return whether there is a scale for each group of each row."""
+    """Return whether each group of each row has a scale."""
     if packed.dim() != 2 or scale.dim() != 2 or len(packed) != len(scale):
         return False
     return 2 * packed.shape[1] == group_size * scale.shape[1]

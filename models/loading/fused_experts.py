@@ -1,16 +1,16 @@
-"""Split a checkpoint's fused experts into one tensor per expert, as other checkpoints have.
+"""Split a checkpoint's fused experts into one tensor per expert, as in other checkpoints.
 
     mlp.experts.gate_up_proj [experts, 2 * size, hidden]  ──  mlp.experts.0.gate_proj.weight, ...
     mlp.experts.down_proj    [experts, hidden, size]      ──  mlp.experts.0.down_proj.weight, ...
 
-In gpt-oss, inputs come before outputs, and gates and ups alternate; with biases, maybe MXFP4:
+In gpt-oss, inputs come before outputs, gates and ups alternate, and there are biases:
 
     mlp.experts.gate_up_proj        [experts, hidden, 2 * size]
-    mlp.experts.gate_up_proj_blocks [experts, 2 * size, hidden / 32, 16 bytes], in place of that,
+    mlp.experts.gate_up_proj_blocks [experts, 2 * size, hidden / 32, 16 bytes], instead, in MXFP4
     mlp.experts.gate_up_proj_scales [experts, 2 * size, hidden / 32]
     mlp.experts.gate_up_proj_bias   [experts, 2 * size]
 
-In Granite 4 they are like the first ones, but under names of their own:
+In Granite 4, experts are like the first kind, with other names:
 
     block_sparse_moe.input_linear.weight, block_sparse_moe.output_linear.weight
 
@@ -32,7 +32,7 @@ from models.loading.fp4 import mxfp4, mxfp4_integers
 from models.loading.stored_weights import StoredTensor, release_pages
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-# The parts of one expert: names, and their half of the fused tensor's outputs; None: all of them.
+# Parts of one expert: name -> which half of the fused tensor's outputs; None: all.
 _PARTS: Mapping[str, Mapping[str, int | None]] = {
     _GATE_UP: {"gate_proj": 0, "up_proj": 1},
     _DOWN: {"down_proj": None},
@@ -52,16 +52,16 @@ def split_fused_experts(
     by_turns: bool = False,
     as_linears: bool = False,
 ) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors by name, with fused ones replaced by parts to read alone.
+    """Return a checkpoint's tensors by name; parts that can be read alone replace fused tensors.
 
-    Fused experts have the names of the modules of ``transformers``, not of checkpoints.
+    Fused tensors have the names of the modules of ``transformers``, not of checkpoints.
 
     Args:
         tensors: tensors by name.
         num_experts: number of experts in each layer with experts.
         rename: turns a module's name into the checkpoint's name for it.
         by_turns: whether fused experts are stored as in gpt-oss.
-        as_linears: whether they are stored as in Granite 4.
+        as_linears: whether fused experts are stored as in Granite 4.
     """
     if as_linears:
         tensors = {one.name: one for one in map(_renamed, tensors.values())}
@@ -106,7 +106,7 @@ def _read(stored: StoredTensor, num_experts: int, expert: int, half: int | None)
 def _by_turns(
     stored: StoredTensor, tensors: Mapping[str, StoredTensor], num_experts: int
 ) -> Iterator[StoredTensor]:
-    """Yield the parts of a tensor of gpt-oss; none for scales, which belong to blocks."""
+    """Yield the parts of a gpt-oss tensor; none for scales, which belong to blocks."""
     name = stored.name
     kind = name[name.rfind(".experts.") :]
     base = next((one for one in _PARTS if kind.startswith(one)), None)
@@ -132,7 +132,7 @@ def _by_turns(
 
 
 def _read_by_turns(stored: StoredTensor, num_experts: int, expert: int, half: int | None) -> Tensor:
-    """Copy one part of a weight, inputs before outputs, or of a bias."""
+    """Copy one part of a bias, or of a weight with inputs before outputs."""
     num_dims = 1 if stored.name.endswith(_BIAS) else 2
     found = _expert(stored, num_experts, expert, num_dims=num_dims)
     return _copied(stored, found, found.movedim(-1, 0), half)
@@ -159,7 +159,7 @@ def _keep_mxfp4(
 def _mxfp4_parts(
     blocks: StoredTensor, scales: StoredTensor, num_experts: int, expert: int, half: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Copy bytes of numbers, ``[out, in / 2]``, and of exponents, ``[out, in / 32]``."""
+    """Copy bytes of numbers, ``[out, in / 2]``, and exponents, ``[out, in / 32]``."""
     packed = _expert(blocks, num_experts, expert, num_dims=3)
     exponents = _expert(scales, num_experts, expert, num_dims=2)
     packed = _copied(blocks, packed, packed, half).flatten(1)
@@ -176,11 +176,11 @@ def _expert(stored: StoredTensor, num_experts: int, expert: int, *, num_dims: in
 
 
 def _copied(stored: StoredTensor, found: Tensor, outputs: Tensor, half: int | None) -> Tensor:
-    """Copy every second output of an expert, or all of them, and release the file's pages.
+    """Copy half of an expert's outputs, which alternate, or all; release the file's pages.
 
     Args:
         stored: the fused tensor.
-        found: the expert's part of it.
+        found: the expert's part of the fused tensor.
         outputs: a view of ``found``, ``[out, ...]``.
         half: 0: rows of gates; 1: rows of ups; None: all rows.
     """

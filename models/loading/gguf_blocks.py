@@ -1,6 +1,6 @@
 """Turn the blocks of a quantized GGUF tensor into equal numbers: integers in groups with scales.
 
-GGML (`ggml-quants.c`) defines the meaning of each type; names are those of its fields.
+GGML (`ggml-quants.c`) defines the meaning of each type; names are GGML's.
 Refuses to know: files, names of tensors.
 """
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from baton_kernels import GroupedIntegers, Groups
 from models.loading.fp4 import mxfp4_integers
 
-# Turns blocks, [rows, blocks of a row, bytes of a block], into bits, numbers [rows, columns], their
-# groups, and a group's size.
+# Unpacks blocks, [rows, blocks of a row, bytes of a block]; returns the bits of a number, numbers
+# [rows, columns], groups, and a group's size.
 _Unpacked = tuple[int, Tensor, Groups, int]
-_BLOCK = 32  # weights per block of the types that are no K-quants
+_BLOCK = 32  # weights per block of types other than K-quants
 
 
 def unpack_blocks(kind: str, blocks: Tensor) -> GroupedIntegers | None:
@@ -49,7 +49,7 @@ def _nibbles(quads: Tensor) -> Tensor:
 
 
 def _neighbours(packed: Tensor) -> Tensor:
-    """Pack numbers in pairs of neighbours; a stored byte pairs the two halves of a block.
+    """Pack numbers as pairs of neighbours; a stored byte pairs the two halves of a block.
 
     ``[rows, blocks, 16]`` -> ``[rows, blocks * 16]``.
     """
@@ -73,7 +73,7 @@ def _q4_1(blocks: Tensor) -> _Unpacked:
 
 
 def _five_bits(blocks: Tensor, start: int) -> Tensor:
-    """Unpack four bytes with the highest bits of 32 numbers, and 16 with the other bits."""
+    """Unpack 4 bytes with the high bits of 32 5-bit numbers, and 16 with the other bits."""
     places = torch.arange(8, dtype=torch.uint8)
     highest = (blocks[:, :, start : start + 4, None] >> places & 1).flatten(2)
     return (_nibbles(blocks[:, :, start + 4 :]) | highest << 4).flatten(1)
@@ -159,7 +159,7 @@ def _iq4_xs(blocks: Tensor) -> _Unpacked:
 
 
 def _unevenly(codes: Tensor) -> Tensor:
-    """Return the integers for codes of four bits whose steps are uneven."""
+    """Return the integers for 4-bit codes with uneven steps."""
     return torch.tensor(_UNEVEN, dtype=torch.int8)[codes.int()]
 
 

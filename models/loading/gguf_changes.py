@@ -1,7 +1,7 @@
-"""Undo what converters to GGUF did to tensors, so that they equal the original checkpoint's.
+"""Undo converters' changes to GGUF tensors, so that they equal the original checkpoint's.
 
-`baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is left
-alone: the loader reports the shape. Refuses to know: files, names of tensors.
+`baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is not
+changed, as the loader reports the shape. Refuses to know: files, names of tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Changer = Callable[[Tensor, ModelConfig], Tensor]
 
 
 def needed(changes: Sequence[Change], config: ModelConfig) -> tuple[Change, ...]:
-    """Return the changes without reorderings of value heads if each key head has only one."""
+    """Return the changes to apply: value heads stay in order if each key head has one."""
     net = _delta_net(config)
     if net is not None and net.num_key_heads == net.num_value_heads:
         return tuple(change for change in changes if change not in _OF_VALUE_HEADS)
@@ -33,7 +33,7 @@ def is_order(changes: Sequence[Change]) -> bool:
 
 
 def changed(tensor: Tensor, changes: Sequence[Change], config: ModelConfig) -> Tensor:
-    """Apply changes one after the other; raises ValueError for impossible values."""
+    """Apply changes in order; raises ValueError for impossible values."""
     for change in changes:
         tensor = (_ORDERS.get(change) or _VALUES[change])(tensor, config)
     return tensor
@@ -72,7 +72,7 @@ def _halves_of_heads(tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 def _value_heads(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder the rows of value heads, so that those of one key head are adjacent."""
+    """Reorder the rows of value heads: those of one key head become adjacent."""
     net = _delta_net(config)
     if net is None or tensor.shape[0] % net.num_value_heads:
         return tensor
@@ -94,7 +94,7 @@ def _value_columns(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _by_key_head(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder ``| queries | keys | values | gates |`` by key head; each has a part of all four."""
+    """Reorder ``| queries | keys | values | gates |``, so that each key head has all its rows."""
     net = _delta_net(config)
     if net is None:
         return tensor
@@ -129,11 +129,11 @@ def _one_row(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _latents(*parts: Tensor) -> Tensor:
-    """Join the matrices that make keys and values of latents.
+    """Join the two matrices that turn latents into keys and values.
 
     Args:
-        parts: the matrix of keys, ``[num_heads, rank, key_dim]``, then that of values,
-            ``[num_heads, value_dim, rank]``.
+        parts: the keys' matrix, ``[num_heads, rank, key_dim]``, and the values', ``[num_heads,
+            value_dim, rank]``.
 
     Returns:
         ``[num_heads * (key_dim + value_dim), rank]``.

@@ -49,7 +49,7 @@ class _Tensor:
     Attributes:
         name: the name in Hugging Face layout.
         parts: tensors of the file whose rows follow each other.
-        changes: applied to the rows, in this order.
+        changes: changes to apply to the rows, in order.
     """
 
     name: str
@@ -58,15 +58,15 @@ class _Tensor:
 
 
 def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
-    """Yield every tensor; they are read in float32 or in the file's 16-bit type.
+    """Yield every tensor; reading one gives float32 or the file's 16-bit type.
 
-    Quantized values are those of `gguf.dequantize`, in float32.
+    Quantized values equal those of `gguf.dequantize`, in float32.
 
     Raises:
         ModelLoadError: the file is broken, or the `gguf` package is not installed.
     """
     try:
-        import gguf  # here, as few checkpoints need it
+        import gguf  # imported here, as few checkpoints need it
     except ModuleNotFoundError as error:
         raise ModelLoadError(
             f"{path}: {error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
@@ -86,7 +86,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             return numbers.view(sixteen_bits).view(place.shape)
         rows = blocks.reshape(*place.shape[:-1], -1)  # [..., bytes of a row]
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType(place.type_id))
-        # Copy, as the loader cannot release pages of the file itself.
+        # Copy, as the loader cannot release the file's own pages.
         return torch.from_numpy(numpy.array(values)).view(place.shape)
 
     def read(tensor: _Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
 
 
 def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
-    """Return the shape that a tensor will have; None: unknown before the tensor is read."""
+    """Return the shape of a tensor once read; None: not known before."""
     inner = {part.shape[1:] for part in tensor.parts}
     if len(inner) > 1 or not is_order(tensor.changes):
         return None
@@ -124,9 +124,7 @@ def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
 
 
 def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedIntegers | None:
-    """Unpack matrices of one storage type, one below the other; None: they are not stored as
-    integers.
-    """
+    """Unpack matrices of one type and stack their rows; None: not stored as integers."""
     kinds = {(part.type_id, part.shape[1:]) for part in parts}
     if len(kinds) > 1 or len(parts[0].shape) != 2:
         return None
@@ -140,7 +138,7 @@ def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedInteger
 
 
 class _Tensors:
-    """A checkpoint's tensors, and the file's tensors that each is made from."""
+    """A checkpoint's tensors, each with the file's tensors that contain its rows."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file, self._config = file, config
@@ -148,7 +146,7 @@ class _Tensors:
         self._num_layers = Keys.of(file).num_layers()
 
     def all(self) -> Iterator[_Tensor]:
-        """Yield every tensor; unknown ones keep their names, and the loader refuses them."""
+        """Yield every tensor; unknown ones keep their names, so that the loader refuses them."""
         for name, place in self._file.tensors.items():
             found = _NAME.fullmatch(name)
             if name in _IN_CONFIG or found is None:
@@ -158,7 +156,7 @@ class _Tensors:
                 outer = self._row.outer_name(part)
                 changes = self._row.changes_of(part, kind)
                 yield _Tensor(name if outer is None else outer + kind, (place,), changes)
-            elif int(layer) < self._num_layers:  # further layers are for multi-token prediction
+            elif int(layer) < self._num_layers:  # later layers are for multi-token prediction
                 yield from self._of_layer(name, place, (layer, part, kind))
 
     def _of_layer(self, name: str, place: Place, words: tuple[str, str, str]) -> Iterator[_Tensor]:
@@ -199,7 +197,7 @@ class _Tensors:
             yield _Tensor(full.replace(EXPERT, str(expert)), (place,), changes)
 
     def _cut(self, name: str, place: Place, part: str) -> Iterator[tuple[str, list[Place]]]:
-        """Cut the rows of a tensor, or of each of its experts, into the parts fused there."""
+        """Cut the rows of a fused tensor, or of each of its experts, into parts."""
         parts = FUSED_PARTS[part]
         wholes = [place] if part == _QKV else list(_stacked(place))
         num_rows = wholes[0].shape[0]
@@ -219,7 +217,7 @@ class _Tensors:
 
 
 def _stacked(place: Place) -> Iterator[Place]:
-    """Yield the tensors that a stacked tensor contains, one per expert; others stay as they are."""
+    """Yield the tensors of a stacked tensor, one per expert; yield other tensors unchanged."""
     if len(place.shape) < 2:
         yield place
         return

@@ -1,8 +1,8 @@
-"""Load weights from files into a module, layer by layer, without holding any weight twice.
+"""Load weights from files into a module, layer by layer, with one copy of a weight at a time.
 
 The module is built on the meta device (shapes only). A checkpoint must have exactly the module's
-tensors. Each is read when it is needed, into a parameter or into a packer's format.
-Files are read by `stored_weights.py`, `quantized_weights.py` and `gguf_weights.py`.
+tensors. Each is read when needed, into a parameter or into a packer's format. `stored_weights.py`,
+`quantized_weights.py` and `gguf_weights.py` read the files.
 Refuses to know: architectures, pickled checkpoints (they run code).
 """
 
@@ -56,7 +56,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN_NAMES = 3
-# Names, within a layer's attention, of the scales of an fp8 KV cache: one number each.
+# Names of the scales of a float8 KV cache, within a layer's attention; each is one number.
 _SCALES = {
     **dict.fromkeys(("k_scale", "attn.k_scale", "k_proj.k_scale"), "k_scale"),
     **dict.fromkeys(("v_scale", "attn.v_scale", "v_proj.v_scale"), "v_scale"),
@@ -81,15 +81,15 @@ def load_model(
         dtype: type of weights and activations; None: the checkpoint's own.
         device: device of the weights.
         max_model_len: longest sequence to serve, in tokens; None: see ``ModelConfig.from_folder``.
-        packer: keeps linear layers in a form of their own, such as
-            ``models.cpu.packing.CpuPacker``; None: as torch's parameters.
-        ops: compute what the layers do; None: the fastest ops for their device.
+        packer: stores linear layers in its own form, such as ``models.cpu.packing.CpuPacker``;
+            None: as torch's parameters.
+        ops: compute the layers; None: the fastest ops for their device.
         ranks: ranks that share the model; each loads its part; by default, one rank has all of it.
-        cache: keeps packed weights in files that processes share; None: they are this process's.
+        cache: keeps packed weights in files that processes share; None: no files are kept.
 
     Raises:
-        ModelLoadError: the folder is missing, incomplete, broken or of an unsupported kind; one
-            line that names the file and the field or tensor.
+        ModelLoadError: the folder is missing, incomplete, broken or not supported; one line that
+            names the file and the field or tensor.
     """
     path = Path(folder)
     config = ModelConfig.from_folder(path, max_model_len=max_model_len)
@@ -131,7 +131,7 @@ def _hold_entry(
     ranks: Ranks,
     files: ExitStack,
 ) -> CacheEntry | None:
-    """Hold a model's place in the cache until ``files`` is closed; None: there is no place."""
+    """Hold a model's place in the cache until ``files`` is closed; None: no place."""
     sources = gguf_files(folder) or _weight_files(folder)
     size = sum(path.stat().st_size for path in sources)
     if packer.cache_key is None or not cache.takes(size):
@@ -172,7 +172,7 @@ def fill_model(
 ) -> None:
     """Load the weights of a folder into a model that was made without weights.
 
-    Raises ModelLoadError if the folder lacks a tensor, or one has another shape.
+    Raises ModelLoadError if a tensor is missing or has the wrong shape.
     """
     missing = [name for name, _ in _checkpoint_parameters(model) if name not in stored]
     if missing:
@@ -184,9 +184,9 @@ def fill_model(
 
 
 class _NoInitialWeights(TorchFunctionMode):
-    """Skips random initial weights, which loading would overwrite.
+    """Skips random initial weights, which are overwritten anyway.
 
-    On the meta device, torch would run them through its compiler, whose import takes longer than
+    On the meta device, torch would compile them, and importing its compiler takes longer than
     loading a small model.
     """
 
@@ -203,10 +203,10 @@ class _NoInitialWeights(TorchFunctionMode):
 
 
 class PackingModel(Protocol):
-    """The linear layers of one model while they are packed.
+    """The linear layers of one model while a packer packs them.
 
     Attributes:
-        takes_float8: whether `take` accepts weights as stored in float8.
+        takes_float8: whether `take` accepts weights stored in float8.
     """
 
     takes_float8: bool
@@ -215,24 +215,24 @@ class PackingModel(Protocol):
         """Use the weight that another process packed for ``owner``; return whether there is one."""
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Pack ``owner.weight`` if it is to be packed; return whether nothing else needs it."""
+        """Pack ``owner.weight`` if possible; return whether nothing else needs the weight."""
 
     def finish(self) -> None:
         """Replace the layers whose weights were taken."""
 
 
 class WeightPacker(Protocol):
-    """Packs linear layers, in place of torch parameters."""
+    """Packs linear layers instead of storing them as torch parameters."""
 
     @property
     def cache_key(self) -> str | None:
-        """Return a key for everything that decides a packed weight; None: keep no files."""
+        """Return a key of all that packed weights depend on; None: do not keep files."""
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
         """Begin with a model that has no weights yet.
 
         Args:
-            entry: place of the packed weights in the user's cache; None: there is none.
+            entry: place of the packed weights in the user's cache; None: no place.
         """
 
 
@@ -248,16 +248,16 @@ def pack_loaded(packer: WeightPacker, model: CausalLM) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of a checkpoint's tensor: some or all rows of a parameter."""
+    """Place of a checkpoint's tensor in the model: some or all rows of a parameter."""
 
     owner: nn.Module
     attribute: str
     rows: slice
-    kept: Kept | None = None  # the part of the tensor to use; None: all of it
+    kept: Kept | None = None  # part of the tensor to use; None: all
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape that the tensor in the checkpoint must have."""
+        """Shape that the checkpoint's tensor must have."""
         parameter: nn.Parameter = getattr(self.owner, self.attribute)
         return tuple(parameter[self.rows].shape) if self.kept is None else self.kept.shape
 
@@ -288,14 +288,14 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
 
 
 class _Names(NamedTuple):
-    """Names of all tensors in a whole model's checkpoint, including those of other ranks."""
+    """Names of all tensors in a whole model's checkpoint, including other ranks'."""
 
     places: Sequence[str]
     scales: Sequence[str]  # optional
 
 
 def _kv_scales(model: DecoderForCausalLM) -> dict[str, tuple[Attention | LatentAttention, str]]:
-    """Return every scale that a checkpoint may have, by its name there; latents need none."""
+    """Return every scale that a checkpoint may have, by its name there; latents have none."""
     return {
         model.checkpoint_name(f"{path}.{name}"): (module, attribute)
         for path, module in model.named_modules()
@@ -343,7 +343,7 @@ def _check_names(
     model: _Names,
     ignored: Sequence[str],
 ) -> None:
-    """Raise ModelLoadError unless a checkpoint has the tensors of the model, and no others."""
+    """Raise ModelLoadError unless a checkpoint has exactly the model's tensors."""
     if ignored:
         logger.info("not loaded, as nothing reads them: %s", _first_of(ignored))
     missing = [name for name in model.places if name not in stored]
@@ -360,7 +360,7 @@ def _check_names(
 
 
 def _check_shapes(model: DecoderForCausalLM, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise ModelLoadError for the first tensor with a wrong shape, before any is read."""
+    """Raise ModelLoadError for the first tensor with a wrong shape, before reading any."""
     for name, place in _checkpoint_parameters(model):
         if (found := stored[name].shape) is not None and found != place.shape:
             raise _wrong_shape(stored[name], found, place.shape)
@@ -405,7 +405,7 @@ def _fill_parameter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Make a parameter from copies; otherwise the file's pages would stay in use as its memory."""
+    """Make a parameter from copies, as otherwise it would keep the file's pages in use."""
     shape = getattr(owner, attribute).shape
     if attribute in getattr(owner, "float32_parameters", ()):
         dtype = torch.float32
@@ -425,13 +425,13 @@ def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[st
         return {stored.name: stored for stored in read_gguf(gguf, config)}
     tensors = open_safetensors(_weight_files(folder), files)
     if config.quantization is not None:
-        # The names in the file tell which layers are quantized.
+        # Names in the file tell which layers are quantized.
         tensors = {one.name: one for one in read_quantized(tensors, config.quantization)}
     return text_tensors(tensors) if config.is_text_part else tensors
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files, each once; like Hugging Face, one file wins over an index."""
+    """List the safetensors files, each once; a single file is preferred to an index."""
     if (folder / _SINGLE).exists():
         return [folder / _SINGLE]
     index = folder / _INDEX
@@ -440,7 +440,7 @@ def _weight_files(folder: Path) -> list[Path]:
     weight_map = Fields.from_file(index).child("weight_map")
     shards = sorted({weight_map.text(name) for name in weight_map.names()})
     for shard in shards:
-        # A name with a folder in it could point anywhere on this machine.
+        # A name with a folder could point anywhere on this machine.
         if Path(shard).name != shard:
             raise ModelLoadError(f"{index}: weight_map: {shard!r} is not a file name")
         if not (folder / shard).exists():
@@ -449,7 +449,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_scale(stored: StoredTensor) -> float:
-    """Read a scale, a factor of a layer's stored numbers."""
+    """Read a scale: the factor of a layer's stored numbers."""
     tensor = stored.read()
     scale = float(tensor) if tensor.numel() == 1 else math.nan
     if not 0 < scale < math.inf:
@@ -460,7 +460,7 @@ def _read_scale(stored: StoredTensor) -> float:
 
 
 def _check_tied(folder: Path, stored: Mapping[str, StoredTensor], embed: str) -> None:
-    """Raise ModelLoadError if a tied head was saved and differs from the embedding."""
+    """Raise ModelLoadError if a checkpoint has a tied head that differs from the embedding."""
     head = WeightPart(0, stored[_HEAD].read(), stored[_HEAD].is_mapped)
     embedding = stored[embed].read()
 

@@ -4,9 +4,9 @@
     layer.weight_scale   ├─ the storage with exactly these parts ── layer.weight [out, in]
     layer.weight_shape   ┘
 
-A layer's own tensors tell how it is stored: layers that were not quantized are read as they are.
-Numbers equal those of the formats' own tools to the bit, as they are made in the scales' type.
-Refuses to know: modules, and in which type they compute.
+A layer's tensors tell how it is stored; layers without such parts are read unchanged. Numbers equal
+those of the formats' own tools to the bit, as they are computed in the scales' type. Refuses to
+know: modules, their dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Order of eight neighbours in a word of AWQ's GEMM layout.
+# Order of eight neighbouring numbers in a word of AWQ's GEMM layout.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 Parts = Mapping[str, Tensor]
@@ -43,8 +43,7 @@ class Storage:
         parts: required tensors, by suffix of their names.
         may_have: optional tensors, by suffix.
         restore: makes ``weight`` from the parts, ``[out, in]``; raises ValueError for bad shapes.
-        keep: returns the parts as integers that kernels multiply; None if they are no such
-            integers.
+        keep: returns the parts as integers that kernels multiply; None if kernels cannot.
         keep_float8: returns the parts as float8; None if they are not float8.
     """
 
@@ -55,7 +54,7 @@ class Storage:
     keep_float8: Callable[[Parts, QuantizationConfig], Float8Rows | None] = lambda *_: None
 
 
-# Errors that parts of wrong shapes cause; a file may contain anything.
+# Errors from parts with wrong shapes; a file may contain anything.
 _DO_NOT_FIT = (ValueError, RuntimeError, LookupError, ArithmeticError)
 
 
@@ -64,7 +63,7 @@ def read_quantized(
 ) -> Iterator[StoredTensor]:
     """Yield every weight; quantized ones are read as floating-point numbers.
 
-    Reading one raises ModelLoadError if the layer's storage is unknown, or its parts do not fit.
+    Reading raises ModelLoadError if the storage is unknown, or parts do not fit together.
     """
     storages = STORAGES.get(quantization.method, ())  # none: see `fused_experts.py`
     suffixes = frozenset().union(*(one.parts | one.may_have for one in storages))
@@ -73,7 +72,7 @@ def read_quantized(
         layer, _, suffix = name.rpartition(".")
         layers[layer if suffix in suffixes else name].append(stored)
     for layer, parts in layers.items():
-        if parts[0].name == layer:  # not a part of a quantized weight
+        if parts[0].name == layer:  # not quantized
             yield parts[0]
         else:
             yield StoredTensor(
@@ -146,7 +145,7 @@ def _storage_of(parts: Parts, quantization: QuantizationConfig) -> Storage | Non
     return None
 
 
-# ---------------------------------------------------------------- how numbers lie in words
+# ---------------------------------------------------------------- numbers packed into words
 
 
 def _unpack(words: Tensor, num_bits: int, num_columns: int) -> Tensor:
@@ -156,7 +155,7 @@ def _unpack(words: Tensor, num_bits: int, num_columns: int) -> Tensor:
         words: ``[rows, words]`` int32.
 
     Returns:
-        ``[rows, num_columns]`` int32, none below 0.
+        ``[rows, num_columns]`` int32, at least 0.
     """
     if words.dtype != torch.int32 or words.shape[1] != -(-num_columns * num_bits // 32):
         raise ValueError(
@@ -171,13 +170,13 @@ def _unpack(words: Tensor, num_bits: int, num_columns: int) -> Tensor:
     starts = torch.arange(num_columns) * num_bits
     first, offset = starts // 32, starts % 32
     wide = words.to(torch.int64) & 0xFFFFFFFF
-    padded = torch.nn.functional.pad(wide, (0, 1))  # the last number may end with the last word
+    padded = torch.nn.functional.pad(wide, (0, 1))  # a number may end with the last word
     both = padded[:, first] | padded[:, first + 1] << 32
     return ((both >> offset) & mask).to(torch.int32)
 
 
 def _num_bits(num_words: int, num_columns: int) -> int:
-    """Return the bits of a number, given the count of numbers in a count of words."""
+    """Return the bits per number of ``num_columns`` numbers in ``num_words`` words."""
     for num_bits in range(1, 9):
         if -(-num_columns * num_bits // 32) == num_words:
             return num_bits
@@ -191,11 +190,11 @@ def _scaled(
     columns: Tensor | None = None,
     block_shape: tuple[int, int] | None = None,
 ) -> Tensor:
-    """``(numbers - zero_point) * scale`` in the scale's type.
+    """Return ``(numbers - zero_point) * scale`` in the scale's type.
 
     Args:
         numbers: ``[out, in]``.
-        scale: a single one; or one per row, per row and group of columns, or per block.
+        scale: one number; or one per row, per row and group of columns, or per block.
         zero_point: shaped like ``scale``; None: 0.
         columns: each column's group; None: groups of adjacent columns.
         block_shape: rows and columns of a block; None: no blocks.
@@ -233,7 +232,7 @@ def _spread_blocks(
     return one[: shape[0], : shape[1]]
 
 
-# ---------------------------------------------------------------- each format
+# ---------------------------------------------------------------- one format each
 
 
 def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
@@ -247,7 +246,7 @@ def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _factors(parts: Parts) -> Tensor:
-    """Return the scales; those of float8 may be stored as exponents of two (MXFP8)."""
+    """Return the scales, which for float8 may be stored as exponents of two (MXFP8)."""
     scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
     if scale.is_floating_point():
         return scale
@@ -257,7 +256,7 @@ def _factors(parts: Parts) -> Tensor:
 
 
 def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Keep int8 with a single scale, or one per row, or per group of a row."""
+    """Keep int8 with one scale per weight, per row, or per group of a row."""
     weight = parts["weight"]
     if weight.dtype != torch.int8 or "weight_g_idx" in parts:
         return None
@@ -265,7 +264,7 @@ def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntege
 
 
 def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows | None:
-    """Keep e4m3 with a single scale, or one per row, per group of a row, or per block."""
+    """Keep e4m3 with one scale per weight, row, group of a row, or block."""
     weight = parts["weight"]
     if weight.dtype != FLOAT8 or "weight_g_idx" in parts or "weight_zero_point" in parts:
         return None
@@ -291,12 +290,12 @@ def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows |
 def _integers_in_groups(
     num_bits: int, numbers: Tensor, scale: Tensor, zero_point: Tensor | None = None
 ) -> GroupedIntegers | None:
-    """Return integers with a scale per row or per group of a row's neighbours.
+    """Return integers with a scale per row, or per group of a row's neighbours.
 
     Args:
         num_bits: bits of one number.
-        numbers: ``[out, in]``, from ``-2 ** (num_bits - 1)``.
-        scale: a single one, ``[out]``, or ``[out, groups]``.
+        numbers: ``[out, in]``, at least ``-2 ** (num_bits - 1)``.
+        scale: one number, ``[out]``, or ``[out, groups]``.
         zero_point: shaped like ``scale``, in units of the numbers; None: 0.
     """
     rows, size = numbers.shape
@@ -318,14 +317,14 @@ def _integers_in_groups(
 
 
 def _in_rows(one: Tensor, num_rows: int) -> Tensor:
-    """Reshape a single number, or one per row, to ``[rows, 1]``; return others unchanged."""
+    """Reshape one number, or one per row, to ``[rows, 1]``; return other shapes unchanged."""
     if one.numel() == 1:
         return one.reshape(1, 1).expand(num_rows, 1)
     return one[:, None] if one.dim() == 1 else one
 
 
 def _dense_integers(parts: Parts) -> tuple[int, Tensor]:
-    """Return the number of bits, and integers from ``-2 ** (bits - 1)`` on, in rows."""
+    """Return the bits per number, and integers from ``-2 ** (bits - 1)`` on, in rows."""
     num_columns = int(parts["weight_shape"][1])
     packed = parts["weight_packed"]
     num_bits = _num_bits(packed.shape[1], num_columns)
@@ -344,12 +343,12 @@ def _dense_zero_point(parts: Parts, num_bits: int) -> Tensor | None:
     zero_point = parts.get("weight_zero_point")
     if zero_point is None or zero_point.dtype != torch.int32:
         return zero_point
-    num_rows = int(parts["weight_shape"][0])  # packed, in columns
+    num_rows = int(parts["weight_shape"][0])  # zero points are packed in columns
     return _unpack(zero_point.T.contiguous(), num_bits, num_rows).T - (1 << (num_bits - 1))
 
 
 def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Restore densely packed integers, maybe with zero points."""
+    """Restore densely packed integers, with zero points if any."""
     num_bits, numbers = _dense_integers(parts)
     zero_point, columns = _dense_zero_point(parts, num_bits), parts.get("weight_g_idx")
     scale = parts["weight_scale"]
@@ -372,7 +371,7 @@ def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _bits_by_zeros(parts: Parts) -> int:
-    """Return the bits of a number, given zero points that are packed along the output."""
+    """Return the bits per number, from the packed zero points' shape."""
     num_words, num_outputs = parts["qzeros"].shape[1], parts["scales"].shape[1]
     num_bits, rest = divmod(32 * num_words, num_outputs)
     if rest or not 1 <= num_bits <= 8:
@@ -381,7 +380,7 @@ def _bits_by_zeros(parts: Parts) -> int:
 
 
 def _gptq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:
-    """Return numbers, ``[out, in]``, packed along the input, and zero points, ``[groups, out]``."""
+    """Return numbers, ``[out, in]``, and zero points, ``[groups, out]``, both unpacked."""
     qweight, scales, num_bits = parts["qweight"], parts["scales"], _bits_by_zeros(parts)
     num_columns = qweight.shape[0] * 32 // num_bits
     numbers = _unpack(qweight.T.contiguous(), num_bits, num_columns)
@@ -401,7 +400,7 @@ def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> Tensor:
     """Return each column's group, ``[size]``, if no tensor lists them.
 
-    A layer may differ from the configured group size; then all its groups have equal sizes.
+    If a layer's group size differs from the configured one, all its groups have equal sizes.
     """
     wanted = quantization.group_size or size
     if -(-size // wanted) != num_groups:
@@ -412,7 +411,7 @@ def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> 
 
 
 def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Return the integers if each group is a run of neighbouring columns, else None."""
+    """Return the integers if each group is a run of adjacent columns, else None."""
     numbers, zero_points = _gptq_integers(parts, quantization)
     scales, columns, num_bits = parts["scales"].T, parts.get("g_idx"), _bits_by_zeros(parts)
     if columns is None:
@@ -427,7 +426,7 @@ def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedInteger
 def _awq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:
     """Return numbers, ``[in, out]``, and zero points, ``[groups, out]``.
 
-    They are packed along the output, eight neighbours in AWQ's own order.
+    Both are packed along the output, eight neighbours in AWQ's own order.
     """
 
     def in_order(words: Tensor) -> Tensor:
@@ -452,9 +451,9 @@ def _keep_awq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers
 
 
 def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Return the numbers of a weight in one of ModelOpt's formats, told apart by their types.
+    """Return the numbers of a weight in one of ModelOpt's formats, which differ in their types.
 
-    If inputs are to be scaled before the product (``pre_quant_scale``), the weight's columns are
+    If inputs have to be scaled before the product (``pre_quant_scale``), the weight's columns are
     scaled instead.
     """
     weight, scale = parts["weight"], parts["weight_scale"]
@@ -469,12 +468,12 @@ def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _by_blocks(scale: Tensor) -> Tensor:
-    """Reshape scales ``[rows, 1, columns, 1]`` to ``[rows, columns]``; return others unchanged."""
+    """Reshape ``[rows, 1, columns, 1]`` to ``[rows, columns]``; return other shapes unchanged."""
     return scale[:, 0, :, 0] if scale.dim() == 4 and scale.shape[1::2] == (1, 1) else scale
 
 
 def _pairs_of_rows(packed: Tensor) -> Tensor:
-    """Unpack bytes of two 4-bit integers, neighbours along the output, low half first."""
+    """Unpack bytes of two 4-bit integers of adjacent outputs, low half first."""
     signed = torch.stack([packed << 4, packed], dim=1).view(torch.int8) >> 4
     return signed.flatten(0, 1)
 
@@ -519,7 +518,7 @@ _ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale
 _FIRST_SCALE = frozenset({"weight", "weight_scale"})
 _SMOOTHED = frozenset({"input_scale", "pre_quant_scale"})
 
-# To add a format: one line here, and the function that it names.
+# To add a format, add one line here, and the functions that it names.
 STORAGES: dict[str, tuple[Storage, ...]] = {
     "compressed-tensors": (
         Storage(

@@ -1,7 +1,7 @@
-"""Read each tensor of a checkpoint when it is wanted; safetensors files are read in place.
+"""Read a checkpoint's tensors one at a time; safetensors files are mapped.
 
-A safetensors file is mapped: a tensor is pages of the file, which are released after use, so that
-memory never holds a weight twice. Refuses to know: modules, formats of quantized weights.
+A tensor of a mapped file is pages of the file, which are released after use, so that memory never
+holds a weight twice. Refuses to know: modules, formats of quantized weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.safetensors_header import read_header
 from baton_kernels import CodeLayout, Float8Rows, GroupedIntegers
 
-_PIECE_BYTES = 16 * 2**20  # most bytes of a mapped tensor in memory at a time
+_PIECE_BYTES = 16 * 2**20  # most bytes of a mapped tensor to read before their pages are released
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class StoredTensor:
         read: reads the tensor as numbers; raises ModelLoadError.
         is_mapped: whether the read tensor is pages of the file.
         shape: the tensor's sizes as read; None if unknown before.
-        read_integers: reads the tensor as integers in groups that kernels multiply; is None, or
-            returns None, if the tensor is not stored in this way. Raises ModelLoadError.
-        read_float8: reads the tensor as float8; is None, or returns None, if the tensor is not
-            stored in this way.
+        read_integers: reads the tensor as grouped integers that kernels multiply; is None, or
+            returns None, if the tensor is stored otherwise. Raises ModelLoadError.
+        read_float8: reads the tensor as float8; is None, or returns None, if the tensor is stored
+            otherwise.
     """
 
     path: Path
@@ -72,11 +72,11 @@ class WeightPart:
 
     @property
     def tensor(self) -> Tensor:
-        """The rows as floating-point numbers."""
+        """Return the rows as floating-point numbers."""
         return self.content if isinstance(self.content, Tensor) else self.content.dequantized()
 
     def moved(self, rows: slice, first_row: int) -> WeightPart:
-        """Return a slice of the rows; its first row becomes the weight's row ``first_row``."""
+        """Return a slice of the rows, placed at the weight's row ``first_row`` and after."""
         if isinstance(self.content, Tensor):
             return WeightPart(first_row, self.content[rows], self.is_mapped)
         content = self.content.part(rows, None)
@@ -84,7 +84,7 @@ class WeightPart:
         return WeightPart(first_row, content, self.is_mapped)
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield pieces of rows, each with its first row, and release their pages afterwards."""
+        """Yield pieces of the rows, with their first rows; release a piece's pages afterwards."""
         tensor = self.tensor
         row_bytes = tensor[:1].numel() * tensor.itemsize
         num_rows = max(_PIECE_BYTES // max(row_bytes, 1), 1)
@@ -99,9 +99,7 @@ class WeightPart:
 def integers_alike(
     parts: Sequence[WeightPart],
 ) -> tuple[list[GroupedIntegers], CodeLayout | None]:
-    """Return all parts' integers in one layout; None if some are not integers, or have no common
-    layout.
-    """
+    """Return all parts' integers, or [], and their layout; None if layouts differ."""
     kept = [part.content for part in parts if isinstance(part.content, GroupedIntegers)]
     if len(kept) < len(parts):
         return [], None
@@ -111,7 +109,7 @@ def integers_alike(
 
 
 def float8_alike(parts: Sequence[WeightPart]) -> list[Float8Rows]:
-    """Return all parts' rows of float8; None if some are not float8 or have other groups."""
+    """Return all parts' float8 rows; None if some are not float8 or groups differ."""
     kept = [part.content for part in parts if isinstance(part.content, Float8Rows)]
     cuts = {(one.group_size, one.scales.shape[1]) for one in kept}
     return kept if len(kept) == len(parts) and len(cuts) == 1 else []
@@ -151,13 +149,13 @@ def _unreadable(path: Path, error: Exception) -> ModelLoadError:
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Release the whole pages under a tensor that is no longer needed."""
+    """Release the whole pages of a tensor that is no longer needed."""
     madvise = _madvise()
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = tensor.data_ptr() + tensor.numel() * tensor.itemsize
     size = (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     if madvise is not None and size > 0 and tensor.is_contiguous():
-        madvise(begin, size, mmap.MADV_DONTNEED)  # only advice: if it fails, memory is not freed
+        madvise(begin, size, mmap.MADV_DONTNEED)  # only advice: may fail
 
 
 @functools.cache

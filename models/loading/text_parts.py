@@ -1,6 +1,6 @@
 """Text parts: find the text network of a model that sees images, and its names in a checkpoint.
 
-Refuses to know: how a text network computes, anything about images, which are never processed.
+Refuses to know: how a text network computes, images.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from models.fields import Fields
 logger = logging.getLogger(__name__)
 Stored = TypeVar("Stored")
 
-# Fields of the whole model that also hold for its text part. The whole model's _TIED counts even
-# if the text part has its own.
+# Fields of the whole model that also apply to its text part. For _TIED, the whole model's value
+# overrides the text part's.
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
 _ROPES = ("rope_scaling", "rope_parameters")
-# Prefixes of the text network's tensors -> prefixes of these tensors in a text model. The last row
-# has names that transformers has written since version 4.52, the others its names before that.
+# Prefixes of the text network's tensors -> their prefixes in a text model. The last row has the
+# names that transformers writes since version 4.52, the others older names.
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -34,8 +34,8 @@ def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
     """Return the text part's fields, with the whole model's fields that also hold for it.
 
     Args:
-        fields: read from a file with an object for the text part, or (early Qwen2-VL) without.
-        is_tied: whether the head uses the embedding's weight, if the file does not say.
+        fields: fields of a file with an object for the text part, or without (early Qwen2-VL).
+        is_tied: whether the head uses the embedding's weight by default.
     """
     text = fields.child("text_config") if fields.has("text_config") else fields
     shared = {
@@ -47,10 +47,10 @@ def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
 
 
 def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
-    """Return the architecture of a model's text part, and its fields as a text model has them.
+    """Return the architecture of a model's text part, and its fields as in a text model.
 
     Args:
-        fields: read from the whole model's config.json.
+        fields: fields of the whole model's config.json.
         part: the entry in the family's file.
 
     Raises:
@@ -70,15 +70,15 @@ def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
 
 
 def _without_axes(rope: Fields) -> dict[str, object]:
-    """Return a rotary embedding with three axes as one for text."""
+    """Return a rotary embedding with three axes as a plain one, for text."""
     values = {n: rope.get(n) for n in rope.names() if not n.startswith("mrope_")}
     return {n: "default" if value == "mrope" else value for n, value in values.items()}
 
 
 def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors of a model's text part, under the names that a text model has.
+    """Return the tensors of a model's text part, under their names in a text model.
 
-    Tensors of the image part are left out, which is logged once.
+    Tensors for images are left out, which is logged once.
     """
     kept: dict[str, Stored] = {}
     left_out: list[str] = []

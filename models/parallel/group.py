@@ -1,6 +1,6 @@
-"""Collective: how the ranks of one model communicate while they compute it.
+"""Collective: how the ranks of one model communicate while they compute.
 
-Every rank makes the same calls in the same order. Refuses to know: what the numbers are.
+Every rank makes the same calls in the same order. Refuses to know: the numbers' meaning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Collective(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` over all ranks in place, bit for bit equal everywhere, and return it."""
+        """Sum ``tensor`` over all ranks in place, with equal bits everywhere; return it."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -37,15 +37,15 @@ class Collective(Protocol):
         ...
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Start sending ``tensor`` to a rank; it must not be written afterwards."""
+        """Start sending ``tensor`` to a rank; do not write to it afterwards."""
         ...
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Wait for a rank's tensor, write it to ``tensor`` and return it."""
+        """Wait for a rank's tensor, write it to ``tensor``, return that."""
         ...
 
     def abort(self) -> None:
-        """Make every call of every rank fail from now on; any thread may call this."""
+        """Make all calls of all ranks fail from now on; any thread may call this."""
         ...
 
 
@@ -88,10 +88,10 @@ SINGLE_RANK = SingleRank()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks of a model, from the view of one of them: stages of layers, each shared by a group.
+    """A model's ranks, from the view of one of them; each stage of layers is shared by a group.
 
-        stage 0: ranks 0 1  ──  stage 1: ranks 2 3      the first rank of the last stage leads:
-                                                        it samples, beside the engine
+        stage 0: ranks 0 1  ──  stage 1: ranks 2 3      the first rank of the last stage is the
+                                                        leader: it samples, beside the engine
 
     Attributes:
         everyone: all ranks, stage by stage.
@@ -123,7 +123,7 @@ class Ranks:
 
     @property
     def leader(self) -> int:
-        """The rank that samples."""
+        """Return the rank that samples."""
         return self.everyone.size - self.group.size
 
     @property
@@ -132,12 +132,12 @@ class Ranks:
         return self.everyone.rank == self.leader
 
     def abort(self) -> None:
-        """Make every call of every rank fail from now on; any thread may call this."""
+        """Make all calls of all ranks fail from now on; any thread may call this."""
         for one in {id(one): one for one in (self.group, self.everyone)}.values():
             one.abort()
 
     def pass_on(self, hidden: Tensor) -> None:
-        """Send this stage's result to the next one."""
+        """Send this stage's result to the next stage."""
         self.everyone.send(hidden, self.everyone.rank + self.group.size)
 
     def take_over(self, hidden: Tensor) -> Tensor:

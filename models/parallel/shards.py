@@ -1,4 +1,4 @@
-"""A rank's part of a model's axes, and of the tensors of a checkpoint.
+"""Shards: a rank's part of a model's axes, and of a checkpoint's tensors.
 
 Column-parallel layers keep some outputs, row-parallel ones some inputs; the results of row-parallel
 layers are summed over all ranks (Shoeybi et al., arXiv:1909.08053). Refuses to know: layers, files.
@@ -13,9 +13,9 @@ from torch import Tensor
 from baton.api.errors import ConfigError
 from baton.kv.manifest import shard
 
-Span = tuple[int, int]  # first index of an axis, and the index behind the last
-# Kernels and checkpoints have groups of integers of this many neighbours or fewer. Cuts respect
-# this size where possible, so that no group is cut.
+Span = tuple[int, int]  # first index of an axis, and the index after the last
+# Kernels and checkpoints have groups of at most this many neighbouring integers. Cuts are at
+# multiples of this size where possible, so that no group is cut.
 _WHOLE_GROUPS = 128
 
 
@@ -32,7 +32,7 @@ class Rank:
     size: int = 1
 
     def span(self, size: int) -> Span:
-        """Return this rank's share of an axis; all shares are equal if the size divides evenly.
+        """Return this rank's share of an axis; shares are equal if the size divides evenly.
 
         Raises ConfigError if there are fewer parts than ranks.
         """
@@ -43,7 +43,7 @@ class Rank:
         return shard(size, self.rank, self.size)
 
     def wide_span(self, size: int) -> Span:
-        """Return this rank's span of an axis with groups of numbers; whole groups if possible."""
+        """Return this rank's span of an axis with groups of numbers; cuts no group if possible."""
         if size % _WHOLE_GROUPS or size // _WHOLE_GROUPS < self.size:
             return self.span(size)
         first, end = self.span(size // _WHOLE_GROUPS)
@@ -52,7 +52,7 @@ class Rank:
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Span, Span]:
         """Return this rank's query heads and key-value heads.
 
-        With more ranks than key-value heads, several ranks hold one KV head and share its queries.
+        With more ranks than KV heads, several ranks hold the same KV head and divide its queries.
 
         Raises ConfigError if there are fewer query heads than ranks.
         """
@@ -80,7 +80,7 @@ def stage_layers(num_layers: int, stage: int, num_stages: int) -> Span:
 
 
 def scaled(span: Span, factor: int) -> Span:
-    """Return the span of numbers for a span of heads with ``factor`` numbers each."""
+    """Return the span of numbers for a span of heads with ``factor`` numbers per head."""
     return span[0] * factor, span[1] * factor
 
 
@@ -92,7 +92,7 @@ class Kept:
         shape: shape of the whole tensor.
         rows: the rows that are kept.
         columns: the columns of these rows that are kept.
-        is_zero: whether the rank keeps zeros, because another rank adds the tensor.
+        is_zero: whether this rank keeps zeros, because another rank adds the tensor.
     """
 
     shape: tuple[int, ...]
@@ -108,4 +108,4 @@ class Kept:
         return rows.new_zeros(()).expand_as(rows) if self.is_zero else rows
 
 
-KeptParts = dict[str, Kept]  # by name of a parameter, or of a parameter's part
+KeptParts = dict[str, Kept]  # by name of a parameter or its part

@@ -1,8 +1,7 @@
-"""SharedGroup: ranks of one machine that add through shared memory (kernels/csrc/ranks.c).
+"""SharedGroup: ranks of one machine that add in shared memory (kernels/csrc/ranks.c).
 
-The memory is a file without a name, which each rank inherits, so nothing is left behind. Another
-group does operations that this one lacks, and messages between two ranks. Refuses to know: how
-ranks start.
+The memory is an unnamed file that each rank inherits, so nothing is left behind. Another group does
+all other operations, and sends messages between two ranks. Refuses to know: how ranks start.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from baton_kernels.dispatch import native_ops
 from baton_kernels.native.library import RankGroup
 from models.parallel.group import Collective, CollectiveError
 
-SLOT_BYTES = 2**20  # bytes that a rank adds at once; each rank has two slots
+SLOT_BYTES = 2**20  # bytes that a rank adds at a time; each rank has two slots
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
-# Checks of another rank's flag before this rank yields its core: some 20 us.
+# How often a rank checks another's flag before it yields its core: some 20 us.
 _SPINS = 1000
 
 
 def group_bytes(size: int) -> int:
-    """Return the bytes that a group of ranks shares; untouched pages take no memory."""
+    """Return the bytes that a group of ranks shares; unused pages take no memory."""
     needed = (1 + size) * _LINE_BYTES + 2 * size * SLOT_BYTES
     return -(-needed // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
@@ -42,12 +41,12 @@ def open_shared(num_groups: int, size: int) -> int | None:
 
 
 class SharedGroup:
-    """Ranks of one machine that add up tensors in shared memory; a ``Collective``.
+    """Ranks of one machine that sum tensors in shared memory; a ``Collective``.
 
     Args:
-        others: a group of these ranks, for operations that this one lacks.
+        others: another group of these ranks, for all other operations.
         descriptor: file descriptor from `open_shared`.
-        index: number of the group among those that share the memory.
+        index: the group's number among the groups in this memory.
     """
 
     def __init__(self, others: Collective, descriptor: int, index: int) -> None:

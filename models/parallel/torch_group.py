@@ -31,8 +31,8 @@ class TorchGroup:
     Args:
         rank: this process's rank.
         size: size of the group.
-        meeting: place where only this group's ranks find each other: a folder, or
-            ``tcp://HOST:PORT``, a ``TCPStore`` of the leading rank.
+        meeting: place where only this group's ranks meet: a folder, or ``tcp://HOST:PORT``, a
+            ``TCPStore`` of the leading rank.
         name: the group's name, unique at that meeting place.
         device: the tensors' device.
     """
@@ -47,7 +47,7 @@ class TorchGroup:
             options._timeout = _TIMEOUT
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            # Otherwise gloo would look for an interface by the host's name, which may not resolve.
+            # By default, gloo looks for an interface by the host's name, which may not resolve.
             device_options = dist.ProcessGroupGloo._Options()
             device_options._timeout = _TIMEOUT
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -99,7 +99,7 @@ class TorchGroup:
 
 
 def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
-    """Return the store of a group, and the address at which others reach this host."""
+    """Return a group's store, and the address at which others reach this host."""
     if not meeting.startswith(_TCP):
         return dist.FileStore(f"{meeting}/{name}", size), "127.0.0.1"
     host, _, port = meeting.removeprefix(_TCP).rpartition(":")
@@ -108,13 +108,13 @@ def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
 
 
 def host_store(host: str) -> tuple[Any, int]:
-    """Open the store of a meeting on this machine; return it, to be kept alive, and its port."""
+    """Open the store of a meeting on this machine; return the store (keep it) and its port."""
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
     return store, store.port
 
 
 def launchers_store(rank: int, size: int, host: str, port: int) -> Any:
-    """Return the store that all processes of a launcher share; torchrun has one already.
+    """Return the store that a launcher's processes share; torchrun has one already.
 
     Source: the ``env://`` rendezvous of ``torch.distributed``.
     """
@@ -146,10 +146,10 @@ def connect(
         rank: rank of this process.
         num_ranks: number of ranks in all stages together.
         stage_size: ranks of one stage.
-        meeting: place where only these ranks find each other, see ``TorchGroup``.
+        meeting: place where only these ranks meet, see ``TorchGroup``.
         device: the tensors' device.
-        shared: descriptor of memory that ranks of this machine share (`open_shared`); not used for
-            sums on GPUs.
+        shared: descriptor of memory that ranks of this machine share (`open_shared`); on GPUs, sums
+            do not use it.
     """
     if device.type != "cpu":
         shared = None
@@ -165,5 +165,5 @@ def connect(
 
 
 def _refuse_tapes(tensor: Tensor) -> None:
-    """Tell a tape that is being recorded that it cannot replay this call."""
+    """Tell a tape in recording that this call cannot be replayed."""
     tensor[:0].zero_()

@@ -101,11 +101,11 @@ NOT_SERVED = (
     "/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify",
     "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/v1/audio/transcriptions",
 )  # fmt: skip
-# For this long, the rest of a request body is read and dropped, so that the client gets its answer.
+# The server reads and drops the rest of a body for this long, so the client gets its answer.
 _LINGERING_S = 2.0
-# Roles required for unknown paths: a key of any role, so that strangers learn nothing of the paths.
+# Any key may ask for unknown paths; callers without a key learn nothing of the paths.
 _UNKNOWN_PATH = ANY
-_NOTED = {LOOK: AuditKind.LOOKED, OPERATE: AuditKind.CHANGED}  # in the audit log, by roles
+_NOTED = {LOOK: AuditKind.LOOKED, OPERATE: AuditKind.CHANGED}  # kinds in the audit log, by roles
 _RATE_WORDS = {REQUESTS: "requests", TOKENS: "tokens"}
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -125,8 +125,8 @@ class HttpServer:
         tls: context for HTTPS; None: HTTP.
         access_log: logs requests that have ended.
         status_page: page for operators; None: no page.
-        tracing: decides which requests are traced; none if not given.
-        adapters: changes the adapters; one that reads no digests if not given.
+        tracing: decides which requests are traced; None: no request.
+        adapters: changes the adapters; by default an `AdapterAdmin` without a root.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class HttpServer:
             *((hdrs.METH_POST, path, self._not_served, INFER) for path in NOT_SERVED),
             (hdrs.METH_GET, "/v1/models", self._models, INFER),
             (hdrs.METH_GET, "/v1/models/{model:.+}", self._model, INFER),
-            # Load balancers and kubelets have no key; these paths only say yes or no.
+            # Load balancers and kubelets have no key; these paths only answer yes or no.
             (hdrs.METH_GET, "/health", self._health, OPEN),
             (hdrs.METH_GET, "/ping", self._ping, OPEN),
             (hdrs.METH_POST, "/ping", self._ping, OPEN),
@@ -258,7 +258,7 @@ class HttpServer:
 
     @web.middleware
     async def _note_work(self, request: web.Request, handler: Handler) -> Any:
-        """Mark the connection as at work; refuse compressed bodies and requests under overload."""
+        """Mark the connection as at work; refuse compressed bodies, and any request at overload."""
         with self._listener.working(request.protocol):
             coding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
             if coding.lower() != "identity":
@@ -266,7 +266,7 @@ class HttpServer:
                 return error_response(request, ApiError(415, message))
             if request.method == hdrs.METH_POST:
                 try:
-                    self._overload.check()  # before anything is read
+                    self._overload.check()  # before reading anything
                 except OverloadedError as error:
                     return error_response(request, error)
             return await handler(request)
@@ -290,7 +290,7 @@ class HttpServer:
 
     @web.middleware
     async def _log_access(self, request: web.Request, handler: Handler) -> Any:
-        """Write requests of clients to the access log, not those of operators and probes."""
+        """Write requests of clients to the access log; leave out operators and probes."""
         entry = request[ENTRY] = AccessEntry(
             call=f"{request.method} {request.path}",
             address=request.remote or "",
@@ -317,8 +317,8 @@ class HttpServer:
     async def _authenticate(self, request: web.Request, handler: Handler) -> Any:
         """Authenticate the caller, and check its role for the handler.
 
-        The handler decides, not the path's spelling. Unknown paths have no handler, and require
-        authentication, so unknown callers learn nothing.
+        The matched handler decides the role, not the path's spelling. Unknown paths require
+        authentication, so callers without a key learn nothing.
         """
         roles = self._roles.get(request.match_info.handler, _UNKNOWN_PATH)
         if roles is not OPEN:
@@ -392,7 +392,7 @@ class HttpServer:
         return web.Response(text="ok\n")
 
     async def _ping(self, request: web.Request) -> web.Response:
-        """Answer as `_health`, under another common path."""
+        """Answer like `_health`, under another common path."""
         return web.Response(text="ok\n")
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -403,7 +403,7 @@ class HttpServer:
         return _json(LoadObject(sum(base.intake.num_open for base in self._names.bases)))
 
     async def _ready(self, request: web.Request) -> web.Response:
-        """Answer whether a request could be served now."""
+        """Answer whether the router could serve a request now."""
         if self._is_stopping:
             raise ApiError(503, "the router is stopping")
         bases = self._names.bases
@@ -435,7 +435,7 @@ def _pages_of(page: StatusPage | None) -> list[tuple[str, str, Handler, Roles | 
 
 
 async def _go_to_page(request: web.Request) -> web.Response:
-    """Redirect browsers at the root to the status page."""
+    """Redirect browsers that open the root to the status page."""
     return web.Response(status=302, headers={hdrs.LOCATION: UI})
 
 
@@ -447,9 +447,9 @@ def _ask_for_key(error: BatonError) -> web.Response:
 
 
 def _checking_expectations(handle: _Handle) -> _Handle:
-    """Refuse an unknown `Expect` header before aiohttp does.
+    """Refuse an unknown `Expect` header before aiohttp sees it.
 
-    aiohttp would quote the header's value, which fails if it is not UTF-8.
+    aiohttp would quote the header's value and fail if the value is not UTF-8.
     """
 
     async def check(request: web.BaseRequest) -> web.StreamResponse:
@@ -463,9 +463,9 @@ def _checking_expectations(handle: _Handle) -> _Handle:
 
 
 def _with_plain_paths(make_request: _MakeRequest) -> _MakeRequest:
-    """Read `/v1//models/` as `/v1/models`, since clients join URLs with doubled slashes.
+    """Read `/v1//models/` as `/v1/models`, because clients join URLs with doubled slashes.
 
-    A redirect would not do: many clients do not repeat a POST.
+    A redirect does not help: many clients do not repeat a POST.
     """
 
     def make(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
@@ -482,8 +482,8 @@ def _with_plain_paths(make_request: _MakeRequest) -> _MakeRequest:
 def _logger_of_protocol() -> logging.Logger:
     """Return a logger that drops reports of requests that are not HTTP.
 
-    Senders get an error anyway. Strangers can send any number of them, and their text may contain a
-    key.
+    Their senders get an error anyway. Anybody can send them in any number, and their text may
+    contain a key.
     """
     logger = logging.getLogger("router.api.http.protocol")
     logger.addFilter(_is_no_wrong_request)
@@ -496,7 +496,7 @@ def _is_no_wrong_request(record: logging.LogRecord) -> bool:
 
 
 def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
-    """Return headers with each limit of a key, what is left, and when it is full again."""
+    """Return headers with each limit of a key, what is left of it, and when it is full again."""
     headers = {}
     for kind, rate in rates.items():
         word = _RATE_WORDS[kind]

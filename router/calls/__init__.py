@@ -1,1 +1,1 @@
-"""Checked calls: placed, tried on nodes, tried again, streamed in order. Knows no API."""
+"""Runs checked calls: places them, tries and retries them, streams in order. Knows no API."""

@@ -22,31 +22,31 @@ from router.fleet.adapter_places import NO_SOURCE, AdapterSource
 from router.fleet.load.forecast import PrefillForecast
 from router.fleet.node import LegDelta, Node
 
-# Nodes end a request this long after the router's deadline, in case the router does not.
+# Nodes end a request this long after the router's deadline, in case the router did not.
 NODE_EXTRA_TIMEOUT_S = 5.0
 
 
 class Attempt:
     """Run one try of a call on its nodes, and put their tokens in order into the buffer.
 
-    Both legs are sent at once; the last token, an error or `close` ends them.
+    Both legs are sent at once. The attempt ends with the last token, an error, or `close`.
 
     Args:
         prefill: None if the decode node computes the prompt.
         decode: None if the prefill node's token is the last one.
         num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
-        epoch: identifies this attempt in the nodes' deltas.
-        timeout_s: until the call's deadline.
-        buffer: receives the tokens; holds those of earlier attempts.
+        epoch: number of this attempt in the nodes' deltas.
+        timeout_s: seconds until the call's deadline.
+        buffer: receives the tokens; already holds the tokens of earlier attempts.
         trace: this attempt's span, parent of the nodes' spans; None: the call is not traced.
         adapter_source: where nodes find the files of the call's adapter.
 
     Attributes:
-        prefill_receipt: None unless the prefill node's first token came.
-        forecast: the expected times of the prompt on the node that computes the prompt.
+        prefill_receipt: receipt of the prefill node; None before its first token.
+        forecast: expected times of the prompt on the node that computes it.
         decoded: whether tokens of the decode node were forwarded.
         began: whether the first token was forwarded.
-        began_at: when that happened, by `time.perf_counter`; 0 before.
+        began_at: when the first token was forwarded, by `time.perf_counter`; 0 before.
         start_index: output index of this attempt's first token.
         has_grammar: whether the decode node compiles a grammar.
     """
@@ -98,7 +98,7 @@ class Attempt:
             self.forecast = self.decode.open_leg(
                 self._request_id,
                 self.epoch,
-                # what the request may come to hold; on a prefill node, what it must compute
+                # most tokens that the request may hold; on a prefill node, those to compute
                 len(call.prompt_token_ids) + params.max_tokens,
                 self,
                 num_uncomputed=0 if self.prefill else num_uncomputed,
@@ -156,7 +156,7 @@ class Attempt:
         return len(self._buffer.token_ids) - self.start_index
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """Take one token of a step; the common case, next in order on the decode node, is fast."""
+        """Take one token of a step; fast in the common case, the next token of the decode node."""
         if self.decoded and role is NodeRole.DECODE and self._order.push_next(output_index):
             self._buffer.add_token(token_id)
             return
@@ -164,7 +164,7 @@ class Attempt:
         self.on_leg_delta(LegDelta(role, delta))
 
     def on_leg_delta(self, item: LegDelta) -> None:
-        """Take a delta of either leg, and forward all that is next in order."""
+        """Take a delta of either leg, and forward all tokens that are next in order."""
         if item.delta.error is not None:
             if not self._survives(item):
                 self.fail(item)
@@ -189,11 +189,10 @@ class Attempt:
             self._buffer.fail(item)
 
     def _survives(self, item: LegDelta) -> bool:
-        """Return whether an error is harmless: the prefill node's, after its part was done.
+        """Return whether an error of a prefill node that has done its part does no harm.
 
-        After its token, a prefill node may still report that its push failed, which matters until
-        the KV has arrived. Losing the node does not matter: the decode node reports missing KV
-        itself.
+        After its token, a prefill node may still report a failed push, which matters until the KV
+        has arrived. The loss of the node does not matter: the decode node reports missing KV.
         """
         if item.role is not NodeRole.PREFILL or not self.began:
             return False
@@ -220,7 +219,7 @@ class Attempt:
             prefill.close_leg(self.epoch)
 
     def close(self) -> None:
-        """Close both legs, and cancel the call on nodes that may work on it; may be repeated."""
+        """Close both legs, and cancel the call on nodes that may work on it; safe to repeat."""
         if self._closed:
             return
         self._closed = True

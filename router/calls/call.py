@@ -1,4 +1,4 @@
-"""Call: a checked request with its client's terms, as plain values."""
+"""Call: a checked request and its client's terms, as plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.fleet.prefix.prompt_hashes import PromptHashes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Hold a request's terms, other than its prompt and its sampling parameters.
+    """All terms of a request but the prompt and the sampling parameters.
 
     Attributes:
         received_at: when the request reached the router, by `time.perf_counter`.
@@ -23,8 +23,8 @@ class Terms:
             nodes; empty: no session.
         priority: order among waiting requests; smaller goes first.
         principal: the caller.
-        cache_word: client's word for its cached blocks: only prompts with equal words share them;
-            empty: no word.
+        cache_word: the client's word for its cached blocks; only prompts with equal words share
+            blocks. Empty: no word.
         adapter: digest of the adapter that the request's name stands for; empty: the base model.
         text_options: options for turning tokens into text.
         trace: the client's trace context; None: not traced.
@@ -43,17 +43,17 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Hold a checked request.
+    """A checked request.
 
     Attributes:
         sampling_params: the sampling parameters, with a seed.
         terms: the client's terms.
         timeout_s: seconds left until the deadline, from now.
-        leaves_room: whether to avoid nodes with queued work, as the call's tenant already has its
-            fair share.
-        cache_salt: selects which prompts may share cached blocks; empty: all.
+        leaves_room: whether to avoid nodes with queued work, because the call's tenant has its
+            fair share already.
+        cache_salt: prompts share cached blocks only if their salts are equal; empty: no salt.
         is_chat: whether the prompt was a conversation.
-        hashes: the prompt's block hashes; copies of this call share them.
+        hashes: block hashes of the prompt, shared with copies of this call.
     """
 
     request_id: str
@@ -67,7 +67,7 @@ class Call:
     hashes: PromptHashes = field(default=None, repr=False)  # type: ignore[assignment]  # see below
 
     def __post_init__(self) -> None:
-        # Hashing a long prompt takes 50 ms, so several outputs of one prompt must share the hashes.
+        # Hashing a long prompt takes 50 ms, so all outputs of a prompt share the hashes:
         # `dataclasses.replace` passes them on.
         token_ids, salt, adapter = self.prompt_token_ids, self.cache_salt, self.terms.adapter
         if self.hashes is None or not self.hashes.are_of(token_ids, salt, adapter):

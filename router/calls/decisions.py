@@ -1,4 +1,4 @@
-"""DecisionLog: why the last requests were placed where they were; see `baton admin explain`."""
+"""DecisionLog: why recent requests were placed where they were; see `baton admin explain`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_DECISIONS = 32  # per request; no request has so many attempts
 
 @dataclass(slots=True)
 class _Noted:
-    """One placement in the log. The query is dropped, because it holds the prompt."""
+    """One placement in the log. It lacks the query, which holds the prompt."""
 
     placed_at: float
     num_prompt_tokens: int
@@ -26,7 +26,7 @@ class _Noted:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One attempt's placement.
+    """The placement of one attempt.
 
     Attributes:
         placed_at: time of the decision, by `time.time`.
@@ -49,7 +49,7 @@ class Decision:
 
 
 class DecisionLog:
-    """Keep the placements of the last requests. A policy explains them only when asked.
+    """Keep the placements of the latest requests; the policy explains them only on demand.
 
     Args:
         max_requests: most requests kept.
@@ -62,7 +62,7 @@ class DecisionLog:
     def note(
         self, request_id: str, query: RouteQuery, placement: Placement, *, is_first: bool = False
     ) -> None:
-        """Note a placement; a further one with the same id is another attempt.
+        """Note a placement; another one with the same id is a further attempt.
 
         Args:
             request_id: `Call.scoped_id`.

@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class RunningCalls:
-    """Hold the calls that wait or are in progress, by tenant and request id.
+    """The calls that wait or run, by tenant and request id.
 
-    Tenants may use equal request ids: one tenant's calls neither block nor find another's.
+    Tenants may use equal request ids: a tenant's call neither blocks nor finds another tenant's.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class RunningCalls:
         return list(self._calls)
 
     def count_adapter(self, digest: str) -> int:
-        """Return the number of calls of an adapter; O(calls), so not for every request."""
+        """Return the number of an adapter's calls; takes O(calls), so do not ask per request."""
         return sum(call.terms.adapter == digest for call in self._calls.values())
 
     def find(self, request_id: str, tenant: str | None = None) -> Call | None:
@@ -80,13 +80,13 @@ class Dispatcher:
     Args:
         pool: has the nodes and their links.
         policy: picks each attempt's nodes.
-        recoveries: retries failed calls; with default limits if not given.
-        admission: decides when a call may begin; by default, an `Admission` with default options.
+        recoveries: retries failed calls; by default, with default limits.
+        admission: decides when a call may begin; by default, with default options.
 
     Attributes:
-        placer: picks nodes; has the policy and the log of its decisions.
+        placer: picks nodes; has the policy and the log of placements.
         log: records of the last calls.
-        recoveries: decides about retries; also knows the calls that may have crashed nodes.
+        recoveries: decides on retries; also knows the calls that may have crashed nodes.
         turns: limits how many calls are checked or placed in one round of the event loop.
     """
 
@@ -117,7 +117,7 @@ class Dispatcher:
         return len(self._running)
 
     def count_adapter(self, digest: str) -> int:
-        """Return the number of calls of an adapter that wait or are in progress."""
+        """Return the number of an adapter's calls that wait or are in progress."""
         return self._running.count_adapter(digest)
 
     async def run(self, call: Call) -> AsyncGenerator[TextDelta, None]:
@@ -127,7 +127,7 @@ class Dispatcher:
             NodeUnavailableError: no nodes were found, or too many attempts failed.
             OverloadedError: decode nodes ran out of memory too often.
             DeadlineExceededError: the call's deadline passed.
-            PoisonRequestError: this call, or an equal one before, crashed nodes.
+            PoisonRequestError: this call, or an earlier equal one, crashed nodes.
         """
         await self.turns.wait_for_turn()
         if self._stopped is not None:
@@ -150,7 +150,7 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, call: Call) -> AsyncIterator[tuple[Call, Ticket]]:
-        """Wait until the call may begin; yields the call with the wait taken from its timeout."""
+        """Wait until the call may begin; yield it with the waiting time taken off its timeout."""
         async with self.admission.enter(
             request_id=call.scoped_id,
             num_prompt_tokens=len(call.prompt_token_ids),
@@ -170,7 +170,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _opened(self, call: Call, ticket: Ticket, following: Following) -> Iterator[OpenCall]:
-        """Open the call on nodes; add the receipt to an error that ends the call."""
+        """Open the call on nodes; if an error ends the call, add the receipt to the error."""
         opened = self._open[call.scoped_id] = OpenCall(
             call,
             following,
@@ -192,18 +192,18 @@ class Dispatcher:
             del self._open[call.scoped_id]
 
     def note_handed_over(self, call: Call) -> None:
-        """Note that the client gets token 1's text now, which ends the TTFT."""
+        """Note that the client receives token 1's text now; the time so far is the TTFT."""
         self._open[call.scoped_id].note_handed_over()
 
     def receipt(self, call: Call) -> Receipt:
-        """Finish the record of an open call that a stop string ends, and return its receipt."""
+        """Finish the record of a call that a stop string ends, and return the call's receipt."""
         opened = self._open[call.scoped_id]
         receipt = opened.receipt()
         opened.following.note_finished(FinishReason.STOP, receipt)
         return receipt
 
     def abort(self, request_id: str, why: str, *, tenant: str | None = None) -> bool:
-        """Cancel a call from outside and return whether it was open; its client gets CANCELLED.
+        """Cancel a call, so that its client gets CANCELLED; return whether it was open.
 
         Raises the errors of `RunningCalls.find`.
         """
@@ -234,11 +234,11 @@ class Dispatcher:
 
 
 def num_tokens_used(receipt: Receipt, num_uncached_tokens: int) -> int:
-    """Return prompt tokens computed for a request plus its output tokens, for its rate limits.
+    """Return the tokens of a request that its rate limits count: computed prompt, plus output.
 
     Args:
         receipt: the request's cost so far.
-        num_uncached_tokens: prompt tokens to count as computed until a node reports its own number.
+        num_uncached_tokens: prompt tokens that count as computed until a node reports a number.
     """
     prefill, decode = receipt.prefill, receipt.decode
     if not receipt.num_attempts:

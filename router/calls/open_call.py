@@ -1,6 +1,6 @@
 """OpenCall: one call, its successive attempts, and the single stream they produce.
 
-Does not decide what follows a failed attempt: see `router/calls/recovery/`.
+What follows a failed attempt is decided in `router/calls/recovery/`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class OpenCall:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._recovery = recoveries.recover(call, self._remaining_s)
-        self._decode: Node | None = None  # the last one; its model made the client's tokens
+        self._decode: Node | None = None  # the last node to decode; its model made the output
         self._ttft_s = 0.0
-        self._first_read_s = 0.0  # from request to first token read from a node's link
+        self._first_read_s = 0.0  # from arrival to the first token on a node's link
         self._ended_by: RequestError | None = None  # the reason, if ended from outside
         self._router_queue_s = 0.0
         loop = asyncio.get_running_loop()
@@ -65,7 +65,7 @@ class OpenCall:
     async def outputs(self) -> AsyncGenerator[TextDelta, None]:
         """Yield the tokens of all attempts in output order, without text.
 
-        Tokens that arrived while the reader was busy come as one delta.
+        Tokens that arrive while the reader is busy come as one delta.
         """
         buffer = self._buffer
         attempt = await self._begin("")
@@ -93,11 +93,11 @@ class OpenCall:
                 attempt = await self._begin(error.message)
 
     def note_handed_over(self) -> None:
-        """Note that token 1 is passed on now; a later note replaces an earlier one."""
+        """Note that token 1 is passed on now; a later note overwrites an earlier one."""
         self._ttft_s = time.perf_counter() - self._call.terms.received_at
 
     def receipt(self) -> Receipt:
-        """Return the call's cost so far; the decode node's part comes with the last token."""
+        """Return the call's cost so far; the decode node's part is known at the last token."""
         attempt = self._attempt
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
@@ -128,20 +128,20 @@ class OpenCall:
         self._ended_by = error
         if self._attempt is not None:
             delta = failed_delta(self._call.request_id, self._attempt.epoch, error)
-            # an error of this role ends the call
+            # an error with this role always ends the call
             self._attempt.fail(LegDelta(NodeRole.DECODE, delta))
 
     # ------------------------------------------------------------------ attempts
 
     async def _begin(self, failure: str) -> Attempt:
-        """Begin an attempt that continues after the tokens the client already has.
+        """Begin an attempt that continues after the tokens that the client already has.
 
         Args:
-            failure: why the attempt before failed; empty for the first attempt.
+            failure: why the previous attempt failed; empty for the first attempt.
         """
         call, pool = self._call, self._pool
         placement = await self._wait_for_placement(failure)
-        if self._recovery.has_failed(placement):  # no better place is left: try it again later
+        if self._recovery.has_failed(placement):  # no better place is left, so try this one later
             await self._recovery.pause()
             placement = await self._wait_for_placement(failure)
         self._recovery.note_attempt(placement)
@@ -156,7 +156,7 @@ class OpenCall:
                 "no longer served here"
             )
         self._decode = decode
-        # The prefill node samples the next token. If that is the last one, no decode node is used.
+        # The prefill node samples the next token. If that is the last one, no decode node works.
         num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
         nodes = filter(None, (placement.prefill, placement.decode))
         room = pool.max_len_at(nodes) - self._num_tokens
@@ -183,15 +183,14 @@ class OpenCall:
         return self._attempt
 
     async def _wait_for_placement(self, failure: str) -> Placement:
-        """Return where the next attempt goes; waits for nodes if there are none now.
+        """Return the placement of the next attempt; wait if no nodes are available now.
 
-        Raises:
-            NodeUnavailableError: no nodes were found in time, and none are expected.
+        Raises NodeUnavailableError if no nodes become available in time, or none are expected.
         """
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
         give_up_at = loop.time() + self._recovery.pair_timeout_s
         await self._recovery.wait_to_be_tried()
-        if self._num_attempts:  # a first attempt has its turn from admission
+        if self._num_attempts:  # a first attempt got its turn at admission
             await self._turns.wait_for_turn()
         while (placement := self._place()) is None:
             self._remaining_s()
@@ -220,7 +219,7 @@ class OpenCall:
         return len(self._call.prompt_token_ids) + len(self._output_token_ids)
 
     def _remaining_s(self) -> float:
-        """Return the seconds until the deadline; raises if the call was ended or is late."""
+        """Return the seconds until the deadline; raise if the call has been ended or is late."""
         remaining_s = self._expires_at - asyncio.get_running_loop().time()
         if self._ended_by is not None or remaining_s <= 0:
             raise error_of(self._ended_by or _DEADLINE)

@@ -1,9 +1,9 @@
-"""DeltaOrder and OutputBuffer: a call's output, between nodes, which never wait, and one reader.
+"""DeltaOrder and OutputBuffer: carry a call's output from its nodes to its one reader.
 
     deltas of an attempt's two legs -> DeltaOrder -> OutputBuffer -> the reader
 
-The order passes each token on once. The buffer stores tokens, not messages: a slow reader gets all
-it missed as one piece, no larger than the output.
+`DeltaOrder` passes each token on once. `OutputBuffer` lets no node wait: it stores tokens, not
+messages, so a slow reader gets all that it missed as one piece, no larger than the output.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from baton.link.words import RequestDelta
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
 
-# Most output tokens by which a delta may come too early: one leg's link may stall until its node
-# counts as silent, while the other leg goes on.
+# Most output tokens that a delta may be ahead. One leg's link may stall until its node counts as
+# silent, while the other leg goes on.
 MAX_EARLY = 4096
-# Most tokens of one piece: making text of more blocks the event loop for tens of milliseconds.
+# Most tokens in one piece: turning more into text blocks the event loop for tens of milliseconds.
 MAX_TAKEN = 1024
 
 
@@ -42,20 +42,20 @@ class DeltaOrder:
         self._indexes: list[int] = []  # keys of `_early`, as a heap
 
     def admits(self, item: LegDelta) -> bool:
-        """Return whether a delta lies within this output, and is not impossibly early."""
+        """Return whether a delta lies within this output and is not ahead of time by too much."""
         delta = item.delta
         is_within = delta.output_index + max(len(delta.token_ids), 1) <= self._end_index
         return is_within and len(self._early) < MAX_EARLY
 
     def push_next(self, output_index: int) -> bool:
-        """Accept one token if it is next and none came early; return whether it was accepted."""
+        """Accept one token if it is next and no delta came early; return whether it was so."""
         if output_index != self.next_index or self._early or output_index >= self._end_index:
             return False
         self.next_index += 1
         return True
 
     def push(self, item: LegDelta) -> Iterator[LegDelta]:
-        """Take a delta without an error; yields the deltas that are next now."""
+        """Take a delta without an error; yield all deltas whose turn it is now."""
         index = item.delta.output_index
         if index not in self._early:
             self._early[index] = item
@@ -67,7 +67,7 @@ class DeltaOrder:
                 yield ready
 
     def _behind(self, item: LegDelta) -> LegDelta | None:
-        """Return the part of a delta that was not passed on yet, or None."""
+        """Return the part of a delta that was not passed on yet; None if all of it was."""
         delta = item.delta
         num_told = self.next_index - delta.output_index
         if num_told == 0:
@@ -84,11 +84,11 @@ class DeltaOrder:
 
 
 class OutputBuffer:
-    """Hold an output for one writer at a time and one reader.
+    """An output between one writer at a time and one reader.
 
     Args:
-        wake_ups: wake the reader for tokens in waves. The first token, the last one and failures
-            wake the reader at once.
+        wake_ups: wakes the reader in waves. The first token, the last one and failures wake the
+            reader at once.
 
     token_ids  [ taken by the reader | not taken yet ]
                                      ^ _num_taken
@@ -96,7 +96,7 @@ class OutputBuffer:
     Attributes:
         token_ids: the whole output so far.
         decode_receipt: the decode node's receipt; None until the last token came.
-        failure: reason why the attempt ended; the reader must clear it before tokens are added.
+        failure: why the attempt ended; the reader must clear this before tokens are added.
     """
 
     def __init__(self, request_id: str, wake_ups: WakeUps) -> None:
@@ -106,7 +106,7 @@ class OutputBuffer:
         self._request_id = request_id
         self._wake_ups = wake_ups
         self._num_taken = 0
-        self._has_rest = False  # whether the last piece left tokens behind
+        self._has_rest = False  # whether the last piece left tokens for the next
         self._finish_reason: FinishReason | None = None
         self._logprobs: list[TokenLogprobs] = []  # logprobs of tokens that the reader has not taken
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -116,7 +116,7 @@ class OutputBuffer:
     # ------------------------------------------------------------------ the writer
 
     def add_token(self, token_id: int) -> None:
-        """Add the next token, which has no logprobs and no finish reason."""
+        """Add the next token, which comes without logprobs and finish reason."""
         self.token_ids.append(token_id)
         if self._waiter is not None:
             self._wake_ups.add_waiter(self._waiter)
@@ -132,7 +132,7 @@ class OutputBuffer:
         self._wake()
 
     def fail(self, item: LegDelta) -> None:
-        """Note that the attempt failed; the reader gets the tokens before the failure first."""
+        """Note that the attempt failed; the reader first gets the tokens that came before."""
         self.failure = item
         self._wake()
 
@@ -144,7 +144,7 @@ class OutputBuffer:
     # ------------------------------------------------------------------ the reader
 
     async def wait(self) -> None:
-        """Wait until there are tokens and the reader's wave has come, or a failure."""
+        """Wait for a failure, or for tokens and then the reader's turn in a wave."""
         if self._has_rest:
             await asyncio.sleep(0)  # let other tasks run
             return

@@ -1,4 +1,4 @@
-"""Placer: picks the nodes of a call's next attempt, and waits while there are none."""
+"""Placer: picks the nodes of a call's next attempt; waits if no nodes can take the call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 
-# Most calls that wait for a lost node to return: each holds its prompt and its client.
+# Most calls that wait for a lost node to return. Each of them holds a prompt and a client.
 MAX_EXPECTING = 1024
-_EARLY_S = 1e-6  # timers may fire this early: a shorter wait would loop without end
+_EARLY_S = 1e-6  # timers may fire this early; a shorter wait would make the loop spin
 
 
 class Placer:
@@ -27,7 +27,7 @@ class Placer:
 
     Attributes:
         policy: picks the nodes; may be replaced at any time.
-        decisions: where the last calls were placed, and why.
+        decisions: where the latest calls were placed, and why.
         num_waiting: calls that wait because no node can take them now.
     """
 
@@ -49,12 +49,12 @@ class Placer:
         narrow: Callable[[Fleet], Fleet],
         is_first: bool,
     ) -> Placement | None:
-        """Return the nodes of one attempt, or None if there are none.
+        """Return the nodes of one attempt, or None if no node can take it.
 
         Args:
             output_token_ids: the call's output so far, computed again with its prompt.
             remaining_s: seconds until the call's deadline.
-            narrow: keeps only the nodes that suit this call best.
+            narrow: reduces a fleet to the nodes that suit this call best.
             is_first: whether this is the call's first attempt.
         """
         pool = self._pool
@@ -81,7 +81,7 @@ class Placer:
             fleet = fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
             return self.policy.pick(query, narrow(fleet))
 
-        # Make the fleet first, as this may change the revisions that the rollout knows.
+        # Make the fleet first, because that may change the revisions that the rollout knows.
         fleet = pool.fleet
         chosen = pool.rollout.choose(call.terms.session_id) if is_first else None
         placement = (pick(chosen) if chosen is not None else None) or pick(fleet)
@@ -94,16 +94,16 @@ class Placer:
     async def wait_for_change(
         self, failure: str, num_tokens: int, until: float, adapter: str = ""
     ) -> None:
-        """Wait until nodes change, or until ``until``.
+        """Wait until some node changes, or until ``until``.
 
         Args:
-            failure: why the attempt before failed; empty for the first attempt.
+            failure: why the previous attempt failed; empty for the first attempt.
             num_tokens: context length that the nodes must allow.
             adapter: digest of the adapter that the nodes must have or load; empty: none.
             until: deadline, by the event loop's clock.
 
         Raises:
-            NodeUnavailableError: there were never nodes of both roles, or the time is over.
+            NodeUnavailableError: the pool never had nodes of both roles, or time is up.
         """
         pool = self._pool
         now = asyncio.get_running_loop().time() + _EARLY_S
@@ -115,6 +115,6 @@ class Placer:
             async with asyncio.timeout_at(until):
                 await pool.wait_for_change()
         except TimeoutError:
-            pass  # the caller looks for a place once more
+            pass  # the caller looks for nodes once more
         finally:
             self.num_waiting -= 1

@@ -1,6 +1,6 @@
-"""RequestLog: records of the last requests, for `baton admin trace` and `stats`.
+"""RequestLog: records of the latest requests, for `baton admin trace` and `stats`.
 
-Written by the dispatcher alone. Knows neither prompts nor texts nor RPCs.
+Only the dispatcher writes. The log knows neither prompts nor texts nor RPCs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.telemetry.spans import TraceContext
 from router.calls.call import Call
 
-# Most characters kept of an error. Thousands of errors are kept, and nodes choose some of the
-# texts.
+# Most characters kept of an error. Thousands of errors are kept, and nodes choose some texts.
 MAX_CODE_CHARS, MAX_ERROR_CHARS = 64, 2048
 
 
@@ -48,11 +47,11 @@ class RequestRecord:
         tenant: the caller's tenant.
         received_at: arrival, by `time.time`.
         started_at: arrival, by the log's clock.
-        accepted_s: when it was checked and tokenized.
+        accepted_s: when the request was checked and tokenized.
         admitted_s: when the gate admitted it; None: not yet.
         call: the call; None unless the request is traced.
         trace: the request's span; None: not traced.
-        finish_reason: why the output ended; None: it has not ended without error.
+        finish_reason: why the output ended; None: not ended, or ended with an error.
         error_code: name of a gRPC status code.
     """
 
@@ -86,7 +85,7 @@ class RequestLog:
     """Keep the records of the last requests of one base model, on its event loop.
 
     Args:
-        max_requests: most records kept; open requests count and may be dropped.
+        max_requests: most records kept; even records of open requests may be dropped.
         clock: the clock of `Terms.received_at`.
 
     Attributes:
@@ -227,10 +226,10 @@ class Following:
         """Note that the attempt failed; another may follow."""
         attempt = self._record.attempts[-1]
         attempt.failed_s, attempt.error_code = self._now_s(), code[:MAX_CODE_CHARS]
-        attempt.error = message[:MAX_ERROR_CHARS]  # a node may have chosen the text
+        attempt.error = message[:MAX_ERROR_CHARS]  # a node may have written the text
 
     def note_output(self, output: TextDelta) -> None:
-        """Note tokens that go to the client now."""
+        """Note tokens that the client receives now."""
         record = self._record
         if record.first_token_s is None and output.token_ids:
             record.first_token_s = self._now_s()

@@ -1,15 +1,15 @@
-"""WakeUps and Turns: limit how many readers and calls continue in one round of the event loop.
+"""WakeUps and Turns: limit how many readers and calls run in one round of the event loop.
 
-An event loop runs all tasks that were woken together before it looks at sockets and timers again.
+An event loop runs all woken tasks before it looks at sockets and timers again.
 
-A message to a client costs nearly as much with one token as with many. If each token were sent as
-it comes, a router at its limit would read its nodes' links as slowly as it serves its clients, and
-tokens would queue in the links, where they are not merged. `WakeUps` therefore wakes the readers of
-outputs in waves, no more often than the router can serve them.
+A message to a client costs nearly as much with one token as with many. If each token were sent at
+once, a router at its limit would read its nodes' links as slowly as it serves its clients, and
+tokens would queue unmerged in the links. `WakeUps` therefore wakes the readers of outputs in waves,
+no more often than the router can serve them.
 
-Checking or placing a call takes up to a millisecond. A thousand calls that arrive at once, or that
-a lost node leaves behind, would block tokens and beats for a second. `Turns` therefore lets few
-calls continue at a time.
+Checking or placing a call takes up to a millisecond. A thousand calls that arrive together, or that
+lose their node together, would block tokens and beats for a second. `Turns` therefore lets few
+calls run at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TURNS_AT_ONCE = 16
 class WakeUps:
     """Wake readers in waves; one instance per event loop.
 
-    The next wave begins once the process was busy for less than `BUSY_SHARE` of the time since the
-    last wave, and `LONGEST_REST_S` after that wave at the latest.
+    A wave begins when the process has been busy for less than `BUSY_SHARE` of the time since the
+    last wave, at the latest `LONGEST_REST_S` after it.
 
     Args:
         clock: returns seconds.
@@ -51,7 +51,7 @@ class WakeUps:
     def add_waiter(self, waiter: asyncio.Future[None]) -> None:
         """Wake this reader with the next wave."""
         self._waiters.append(waiter)
-        # call `_look` later, so that all tokens of one link message join the wave
+        # call `_look` later, so that all tokens of one link message join one wave
         if len(self._waiters) == 1:
             asyncio.get_running_loop().call_soon(self._look)
 
@@ -77,7 +77,7 @@ class WakeUps:
 
 
 class Turns:
-    """Hand out a limited number of turns per round of the event loop, first come first served.
+    """Give out a limited number of turns per round of the event loop, in order of arrival.
 
     Args:
         at_once: turns per round.
@@ -104,7 +104,7 @@ class Turns:
         self._num_left = self._at_once
         while self._waiting and self._num_left:
             turn = self._waiting.popleft()
-            if not turn.done():  # otherwise its call was cancelled
+            if not turn.done():  # the call may have been cancelled
                 turn.set_result(None)
                 self._num_left -= 1
         self._is_counting = self._num_left < self._at_once

@@ -1,1 +1,1 @@
-"""The nodes that have joined: what they say, what they can take, and who reaches whom."""
+"""The joined nodes: what they report, what they can take, and which nodes reach each other."""

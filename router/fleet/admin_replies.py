@@ -1,4 +1,4 @@
-"""AdminReplies: joins the parts of one node's answers to operators."""
+"""AdminReplies: joins the parts of one node's answers to operators' calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Open:
 class AdminReplies:
     """Track the open admin calls of one node, on the router's loop.
 
-    Replies to calls that are not open are ignored. An answer may not exceed a fixed size.
+    Replies to unknown or closed calls are ignored. The size of an answer is limited.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class AdminReplies:
         return call_id, opened.answer
 
     def close_call(self, call_id: int) -> None:
-        """Close a call, whose answer nobody awaits any more."""
+        """Close a call whose answer is not awaited any more."""
         self._open.pop(call_id, None)
 
     def on_reply(self, reply: AdminReply) -> None:

@@ -1,4 +1,4 @@
-"""BasePools: the nodes of several base models, one pool each. Nodes join the pool that they fit."""
+"""BasePools: one pool of nodes per base model. A node joins the pool of the model it serves."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from router.fleet.node_claims import registration_problem
 from router.fleet.node_pool import NodePool
 from router.fleet.served_identity import count_fitting
 
-MAX_SHOWN_CHARS = 64  # most characters quoted of what a node says
+MAX_SHOWN_CHARS = 64  # quoted from a registration
 _TELLING_KEYS = ("model", "weights", "tokenizer")  # enough to tell base models apart
 
 
 class BasePools:
-    """Hold the pools of one router with several base models.
+    """The pools of a router with several base models.
 
     Args:
         pools: one per base model; they share a gate.
-        models: each base model's text in the router's options, for errors.
+        models: each base model as written in the router's options, for errors.
 
     Raises:
-        ConfigError: two base models cannot be told apart by what nodes say of their model.
+        ConfigError: two base models cannot be told apart by what nodes report of their model.
     """
 
     def __init__(self, pools: Sequence[NodePool], models: Sequence[str]) -> None:
@@ -66,16 +66,17 @@ class BasePools:
         )
 
     def find_pool(self, registration: NodeRegistration) -> NodePool:
-        """Return the pool of the base model that a node serves; `refusal` must be empty."""
+        """Return the pool of the base model that a node serves; call only if `refusal` is empty."""
         pool = self._find(registration)
         assert pool is not None, "a node that fits no base model is refused"
         return pool
 
     def _find(self, registration: NodeRegistration) -> NodePool | None:
-        """Return the pool that a node fits in most entries.
+        """Return the pool with the most entries in common with a node.
 
-        A node with other weights or another tokenizer fits the only base model of its
-        configuration, as in a rollout of new weights. Among several it could serve a wrong one.
+        If a single base model has the node's configuration, the node joins it even with other
+        weights or another tokenizer, as in a rollout of new weights. With several such models it
+        could join the wrong one, so it joins none.
         """
         identity = identity_of(registration.compatibility)
         fitting = [(count_fitting(pool.own_identity, identity), pool) for pool in self._pools]

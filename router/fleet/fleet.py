@@ -1,7 +1,7 @@
 """Fleet: the nodes that may get a request now, and which of them reach each other.
 
-A fleet is immutable, apart from its nodes' changing loads; `NodePool` makes a new one when nodes
-come, go or report on peers. There may be 65,536 pairs, so they are never listed.
+A fleet is immutable except for its nodes' loads; `NodePool` makes a new one when nodes come, go or
+report on peers. A fleet may have 65,536 pairs, so pairs are never listed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _NOBODY: Mapping[str, float] = {}
 
 
 class Fleet:
-    """Hold the usable nodes of both roles, sorted by name.
+    """The usable nodes of both roles, sorted by name.
 
     Args:
         prefills, decodes: nodes that may get requests.
-        reach: by engine id, the decode nodes that each prefill node reaches, with the bandwidth in
-            bytes per second (0: unknown).
+        reach: for each prefill node's engine id, the decode nodes that it reaches with the
+            bandwidth in bytes per second (0: unknown).
         self_prefilling: decode nodes that may compute a prompt themselves.
         ruled_out: pairs that must not be used.
 
@@ -52,7 +52,7 @@ class Fleet:
         )
         unreached = set(ids)
         for reached in usable.values():
-            if not unreached:  # nearly always true after the first node
+            if not unreached:  # almost always so, after the first node
                 break
             unreached -= reached
         self.decodes: Sequence[NodeLoad] = [d for d in by_name if d.engine_id not in unreached]
@@ -76,12 +76,12 @@ class Fleet:
         return self._reach[prefill.engine_id].get(decode.engine_id, 0.0)
 
     def reached_by(self, prefill: NodeLoad) -> Sequence[NodeLoad]:
-        """Return the decode nodes that a prefill node here may use, by name; never empty."""
+        """Return the decode nodes that a prefill node here may use, sorted by name; never empty."""
         reached = self._reached.get(prefill.engine_id)
         if reached is None:
             usable = self._usable(prefill.engine_id)
             reached = self.decodes
-            if not usable >= self._decode_ids:  # rare; usually all share one list
+            if not usable >= self._decode_ids:  # rare: most prefill nodes share one list
                 reached = [decode for decode in self.decodes if decode.engine_id in usable]
             self._reached[prefill.engine_id] = reached
         return reached
@@ -92,7 +92,7 @@ class Fleet:
         decode: Callable[[NodeLoad], bool] | None = None,
         ruled_out: Set[Pair] = _NONE,
     ) -> Fleet:
-        """Return a fleet of the nodes that pass these filters, without the ruled-out pairs."""
+        """Return a fleet of the nodes that pass these filters, and without the ruled-out pairs."""
         return Fleet(
             filter(prefill, self.prefills),
             filter(decode, self.decodes),
@@ -119,11 +119,11 @@ class Fleet:
         }
 
     def with_room_for(self, num_tokens: int, num_tokens_at_end: int = 0) -> Fleet:
-        """Return a fleet without nodes that are too small for a request of this many tokens.
+        """Return a fleet of the nodes that have room for a request of this many tokens.
 
         Args:
             num_tokens_at_end: length that the request may reach. Nodes that would cut it short are
-                left out too, if other nodes would not.
+                left out too, unless all would.
         """
         at_end = min(num_tokens_at_end, self.max_model_len)
         if num_tokens <= self._least_room and at_end <= self._least_length:
@@ -139,8 +139,8 @@ class Fleet:
 
     @functools.cached_property
     def max_model_len(self) -> int:
-        """Longest request, in tokens, that some place can take; 0: there is no place."""
-        longest: dict[int, int] = {}  # by id of the list: nearly all share one
+        """Longest request, in tokens, that some nodes can take; 0 without nodes."""
+        longest: dict[int, int] = {}  # most prefill nodes share one list, so compute once per list
         pairs = [node.max_model_len for node in self.self_prefilling]
         for prefill in self.prefills:
             reached = self.reached_by(prefill)
@@ -171,7 +171,7 @@ class Fleet:
 
     @functools.cached_property
     def best_bandwidth(self) -> float:
-        """Highest known bandwidth of any pair, in bytes per second; 0: none is known."""
+        """Highest known bandwidth of any pair, in bytes per second; 0: unknown."""
         return max(
             (max(reach.values(), default=0.0) for reach in self._reach.values()), default=0.0
         )

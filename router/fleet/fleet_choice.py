@@ -1,6 +1,6 @@
-"""Choose a fleet from the nodes that may get requests: all but ejected ones.
+"""Choose the fleet: all nodes that may get requests, without the ejected ones.
 
-Never ejects more than half of the nodes of a role: if most look unhealthy, the cause is probably
+At most half of the nodes of a role are ejected: if most look unhealthy, the cause is probably
 elsewhere, and some nodes must do the work.
 """
 
@@ -38,12 +38,12 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
             self_prefilling=_loads_of(alone, without) if may_self_prefill else (),
         )
 
-    # The healthy nodes may not reach each other; then all are used.
+    # Perhaps no healthy nodes reach each other: then use all nodes.
     return make(unwanted) or make(set())
 
 
 def ejected(nodes: Sequence[Node]) -> Sequence[Node]:
-    """Return the nodes of one role to leave out now: first ejected nodes, then new nodes."""
+    """Return the nodes of one role to leave out now, first ejected nodes, then new ones."""
     unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
     unwanted.sort(key=lambda node: (node.health.state is not HealthState.EJECTED, node.name))
     return unwanted[: len(nodes) // 2]

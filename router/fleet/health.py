@@ -1,11 +1,11 @@
-"""NodeHealth: ejects a failing node for a while, and limits what a new node gets.
+"""NodeHealth: ejects a failing node for a while, and limits the requests of a new node.
 
     SERVING -- failures, or no progress --> EJECTED -- after a pause that doubles --> CANARY
        ^                                                                                |
        `-- more and more for 10 s -- WARMING <-- it answered ------- one request at a time
 
-A node that joins others at work begins as a canary too. `fleet_choice.py` decides which nodes get
-requests.
+A node that joins while others work also begins as a canary. `fleet_choice.py` decides which nodes
+get requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import Enum
 
 logger = logging.getLogger(__name__)
 
-FAILURES = 3  # failures without a success between them, after which a node is ejected
+FAILURES = 3  # in a row, without a success, eject a node
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 WARMING_S = 10.0
 LEAST_WEIGHT = 0.2
@@ -42,7 +42,7 @@ class NodeHealth:
         clock: returns monotonic seconds.
 
     Attributes:
-        why: reason of the last ejection; empty if there was none.
+        why: reason of the last ejection; empty: never ejected.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class NodeHealth:
         self._on_change = on_change
         self._clock = clock
         self._until = 0.0  # end of the pause or of the warm-up
-        self._num_pauses = 0  # ejections since the node was last healthy for the longest pause
-        # Partners in the failures since the last success, by engine id; "": this node failed alone.
+        self._num_pauses = 0  # ejections since the last long healthy time
+        # Partners in the failures since the last success, by engine id; "": the node failed alone.
         self._partners: list[str] = []
 
     @property
     def weight(self) -> float:
-        """Share of its usual load that the node should get, above 0 to 1."""
+        """Share of its usual load that the node should get, above 0 up to 1."""
         if self.state is HealthState.CANARY:
             return LEAST_WEIGHT
         if self.state is HealthState.WARMING:
@@ -74,13 +74,13 @@ class NodeHealth:
         return 1.0
 
     def is_unwanted(self, num_open: int) -> bool:
-        """Return whether the next request should go elsewhere, given the requests open here."""
+        """Return whether the next request should go elsewhere, given this node's open requests."""
         if self.state is HealthState.CANARY:
             return num_open > 0
         return self.state is HealthState.EJECTED
 
     def note_open(self, num_open: int) -> None:
-        """Note how many requests are open here, after one was placed or closed."""
+        """Note the number of requests open on this node, after one was placed or closed."""
         if self.state is HealthState.CANARY and num_open <= 1:
             self._on_change()
 
@@ -94,9 +94,9 @@ class NodeHealth:
         """Note a failed attempt; too many of them eject the node.
 
         Args:
-            partner: engine id of the other node, if that may be at fault too. Failures between two
-                nodes count against this one only if they occur with several partners. Empty: this
-                node alone is at fault.
+            partner: engine id of the other node, if that one may be to blame. Failures between two
+                nodes count against this one only with several partners. Empty: only this node is to
+                blame.
         """
         if self.state is HealthState.EJECTED:
             return
@@ -106,7 +106,7 @@ class NodeHealth:
             self.eject(why)
 
     def eject(self, why: str) -> None:
-        """Give the node no requests for a pause, which doubles each time."""
+        """Give the node no requests for a pause, which doubles with each ejection."""
         pause_s = min(FIRST_PAUSE_S * 2**self._num_pauses, LONGEST_PAUSE_S)
         self._num_pauses += 1
         self.why = why
@@ -114,7 +114,7 @@ class NodeHealth:
         self._set(HealthState.EJECTED, pause_s)
 
     def tick(self) -> None:
-        """End a pause or the warm-up when it is over; called once per beat interval."""
+        """End a pause or the warm-up if its time is up; called once per beat interval."""
         now = self._clock()
         if self.state is HealthState.SERVING and now > self._until + LONGEST_PAUSE_S:
             self._num_pauses = 0

@@ -1,13 +1,13 @@
 """JoinGate: decides which nodes may join now. Knows no link and no request.
 
-    a node's name or engine id belongs to a living node    refuse, unless its process key matches
-    one address joins more often than any cluster does     retry later
-    the router has its maximum of nodes                    retry later
-    registrations would exceed the memory for them         retry later
+    a living node has the name or engine id       refuse, unless the process key matches
+    an address joins more often than a cluster    retry later
+    the router has its maximum of nodes           retry later
+    registrations would take too much memory      retry later
 
-A name belongs to a node while its link lives; a second node with that name is refused and retries.
-A restarted node gets in as soon as its old link is found dead: at once if the process died, after
-the node timeout if the machine did.
+A name belongs to a node while its link lives; another node with this name is refused and retries.
+A restarted node can join once its old link is dead: at once if the process died, after the node
+timeout if the machine did.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from baton.link.words import NodeRegistration
 from router.fleet.node import Node, num_bytes_of
 
 MAX_NODES = 4096
-# Most bytes of registrations: what nodes tell their peers through the router, some kB each.
+# Most bytes of registrations, which hold what nodes tell their peers: some kB per node.
 MAX_KEPT_BYTES = 96 * 2**20
 MAX_KEPT_BYTES_OF_ADDRESS = 32 * 2**20
-# Joins allowed per address: a burst, for a whole cluster that returns, and a steady rate.
+# Joins per address: a burst for a whole cluster that returns, then a steady rate.
 JOIN_BURST, JOINS_PER_S = 2048.0, 20.0
 MAX_ADDRESSES = 1024
 MAX_EXPELLED = 4096
@@ -39,7 +39,7 @@ class JoinGate:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Address -> (joins left, at that time), least recently joined first.
+        # Address -> (joins left, time of that number); the address that joined last is at the end.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._expelled: OrderedDict[str, None] = OrderedDict()  # engine ids
 
@@ -56,7 +56,7 @@ class JoinGate:
     def obstacle(
         self, registration: NodeRegistration, nodes: Iterable[Node], address: str = ""
     ) -> str:
-        """Return why a node may not join now but perhaps later; empty if it may.
+        """Return why a node may not join now, though perhaps later; empty if it may.
 
         Args:
             nodes: nodes that have joined.
@@ -101,6 +101,6 @@ class JoinGate:
 
 
 def is_same_process(one: NodeRegistration, other: NodeRegistration) -> bool:
-    """Return whether two registrations come from one process, by its secret key."""
+    """Return whether two registrations come from one process: their secret keys are equal."""
     keys = one.process_key, other.process_key
     return one.engine_id == other.engine_id and all(keys) and hmac.compare_digest(*keys)

@@ -1,4 +1,4 @@
-"""LostNodes: record which nodes went away by themselves, when, and which of them died.
+"""LostNodes: records which nodes left without being told to, when, and which of them died.
 
 A lost node is not always dead: links break and recover, and processes stall and continue.
 
@@ -6,8 +6,8 @@ A lost node is not always dead: links break and recover, and processes stall and
     another engine id joins under the same name    the node died
     nothing comes back for a while                 the node died
 
-Operators see nodes that did not come back; `Suspects` counts deaths. `LostNodes` knows no living
-node.
+Operators see the nodes that did not come back; `Suspects` counts the deaths. `LostNodes` knows no
+node that is here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from baton.link.words import NodeRegistration, NodeRole
 SHOWN_S = 300.0
 MAX_SHOWN = 256
 MAX_LOSSES = 1024
-# A process that stood still or lost its link for longer than this counts as dead.
+# A process that stood still, or lost its link, for longer than this counts as dead.
 RETURN_S = 15.0
 
 
 class Fate(Enum):
-    """Outcomes of a loss: undecided, the node has returned, or it is dead."""
+    """Fates of a lost node: undecided, returned, dead."""
 
     OPEN = "open"
     RETURNED = "returned"
@@ -39,12 +39,12 @@ class Fate(Enum):
 
 @dataclass(slots=True, eq=False)
 class Loss:
-    """One node that went away by itself. Only `LostNodes` changes it.
+    """One node that left without being told to. Only `LostNodes` changes it.
 
     Attributes:
         at: time of the loss, by the pool's clock.
         num_open: attempts that were open on the node.
-        fate: the node's fate as later joins reveal it; `LostNodes.fate` also considers the time.
+        fate: the fate as later joins revealed it; `LostNodes.fate` also considers the time.
     """
 
     at: float
@@ -71,12 +71,12 @@ class LostNodes:
         self._missing: dict[str, tuple[float, NodeRegistration]] = {}  # by name, oldest first
 
     def note_loss(self, engine_id: str, node_name: str = "", num_open: int = 0) -> None:
-        """Record that a node went away by itself, unless its loss is recorded and still open."""
+        """Record a node that left without being told to, unless its open loss is recorded."""
         if not any(one.engine_id == engine_id for one in self._losses if self._is_open(one)):
             self._losses.append(Loss(self._clock(), engine_id, node_name, num_open))
 
     def note_joined(self, engine_id: str, node_name: str) -> None:
-        """Settle open losses: this process lives, and other processes of its name have died."""
+        """Settle open losses: the joined process lives, the name's earlier processes are dead."""
         for loss in self._losses:
             if self._is_open(loss):
                 if loss.engine_id == engine_id:
@@ -85,17 +85,17 @@ class LostNodes:
                     loss.fate = Fate.DEAD
 
     def fate(self, loss: Loss) -> Fate:
-        """Return the fate of a lost node, as far as it is known now."""
+        """Return the fate of a lost node as known now."""
         is_late = self._clock() >= loss.at + self._return_s
         return Fate.DEAD if loss.fate is Fate.OPEN and is_late else loss.fate
 
     def lost_since(self, at: float) -> list[Loss]:
-        """Return the losses since then, without nodes that came back."""
+        """Return the losses since then; nodes that came back are left out."""
         return [one for one in self._losses if one.at >= at and one.fate is not Fate.RETURNED]
 
     @property
     def last_loss_at(self) -> float:
-        """When the last node that has not come back went away; -inf if there is none."""
+        """When the last node left that has not come back; -inf without such a node."""
         times = (one.at for one in reversed(self._losses) if one.fate is not Fate.RETURNED)
         return next(times, float("-inf"))
 
@@ -103,7 +103,7 @@ class LostNodes:
         return loss.fate is Fate.OPEN
 
     def note_missing(self, registration: NodeRegistration) -> None:
-        """Remember a node that went away by itself, for operators, without its peer info."""
+        """Remember a node that left, without its peer info, so that operators see it."""
         identity = dict(identity_of(registration.compatibility))
         known = dataclasses.replace(registration, peer_info=b"", compatibility=identity)
         self.forget(registration.node_name)
@@ -112,17 +112,17 @@ class LostNodes:
             del self._missing[next(iter(self._missing))]
 
     def forget(self, name: str) -> None:
-        """Forget a node of this name, because it is back or not awaited; harmless if unknown."""
+        """Forget a node of this name that is back or not awaited; do nothing if unknown."""
         self._missing.pop(name, None)
 
     @property
     def missing(self) -> list[NodeRegistration]:
-        """Nodes that went away by themselves in the last minutes and did not come back."""
+        """Nodes that left in the last minutes without being told to, and did not come back."""
         oldest = self._clock() - SHOWN_S
         self._missing = {name: item for name, item in self._missing.items() if item[0] > oldest}
         return [registration for _, registration in self._missing.values()]
 
     def missing_since(self, role: NodeRole) -> float:
-        """Return when the last missing node of a role went away; -inf if none is missing."""
+        """Return when the last missing node of a role left; -inf if none is missing."""
         times = [at for at, one in self._missing.values() if one.role is role]
         return max(times, default=float("-inf"))

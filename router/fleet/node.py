@@ -1,6 +1,6 @@
-"""Node: one joined node: its link, its open legs, and what the router knows of its load.
+"""Node: one joined node, with its link, its open legs, and its load as the router knows it.
 
-Passes what the node says to the attempts that wait for it. Knows no other nodes.
+A node's deltas go to the attempts that wait for them. Knows no other nodes.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from router.fleet.health import NodeHealth
 from router.fleet.load.forecast import PrefillForecast
 from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 
-# A prefill node is stalled if it makes no progress for this long, and this much longer than its
-# queued work should take.
+# A prefill node is stalled if it made no progress for STALLED_S, and for STALLED_FACTOR times its
+# queued work.
 STALLED_S, STALLED_FACTOR = 5.0, 10.0
-# A thread looks stuck if its round takes this many times longer than the node's longest round.
-# Rounds longer than `LONGEST_ROUND_S` do not count as the longest.
+# A thread looks stuck if its round lasts this many times longer than the node's longest round so
+# far. Rounds above `LONGEST_ROUND_S` do not count as the longest.
 ROUND_FACTOR, LONGEST_ROUND_S = 3.0, 15.0
 
 
-# A node that missed this many beats is silent, and is blamed for failures of other nodes' work with
-# it. A little later it is either heard again or declared lost.
+# A node that missed this many beats is silent, and is blamed when its peers' work with it fails.
+# A little later it is either heard again or declared lost.
 SILENT_BEATS = 2
-# Attempts of a lost node that end in one round of the event loop, so that others can go on.
+# Attempts of a lost node that end in one round of the event loop: more would block others.
 LEGS_AT_ONCE = 64
 
 
 class LegDelta(msgspec.Struct, frozen=True, gc=False):
-    """Hold a delta and the leg of the request it came from.
+    """A delta and the leg of the request that it came from.
 
     Attributes:
-        node_lost: whether the router made this delta, because the link broke or the node is silent.
+        node_lost: whether the router made this delta because the link broke or the node is silent.
     """
 
     role: NodeRole
@@ -63,24 +63,24 @@ class LegDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class LegReader(Protocol):
-    """Receive an attempt's deltas from nodes. Must not wait: a link serves many attempts."""
+    """Receives an attempt's deltas from nodes. Must not wait: a link serves many attempts."""
 
     def on_leg_delta(self, item: LegDelta) -> None:
         """Handle a delta of any kind."""
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """Take one token with nothing else attached, which is by far the most frequent case."""
+        """Take a token that comes without anything else, by far the most frequent case."""
 
 
 def num_bytes_of(registration: NodeRegistration) -> int:
-    """Return the bytes of a registration's variable parts, kept as long as the node lives."""
+    """Return the size of a registration's texts, which are kept as long as the node lives."""
     entries = registration.compatibility
     return len(registration.peer_info) + sum(map(sys.getsizeof, (*entries, *entries.values())))
 
 
 @dataclass(slots=True)
 class _Leg:
-    """Hold an open attempt on a node, and what it counts for in the node's load."""
+    """An open attempt on a node, and what it adds to the node's load."""
 
     request_id: str
     reader: LegReader
@@ -89,18 +89,18 @@ class _Leg:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Hold one joined node.
+    """One joined node.
 
     Attributes:
         send: puts a command on the node's link.
-        hang_up: ends the link; a node that still lives dials again.
+        hang_up: ends the link; a node that is alive dials again.
         reports: the node's reports about its peers, by the peer's engine id.
-        load: the load that policies read; written only here and in the pool. Set when the node
-            joins, like ``health`` and ``clock``.
+        load: the load that policies read; only this node and its pool write there. Set when the
+            node joins, like ``health`` and ``clock``.
         health: decides whether the node should get requests.
         legs: open attempts here, by epoch.
         clock: returns monotonic seconds.
-        is_stuck: whether one of the node's threads makes no progress, though the node sends beats.
+        is_stuck: whether a thread of the node makes no progress although the node sends beats.
         replies: the node's answers to operators.
         identity: entries that decide which tokens the node's model makes.
         address: remote address of the node's link, without the port.
@@ -129,7 +129,7 @@ class Node:
     def start_measuring(
         self, shared: SharedRates, health: NodeHealth, clock: Callable[[], float]
     ) -> None:
-        """Set up load and health when the pool takes the node in, from shared measurements."""
+        """Set up load and health from shared measurements when the node joins a pool."""
         self.clock = clock
         self.load = NodeLoad(self.registration, shared, clock)
         self.health = health
@@ -149,7 +149,7 @@ class Node:
 
     @property
     def is_draining(self) -> bool:
-        """Return whether nothing new may be placed here."""
+        """Return whether the node takes no new requests."""
         return self.beat.serving_state is not ServingState.SERVING
 
     @property
@@ -164,7 +164,7 @@ class Node:
     def watch(self) -> None:
         """Eject the node if it is stalled, and update its weight; called once per beat interval."""
         load = self.load
-        if self.beat.num_waiting_for_adapters:  # for files: the engine is well
+        if self.beat.num_waiting_for_adapters:  # the engine is well: requests wait for files
             load.note_stalled()
         if (stalled_s := load.stalled_s) > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
             self.health.eject(f"no progress for {stalled_s:.0f} s")
@@ -175,8 +175,8 @@ class Node:
     def looks_stuck(self, timeout_s: float) -> bool:
         """Return whether a thread's current round lasts suspiciously long.
 
-        The round must last at least ``timeout_s``, and several times longer than the longest round
-        that ended before.
+        The round must last at least ``timeout_s``, and several times longer than any round that
+        ended before.
         """
         longest_s = min(self.beat.longest_round_s, LONGEST_ROUND_S)
         return self.beat.stalled_s >= max(timeout_s, ROUND_FACTOR * longest_s)
@@ -189,12 +189,12 @@ class Node:
         self._fail_all(error, node_lost=True)
 
     def preempt_legs(self, why: str) -> None:
-        """End all attempts here with PREEMPTED; they are retried elsewhere at no penalty."""
+        """End all attempts here with PREEMPTED: they are retried elsewhere without penalty."""
         error = RequestError("PREEMPTED", f"{self.registration.role.value} node {self.name} {why}")
         self._fail_all(error)
 
     def _fail_all(self, error: RequestError, *, node_lost: bool = False) -> None:
-        """End all attempts here, a limited number per round of the event loop."""
+        """End all attempts here, a few per round of the event loop."""
         deltas = [failed_delta(leg.request_id, epoch, error) for epoch, leg in self.legs.items()]
         self._fail_some(iter(deltas), node_lost)
 
@@ -218,7 +218,7 @@ class Node:
         timeout_s: float = math.inf,
         arrives_s: float = 0.0,
     ) -> PrefillForecast | None:
-        """Register an attempt whose deltas go to ``reader``; for the numbers see `Account`.
+        """Register an attempt whose deltas go to ``reader``; `Account` explains the numbers.
 
         Args:
             max_tokens: tokens to decode here within ``timeout_s``; 0: none.
@@ -239,13 +239,13 @@ class Node:
         return account.forecast
 
     def relieve_leg(self, epoch: int) -> None:
-        """Take a leg's tokens off the load, while deltas may still come."""
+        """Take a leg's tokens off the load although deltas may still come."""
         leg = self.legs.get(epoch)
         if leg is not None:
             self.load.note_computed(leg.account)
 
     def close_leg(self, epoch: int) -> None:
-        """Drop later deltas of an attempt; harmless if it is closed already."""
+        """Drop later deltas of an attempt; do nothing if it is closed already."""
         leg = self.legs.pop(epoch, None)
         if leg is not None:
             self.health.note_open(len(self.legs))
@@ -269,7 +269,7 @@ class Node:
         """Pass an engine step's rows and deltas to their attempts."""
         legs, role = self.legs, self.registration.role
         is_decode = role is NodeRole.DECODE
-        # Lengths are not trusted: a node sent them.
+        # A node sent the columns, so their lengths are not trusted.
         rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)
         for epoch, output_index, token_id in rows:
             leg = legs.get(epoch)

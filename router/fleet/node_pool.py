@@ -1,6 +1,6 @@
-"""NodePool: the nodes that have joined, which reach each other, and the open legs on each.
+"""NodePool: the joined nodes, which of them reach each other, and the open legs on each.
 
-Takes registrations, reports and deltas from links; makes the dispatcher's fleet. Knows no RPC.
+The pool takes registrations, reports and deltas from links, and makes the dispatcher's fleet. It
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ from router.fleet.served_identity import ServedIdentity
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT_CHARS = 1024  # longest kept text of a node's report on a peer
-# Nodes hang up on a router that is silent for about a second. A router that was held up for
-# `HELD_UP_S` expects such hang-ups for another `HELD_UP_FOR_S`.
+MAX_KEPT_CHARS = 1024  # most characters kept of a node's report on a peer
+# Nodes hang up on a router that is silent for about a second. After a stall of `HELD_UP_S`, this
+# router expects such hang-ups for another `HELD_UP_FOR_S`.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
 class NodePool:
-    """Hold all nodes of one base model.
+    """All nodes of one base model.
 
     Args:
         own_identity: entries of `model_identity` known from the router's own folder. Nodes with
             another ``model`` are refused; nodes that differ otherwise do not serve.
         max_model_len: most tokens of one request, by the model; nodes may allow fewer.
-        max_missed_beats: a node that misses more beats in a row is lost.
-        eligibility: predicates; a node that fails one gets no new requests. When a result changes,
-            `note_eligibility_change` must be called.
+        max_missed_beats: a node is lost if it misses more beats than this in a row.
+        eligibility: predicates; a node gets new requests only while all are true. After a result
+            changes, call `note_eligibility_change`.
         may_self_prefill: whether decode nodes may compute prompts.
-        engine_timeout_s: a node is stuck if one of its threads has been in one round for this long,
+        engine_timeout_s: a node is stuck if one of its threads stays in one round for this long,
             and much longer than in any round before.
-        vocab_size: size of the model's vocabulary; the router hangs up on nodes that send larger
+        vocab_size: size of the model's vocabulary; a node that sends larger token ids is cut off.
             token ids.
         clock: returns monotonic seconds.
         router_id: id of the router; None: a random one.
@@ -85,7 +85,7 @@ class NodePool:
         prefix_index: which nodes have which prompts in their prefix caches.
         lost_nodes: nodes that went away by themselves.
         gate: decides which nodes may join now.
-        identity: decides which of the nodes' models is served.
+        identity: decides which identity of the nodes' models is served.
         rollout: decides which revisions get requests, and their shares.
         vocabulary: limits of token ids and lengths in nodes' messages.
         adapters: which nodes have or can load which adapters.
@@ -113,7 +113,7 @@ class NodePool:
         self.rollout = Rollout(clock)
         self._own_model = own_identity["model"]
         self.vocabulary = Vocabulary(vocab_size, max_model_len)
-        # Longest request that the last fleet could take; before the first fleet, the model's limit.
+        # Longest request of the latest fleet; before the first fleet, the model's limit.
         self._max_model_len = max_model_len
         self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
@@ -125,8 +125,8 @@ class NodePool:
         self._engine_timeout_s = engine_timeout_s
         self._counted_at: float | None = None  # when missed beats were last counted
         self._held_up_until = -math.inf
-        self._fleet: Fleet | None = None  # None: make a new one when asked
-        self._missing_since: float | None = None  # None: compute when asked
+        self._fleet: Fleet | None = None  # None: made at the next read
+        self._missing_since: float | None = None  # None: computed at the next read
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
         self.adapters = AdapterPlaces(clock)
@@ -143,7 +143,7 @@ class NodePool:
     def can_load_adapter(self, digest: str) -> bool:
         """Return whether joined nodes of each role have an adapter or can load it.
 
-        A role without nodes does not count: requests wait for its nodes in any case.
+        A role without nodes counts as able: requests wait for its nodes in any case.
         """
         takes = {
             node.registration.role
@@ -161,28 +161,28 @@ class NodePool:
     def max_model_len(self) -> int:
         """Longest request, in tokens, that some pair of serving nodes can take.
 
-        While there is no pair, the last known value. Nodes without a pair do not count.
+        Keeps the last known value while no pair exists. Nodes without a pair do not count.
         """
         if self.fleet:
             self._max_model_len = min(self.fleet.max_model_len, self.vocabulary.max_model_len)
         return self._max_model_len
 
     def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
-        """Return the longest request, in tokens, for these nodes."""
+        """Return the longest request, in tokens, that all of these nodes can take."""
         return min(self.vocabulary.max_model_len, *(node.max_model_len for node in nodes))
 
     @property
     def lost(self) -> list[NodeRegistration]:
-        """Nodes that went away by themselves in the last minutes and did not come back."""
+        """Nodes that left in the last minutes without being told to, and did not come back."""
         return self.lost_nodes.missing
 
     @property
     def has_had_both_roles(self) -> bool:
-        """Return whether nodes of both roles have ever joined, so that missing ones may return."""
+        """Return whether nodes of both roles have ever joined; if so, missing nodes may return."""
         return self._roles_seen == set(NodeRole)
 
     def awaited_until(self, return_s: float) -> float:
-        """Return the time until which a node that a pair lacks may return; -inf if none may.
+        """Return until when a node that completes a pair may return; -inf if none may.
 
         Args:
             return_s: how long calls wait for a crashed node.
@@ -197,7 +197,7 @@ class NodePool:
         return self._missing_since + return_s
 
     def awaits_nodes(self, return_s: float) -> bool:
-        """Return whether a node of any role may come back; see `awaited_until`."""
+        """Return whether a missing node of some role may come back; see `awaited_until`."""
         return self.awaited_until(return_s) > self.clock()
 
     async def wait_for_change(self) -> None:
@@ -215,11 +215,11 @@ class NodePool:
         return self.identity.own
 
     def find_pool(self, registration: NodeRegistration) -> NodePool:
-        """Return this pool: all nodes of a router with one base model join one pool."""
+        """Return this pool, which all nodes join if the router has one base model."""
         return self
 
     def refusal(self, registration: NodeRegistration) -> str:
-        """Return why a node can never join; empty if it can. `gate` decides whether it may now."""
+        """Return why a node can never join; empty if it can. `gate` decides when it may."""
         if not registration.node_name or not registration.engine_id:
             return "node_name and engine_id must not be empty"
         problem = protocol_problem(registration.protocol) or registration_problem(registration)
@@ -238,7 +238,7 @@ class NodePool:
     def add_node(self, node: Node) -> None:
         """Add a node that the gate lets in, and introduce it to its peers.
 
-        Its process may still be listed: the node may notice a broken link before the router does.
+        Its earlier link may still be listed: a node may notice a break before the router does.
         """
         for old in self.nodes:
             if node.name == old.name or node.engine_id == old.engine_id:
@@ -270,13 +270,13 @@ class NodePool:
         """Remove a node: fail its legs and tell its peers.
 
         Args:
-            on_purpose: whether the router decided it, so that no request is suspected.
+            on_purpose: whether the router decided this; if so, no request is suspected.
         """
         if self._nodes.get(node.engine_id) is not node:
             return  # removed or replaced already
         del self._nodes[node.engine_id]
         if not (on_purpose or node.is_draining):
-            if not self._is_held_up:  # otherwise the node hung up and is alive
+            if not self._is_held_up:  # after a stall the node hung up and is alive
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
@@ -292,7 +292,7 @@ class NodePool:
         self._note_change()
 
     def _review_identity(self, left: Identity | None = None) -> bool:
-        """Review which identity serves, and reindex caches if it changed; return whether it did."""
+        """Choose the served identity; if it changed, reindex caches. Return whether it changed."""
         is_another = self.identity.review(self._nodes.values(), left=left)
         if is_another:
             for node in self._nodes.values():
@@ -314,22 +314,22 @@ class NodePool:
             node.send(SendKVSnapshot())
 
     def _note_kv_sizes(self) -> None:
-        """Take the median of the nodes' KV sizes per token, to estimate transfer times."""
+        """Take the median of the nodes' KV sizes per token, for estimates of transfer times."""
         sizes = [node.registration.kv_bytes_per_token for node in self._nodes.values()]
         known = [size for size in sizes if size]
         self._rates.kv_bytes_per_token = statistics.median_low(known) if known else 0.0
 
     def expel(self, name: str) -> NodeRegistration:
-        """Remove a node, by name or engine id, at once; it may join again only after a restart.
+        """Remove a node at once, by name or engine id; it may join again only after a restart.
 
-        Raises NotFoundError if there is none.
+        Raises NotFoundError if no such node has joined.
         """
         for node in self.nodes:
             if name in (node.name, node.engine_id):
                 self.gate.expel(node.engine_id)
                 self.remove(node, "was removed by an operator", on_purpose=True)
                 self._review_identity(left=node.identity)
-                node.send(DrainCommand(stop=True))  # a node that still reads stops cleanly
+                node.send(DrainCommand(stop=True))  # a node that still reads its link stops cleanly
                 node.hang_up()
                 return node.registration
         for lost in self.lost:
@@ -344,7 +344,7 @@ class NodePool:
     def count_missed_beats(self) -> None:
         """Send beats and count missed ones; call once per beat interval. Removes silent nodes.
 
-        Counts calls, not seconds, so a stall of this router does not make nodes look silent.
+        Counts calls instead of seconds, so a stall of this router does not make nodes look silent.
         """
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
@@ -353,14 +353,14 @@ class NodePool:
             node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
-            # The first missed beat does not count: it may be on its way.
+            # The first missed beat does not count, because it may be on its way.
             if node.num_missed_beats > self._max_missed_beats + 1:
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
 
     @property
     def _is_late(self) -> bool:
-        """Return whether missed beats were last counted too long ago."""
+        """Return whether the last count of missed beats is too long ago."""
         return self._counted_at is not None and self.clock() - self._counted_at > HELD_UP_S
 
     @property
@@ -369,13 +369,13 @@ class NodePool:
         return self._is_late or self.clock() < self._held_up_until
 
     def hang_up(self, node: Node, problem: str) -> None:
-        """Remove a node that said something impossible; it may join again."""
+        """Remove a node that sent an impossible value; it may join again."""
         logger.warning("hung up on %s, which said something impossible: %s", node.name, problem)
         self.remove(node, "said something impossible", on_purpose=True)
         node.hang_up()
 
     def on_event(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:
-        """Handle a node's event; hang up if it is impossible, unless it was checked before."""
+        """Handle a node's event; if it is impossible and was not checked before, hang up."""
         if self._nodes.get(node.engine_id) is not node:
             return  # removed, but its link has not ended yet
         problem = "" if is_checked else event_problem(node.registration, event, self.vocabulary)
@@ -411,10 +411,10 @@ class NodePool:
         was_draining, had = node.is_draining, node.beat.adapters
         node.load.note_beat(beat)
         if beat.adapters != had:
-            self._wake_waiting()  # a call may wait for an adapter's place
+            self._wake_waiting()  # a call may wait for a free adapter slot
         self._watch_progress(node)
         if node.is_draining:
-            node.send(DrainSeen())  # with every beat, since the node may have served in between
+            node.send(DrainSeen())  # with every beat, because the node may have served in between
         if node.is_draining is not was_draining:
             logger.info("%s is %s", node.name, beat.serving_state.value)
             self._review_identity()
@@ -423,7 +423,7 @@ class NodePool:
     def _watch_progress(self, node: Node) -> None:
         """Mark a node as stuck, or no longer stuck, if other nodes can do its work.
 
-        A stuck process ends itself a little later; if it continues instead, it is used again.
+        A stuck process ends itself a little later. If it recovers, it is used again.
         """
         is_stuck = node.looks_stuck(self._engine_timeout_s)
         others = (one for one in self._of(node.registration.role) if one is not node)
@@ -476,7 +476,7 @@ class NodePool:
         self._note_change()
 
     def why_no_pair(self, num_tokens: int = 1, adapter: str = "") -> str:
-        """Return one line for a client on why there is no pair for this many tokens.
+        """Return one line that tells a client why no pair can take this many tokens.
 
         Args:
             adapter: digest of the adapter that the pair must have or load; empty: none.

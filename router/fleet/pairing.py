@@ -15,9 +15,9 @@ MAX_SAID_CHARS = 128
 
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
-    """Return why two nodes must not be paired: the first entry that differs; empty if none."""
+    """Return the first entry that differs and so forbids pairing two nodes; empty if none."""
     keys = one.compatibility.keys() | other.compatibility.keys()
-    # Compare the revision first, as other entries may differ because of it.
+    # Compare the revision first, because it may be why other entries differ.
     for key in sorted(keys, key=lambda key: (key != REVISION, key)):
         mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
         if mine != theirs:
@@ -29,20 +29,20 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
 
 
 def _short(said: str | None) -> str:
-    """Cut a node's text, because a report with this text is kept for each pair of nodes."""
+    """Shorten a node's text: a report with this text is kept for each pair of nodes."""
     text = str(said)
     return text if len(text) <= MAX_SAID_CHARS else f"{text[:MAX_SAID_CHARS]}..."
 
 
 def introduce(node: Node, peers: Iterable[Node]) -> None:
-    """Tell a node that joined and its compatible peers of each other."""
+    """Tell a node that joined and its compatible peers about each other."""
     for other in peers:
         problem = incompatibility(node.registration, other.registration)
         if problem:
             report = PeerReport("", False, problem=problem)
             node.reports[other.engine_id] = other.reports[node.engine_id] = report
             is_other_revision = node.registration.revision != other.registration.revision
-            # Nodes of different revisions are expected during a rollout.
+            # During a rollout, nodes of different revisions are expected.
             level = logging.DEBUG if is_other_revision else logging.WARNING
             logger.log(level, "%s and %s are not paired: %s", node.name, other.name, problem)
             continue
@@ -60,15 +60,15 @@ def are_peers(one: Node, other: Node) -> bool:
 def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
     """Count compatible pairs that are not connected.
 
-    A pair is down if one end reports that it does not reach the other, or went away by itself. A
-    lost node reports nothing, and its peers have forgotten it, so lost nodes are counted by role.
+    A pair is down if one end reports that it cannot reach the other, or left without being told
+    to. A lost node reports nothing and its peers forget it, so lost nodes are counted by role.
     """
     nodes = list(nodes)
     down = set()
     for node in nodes:
         is_prefill = node.registration.role is NodeRole.PREFILL
         for engine_id, report in node.reports.items():
-            # Reports on incompatible nodes have no id.
+            # Reports on incompatible nodes have no engine id.
             if report.engine_id and not report.connected:
                 ends = (node.engine_id, engine_id)
                 down.add(ends if is_prefill else ends[::-1])
@@ -88,7 +88,7 @@ def why_no_pair(
     is_eligible: Callable[[Node], bool],
     identity_problem: Callable[[Node], str],
 ) -> str:
-    """Return one line for a client on why no two nodes can serve its request."""
+    """Return one line that tells a client why no two nodes can serve its request."""
     for nodes in ([*prefills, *decodes], prefills, decodes):
         foreign = [node for node in nodes if identity_problem(node)]
         if foreign and len(foreign) == len(nodes):
@@ -113,7 +113,7 @@ def _role_of(node: Node) -> str:
 
 
 class Reach:
-    """Track which nodes reach each other, as reports come.
+    """Which nodes reach each other, by their latest reports.
 
     Attributes:
         bandwidths: prefill node -> decode node -> bytes per second (0: unknown), by engine id.

@@ -1,17 +1,17 @@
 """Rollout: decides which revisions of nodes get requests, and what share. Knows no request.
 
     revision    nodes started with one --revision; only nodes of one revision are paired
-    complete    a prefill and a decode node of it may get requests and reach each other
+    complete    a prefill and a decode node of the revision may get requests and reach each other
     serving     complete and not undone; if no revision is, all nodes may serve
-    share       of new requests: the smaller of its shares of prefill and decode capacity
+    share       of new requests: the smaller of a revision's shares of prefill and decode capacity
 
     steady      one revision serves
-    rolling     several serve
+    rolling     several revisions serve
     paused      shares are frozen, whatever nodes come
     undone      a revision gets nothing while another one is complete
 
-Capacity counts nodes that may get requests, weighted by their health (decode nodes also by their KV
-memory). As nodes come and go, traffic follows, forward and back alike.
+Capacity counts nodes that may get requests, weighted by health, and decode nodes also by KV memory.
+As nodes come and go, traffic follows, forward and back alike.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from router.fleet.load.node_load import NodeLoad
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 64  # most revisions remembered that have no node and are not undone
+MAX_REMEMBERED = 64  # without nodes, and not undone
 
 
 @dataclass(frozen=True, slots=True)
 class RevisionView:
-    """Describe one revision as of now.
+    """The current state of one revision.
 
     Attributes:
         name: the revision's name; empty for nodes without a revision.
         state: serving, incomplete or undone.
         share: the revision's share of new requests.
         num_prefill, num_decode: nodes that may get requests.
-        num_placed: first attempts placed there while there were several revisions.
+        num_placed: first attempts placed on the revision while several existed.
     """
 
     name: str
@@ -75,9 +75,9 @@ class Rollout:
     # ------------------------------------------------------------------ nodes
 
     def note_joined(self, revision: str, here: Collection[str] = ()) -> None:
-        """Note a node that joined; a new revision becomes the newest one.
+        """Note a joined node's revision, which counts as the newest if it is new.
 
-        Only a revision that has no node and is not undone may be forgotten.
+        To make room, forgets only revisions that have no node and are not undone.
 
         Args:
             here: revisions of all nodes that have joined.
@@ -115,10 +115,10 @@ class Rollout:
         return fleet.only(serves, serves)
 
     def choose(self, session_id: str = "") -> Fleet | None:
-        """Return the fleet of the revision whose turn it is; None: there is only one revision.
+        """Return the fleet of the revision whose turn it is, or None for a single revision.
 
-        Requests of one session stay with a revision as long as its share allows, because their
-        prefix is cached there.
+        Requests of one session stay with a revision while its share allows, because their prefix is
+        cached there.
         """
         if len(self._parts) <= 1:
             return None
@@ -128,7 +128,7 @@ class Rollout:
         return self._parts[name]
 
     def _next_turn(self, shares: Mapping[str, float]) -> str:
-        """Return the revision whose turn it is, interleaved as evenly as the shares allow."""
+        """Return the revision whose turn it is; turns alternate as evenly as the shares allow."""
         credits = {name: self._credits.get(name, 0.0) + share for name, share in shares.items()}
         name = max(credits, key=lambda one: (credits[one], one))
         credits[name] -= 1.0
@@ -140,7 +140,7 @@ class Rollout:
         if len(self._parts) <= 1:
             return {}
         now = self._clock()
-        if now - self._shares_at >= BEAT_INTERVAL_S:  # weights change with time alone
+        if now - self._shares_at >= BEAT_INTERVAL_S:  # weights also change with time
             self._shares, self._shares_at = self._current_shares(), now
         return self._shares
 
@@ -148,7 +148,7 @@ class Rollout:
         shares = _shares_of_capacity(self._parts)
         if self._held is not None:
             held = {name: self._held.get(name, 0.0) for name in shares}
-            if sum(held.values()) > 0:  # if 0, no held revision is left
+            if sum(held.values()) > 0:  # 0: no revision with a frozen share is here
                 shares = held
         total = sum(shares.values())
         return {name: share / total for name, share in shares.items()}
@@ -165,20 +165,20 @@ class Rollout:
         return "rolling" if len(self._parts) > 1 else "steady"
 
     def pause(self) -> None:
-        """Freeze the shares: new revisions get nothing until `resume`.
+        """Freeze the shares, so that new revisions get nothing until `resume`.
 
-        If no revision with a frozen share is complete, the others serve.
+        If no revision with a frozen share is complete, the other revisions serve.
         """
         shares = self.shares() or dict.fromkeys(self._parts or self._seen, 1.0)
         self._held, self._shares_at = dict(shares), -math.inf
 
     def undo(self, revision: str | None = None) -> str:
-        """Place nothing new on a revision while another is complete, until `resume`.
+        """Place nothing new on a revision while another is complete; `resume` ends this.
 
         Args:
             revision: name of the revision; None: the newest one.
 
-        Returns its name. Raises NotFoundError, or InvalidRequestError if there is only one.
+        Returns the revision's name. Raises NotFoundError; InvalidRequestError if only one exists.
         """
         if len(self._seen) < 2:
             raise InvalidRequestError("revision", "there is only one, so none can be undone")
@@ -199,8 +199,8 @@ class Rollout:
         """Return every revision that has a node, the newest last.
 
         Args:
-            nodes: all that have joined.
-            fleet: the current one, from `admit`.
+            nodes: all joined nodes.
+            fleet: the current fleet, from `admit`.
         """
         here = {node.revision for node in nodes}
         shares = self.shares() or dict.fromkeys(_revisions_in(fleet), 1.0)
@@ -239,7 +239,7 @@ def _decode_capacity(node: NodeLoad) -> float:
 
 
 def _of_session(session_id: str, shares: Mapping[str, float]) -> str:
-    """Choose a revision by weighted rendezvous hashing, so that few sessions move with shares."""
+    """Choose a session's revision by weighted rendezvous hashing: few sessions move with shares."""
 
     def score(name: str) -> float:
         digest = hashlib.blake2b(f"{session_id}\0{name}".encode(errors="surrogatepass"))

@@ -1,13 +1,13 @@
-"""ServedIdentity: decides which identity of the joined nodes serves a base model.
+"""ServedIdentity: decides which nodes serve a base model, by the identity of their model.
 
     nodes match the router's own model folder                    these nodes serve
     the folder has no weights, or the matching nodes are gone    another identity may serve
     the last node of an identity drains or is removed            another identity may serve
     the last node of an identity was lost                        the router waits for its return
 
-So nodes that came by mistake, or early, get no request, and nodes with new weights start when the
-old ones have drained. Within `SETTLE_S` of the first join, an identity with more nodes replaces one
-with fewer: after a restart the order of joins does not matter.
+So nodes that join by mistake or too early get no request, and nodes with new weights start once the
+old ones have drained. For `SETTLE_S` after the first join, an identity with more nodes replaces one
+with fewer, so the order of joins after a restart does not matter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ServedIdentity:
         clock: returns monotonic seconds.
 
     Attributes:
-        served: the identity that is served, even while its nodes are lost; None: none so far.
+        served: the served identity, even while its nodes are lost; None before the first.
         num_changes_total: how often the served identity was replaced by another one.
     """
 
@@ -48,7 +48,7 @@ class ServedIdentity:
         self.num_changes_total = 0
         self._own = {key: own[key] for key in IDENTITY_KEYS if key in own}
         self._clock = clock
-        self._settled_at = math.inf  # infinite until the first node joins
+        self._settled_at = math.inf  # infinite before the first join
         self._is_given_up = False  # the last node of `served` drained or was removed
 
     @property
@@ -61,7 +61,7 @@ class ServedIdentity:
         return node.identity == self.served
 
     def problem(self, node: Node) -> str:
-        """Return why a node may not serve, with the entry that differs; empty: it may."""
+        """Return why a node may not serve, with the entry that differs; empty if it may."""
         if self.admits(node):
             return ""
         theirs = dict(node.identity)
@@ -74,11 +74,11 @@ class ServedIdentity:
         return "nothing is served yet"
 
     def review(self, nodes: Iterable[Node], *, left: Identity | None = None) -> bool:
-        """Choose again after a node joined, left or began to drain; return whether it changed.
+        """Choose again after a node joined, left or began to drain; return whether this changed it.
 
         Args:
             nodes: nodes that have joined.
-            left: identity of a node that has just left on request.
+            left: identity of a node that just left as told.
         """
         num_active: Counter[Identity] = Counter()
         for node in nodes:
@@ -99,7 +99,7 @@ class ServedIdentity:
         return True
 
     def _choose(self, num_active: Counter[Identity]) -> Identity | None:
-        """Return the identity to serve from now on; None: keep the current one."""
+        """Return the identity to serve; None: keep the current one."""
         # A node whose tokenizer differs from this router's must not serve.
         usable = [one for one in num_active if self._has_own(one, without="weights")]
         preferred = [one for one in usable if self._has_own(one)]
@@ -140,7 +140,7 @@ class ServedIdentity:
 
 
 def count_fitting(own: Mapping[str, str], identity: Identity) -> int | None:
-    """Return how many known entries of a folder a node's identity has; None: one differs."""
+    """Return how many known entries of a folder a node's identity has; None if one differs."""
     theirs = dict(identity)
     known = {key: own[key] for key in IDENTITY_KEYS if key in own}
     return len(known) if all(_fits(key, theirs[key], one) for key, one in known.items()) else None

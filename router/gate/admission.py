@@ -1,12 +1,12 @@
 """Admission: which requests begin now, which wait, and which are refused at once.
 
     request -> refused: over a limit, or the answer would come too late
-            -> waits while the nodes are full: tenants take turns by what they used, and one
-               tenant's requests go by (priority, arrival)
+            -> waits while the nodes are full: tenants take turns by their usage, and one tenant's
+               requests go by (priority, arrival)
             -> begins
 
-Under overload, requests wait or are refused here, where their order is known, and not inside a node
-or a hand-off. `Capacity` says how much the nodes can take, `FairQueue` which request is next, and
+Under overload, requests wait or are refused here, where their order is known, and not on a node or
+in a hand-off. `Capacity` says how much the nodes can take, `FairQueue` which request is next, and
 the routing policy which nodes take it.
 """
 
@@ -29,9 +29,9 @@ from router.gate.fair_queue import FairQueue
 from router.gate.rate_limits import Rate, RateLimits
 from router.gate.ticket import Ticket
 
-# How soon waiting requests notice that nodes have room again.
+# How often waiting requests check for room on the nodes.
 _PUMP_INTERVAL_S = 0.005
-# Without a margin, half of the requests would finish too late.
+# Requests are planned with this margin: without it, half of them would finish late.
 _MARGIN = 1.15
 _RETRY_DELAY_LIMITS_S = (0.1, 60.0)
 
@@ -56,7 +56,7 @@ class Admission:
     """Admit the requests of one base model, on its event loop.
 
     Args:
-        capacity: estimate of the load that the nodes can take.
+        capacity: estimates the load that the nodes can take.
         options: limits for all requests.
         rates: limits of each API key.
     """
@@ -95,10 +95,10 @@ class Admission:
         Args:
             request_id: id for `withdraw`.
             timeout_s: seconds until the request's deadline.
-            priority: order of the tenant's requests; smaller begins first.
+            priority: order among the tenant's requests; smaller ones begin first.
             principal: the caller.
-            find_cached_tokens: returns how many prompt tokens some node has cached; called if
-                needed.
+            find_cached_tokens: returns how many of the prompt's tokens some node has cached; called
+                only if needed.
 
         Raises:
             OverloadedError: the request is refused; the error says when to retry.
@@ -110,7 +110,7 @@ class Admission:
         self.check_key(principal)
         self._check_open()
         num_kv_tokens = self._capacity.kv_tokens(num_prompt_tokens, max_tokens)
-        # Without a tenant, requests compete with nobody and their cost does not matter.
+        # Requests without a tenant compete with nobody, so their cost does not matter.
         num_cached_tokens = find_cached_tokens() if principal.tenant else 0
         ticket = Ticket(
             request_id=request_id,
@@ -163,11 +163,11 @@ class Admission:
         return False
 
     def shed(self, least_urgent: float) -> None:
-        """Refuse requests with a larger priority than this from now on; infinity: none."""
+        """Refuse requests with a larger priority number from now on; infinity: refuse none."""
         self._least_urgent = least_urgent
 
     def note_first_token(self, ticket: Ticket) -> None:
-        """Note a request's first token, once, to improve estimates of waiting times."""
+        """Note a request's first token, once, which improves estimates of waiting times."""
         now = asyncio.get_running_loop().time()
         self._capacity.note_wait(ticket.expected_wait_s / ticket.bias, now - ticket.arrived_at)
         self._queue.note_first_token(ticket)
@@ -181,19 +181,19 @@ class Admission:
         self._check_rates(principal, 1)
 
     def charge(self, principal: Principal) -> None:
-        """Count a request that goes to no node, such as tokenization, with one token.
+        """Count a request that goes to no node, such as tokenization, as one token.
 
-        Raises OverloadedError if the caller's limits allow none now.
+        Raises OverloadedError if the caller's limits allow no request now.
         """
         self._check_rates(principal, 1)
         self._rates.charge_limits(principal, 1)
 
     def charge_tokens(self, principal: Principal, num_tokens: int) -> None:
-        """Count a request's further tokens against its principal's rates, once they are known."""
+        """Count more tokens of a request against its principal's rates, once they are known."""
         self._rates.give_back(principal, -num_tokens, begun=True)
 
     def rates_of(self, principal: Principal) -> dict[str, Rate]:
-        """Return what is left of a caller's limits; empty if there are none."""
+        """Return what is left of a caller's limits; empty without limits."""
         return self._rates.state(principal)
 
     @property
@@ -225,7 +225,7 @@ class Admission:
             raise
 
     def _check_times(self, ticket: Ticket, max_tokens: int, timeout_s: float) -> None:
-        """Refuse a request that would be late; only for requests that must wait."""
+        """Refuse a request that would be late; called only if the request must wait."""
         ticket.expected_wait_s, ticket.bias = self._wait_ahead_s(ticket), self._capacity.bias
         limit_s = self.options.max_ttft_s
         if limit_s and ticket.expected_wait_s > limit_s:
@@ -242,7 +242,7 @@ class Admission:
             )
 
     def _check_queue(self, ticket: Ticket) -> None:
-        """If the queue is full, refuse a waiting request or this one: see `FairQueue.last`."""
+        """If the queue is full, refuse its last request or this one (see `FairQueue.last`)."""
         limit = self.options.max_queued_requests
         if not limit or self._queue.num_requests < limit:
             return
@@ -261,14 +261,14 @@ class Admission:
         return error
 
     def _wait_s(self) -> float:
-        """Return the expected seconds until all waiting requests have their first tokens."""
+        """Return the expected seconds until all waiting requests have first tokens."""
         queue = self._queue
         return self._capacity.wait_s(
             queue.num_requests, queue.num_prompt_tokens, queue.num_kv_tokens
         )
 
     def _wait_ahead_s(self, ticket: Ticket) -> float:
-        """Return the expected seconds to a request's first token, after the requests before it."""
+        """Return the expected seconds to a request's first token, given the requests before it."""
         ahead = self._queue.ahead_of(ticket)
         return self._capacity.wait_s(
             ahead.num_requests,
@@ -284,7 +284,7 @@ class Admission:
         self._queue.push(ticket)
         if self._pump is None:
             self._pump = asyncio.create_task(self._begin_all())
-        # A request that cannot finish in time any more does not begin.
+        # A request that could not finish in time does not begin.
         needed_s = self._capacity.prefill_s(ticket.num_prompt_tokens)
         needed_s += self._capacity.decode_s(max_tokens)
         begin_by = ticket.expires_at - needed_s
@@ -308,10 +308,10 @@ class Admission:
             turn.set_result(None)
 
     async def _begin_all(self) -> None:
-        """Begin requests one after the other while any wait and nodes have room."""
+        """Begin one request after another while requests wait and nodes have room."""
         try:
             while self._queue.num_requests:  # noqa: ASYNC110  # nodes do not announce room
-                # Begin one at a time: node loads must count a request before the next is judged.
+                # One at a time: node loads must include a request before the next one is judged.
                 await asyncio.sleep(0 if self._begin_next() else _PUMP_INTERVAL_S)
         finally:
             self._pump = None
@@ -337,7 +337,7 @@ class Admission:
 def make_admission(
     pool: NodePool, options: AdmissionOptions | None = None, rates: RateLimits | None = None
 ) -> Admission:
-    """Make the gate before a pool's nodes, with the default limits if none are given."""
+    """Make the gate before a pool's nodes; by default, with default limits."""
     options = options or AdmissionOptions()
     capacity = Capacity(
         lambda: pool.fleet,

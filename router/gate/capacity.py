@@ -1,7 +1,7 @@
-"""Capacity: what all nodes together can take now, and when they can take more.
+"""Capacity: how much work all nodes together can take now, and when they can take more.
 
-Computed from the nodes' load and speed (`NodeLoad`). Knows requests only as token counts, and not
-which node will get one.
+The estimate comes from the nodes' load and speed (`NodeLoad`). `Capacity` sees requests only as
+token counts, and does not know which node will get one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
 from router.gate.admission_options import PREFILL_WINDOW_S, SHARED_PREFILL_WINDOW_S
 
-# Share of each decode node's KV kept free for growing outputs; as much again for other tenants.
+# Share of each decode node's KV kept free for growing outputs; twice as much for other tenants.
 _KV_HEADROOM = 0.05
 _BIAS_LIMITS = (0.25, 4.0)
-# Waits that were underestimated count more than overestimated ones: deadlines matter.
+# Underestimated waits change the bias more than overestimated ones, because deadlines matter.
 _BIAS_UP, _BIAS_DOWN = 0.1, 0.02
 _LEAST_WAIT_S = 0.5  # shorter waits do not show how good the estimate is
 
@@ -27,7 +27,7 @@ class Capacity:
     Args:
         fleet: returns the nodes that may get requests now.
         prefill_window_s: seconds of work that may be queued on a prefill node.
-        shared_prefill_window_s: the smaller limit for a tenant that must leave room to others; the
+        shared_prefill_window_s: smaller limit for a tenant that must leave room to others; the
             finished part of a prompt does not count.
         clock: the clock of the nodes' loads.
 
@@ -50,11 +50,11 @@ class Capacity:
         self.bias = 1.0
 
     def has_room(self, num_prompt_tokens: int, max_tokens: int, *, shares: bool = False) -> bool:
-        """Return whether some pair can take a request now; True if there is no pair at all.
+        """Return whether some pair can take a request now; True if no pair exists.
 
         Args:
-            shares: leave room to other tenants: queue only what keeps prefill nodes busy, and keep
-                some KV free, so that their next request need not wait.
+            shares: whether to leave room to other tenants, so that their next request need not
+                wait: queue only enough to keep prefill nodes busy, and keep some KV free.
         """
         fleet = self._fleet()
         if not fleet:
@@ -72,14 +72,14 @@ class Capacity:
         return any(_has_kv_room(node, needed, headroom) for node in _receivers(fleet))
 
     def kv_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Return the KV tokens a request will hold, with an average output."""
+        """Return the KV tokens that a request will hold, assuming an average output."""
         decodes = _receivers(self._fleet())
         if not decodes:
             return num_prompt_tokens
         return num_prompt_tokens + int(min(max_tokens, decodes[0].shared.output_tokens))
 
     def prefill_s(self, num_prompt_tokens: int) -> float:
-        """Return the seconds to the first token from when a prefill node begins a prompt."""
+        """Return the seconds from a prefill node's begin of a prompt to the first token."""
         fleet = self._fleet()
         prefills = fleet.prefills or fleet.self_prefilling
         base, per_token = _mean_line(prefills) if prefills else (0.0, 0.0)
@@ -88,11 +88,11 @@ class Capacity:
     def wait_s(
         self, num_requests: float, num_prompt_tokens: float, num_kv_tokens: float, *, last: int = 0
     ) -> float:
-        """Return the seconds until this many more requests have their first tokens.
+        """Return the seconds until more requests, given as sums, have their first tokens.
 
         Args:
-            last: prompt tokens of one more request after them, to wait for as well; one node
-                computes its prompt alone.
+            last: prompt tokens of one more request behind them, which the wait includes; a single
+                node computes its prompt.
         """
         fleet = self._fleet()
         prefills, decodes = fleet.prefills or fleet.self_prefilling, _receivers(fleet)
@@ -104,25 +104,23 @@ class Capacity:
         room = sum(_room(node) for node in decodes)
         num_free = sum(node.num_free_tokens for node in decodes) - room * _KV_HEADROOM
         num_held = max(room - num_free, 1.0)
-        # A decode node frees what it holds about once per mean residence time.
+        # A decode node frees all that it holds about once per mean residence time.
         room_s = (num_kv_tokens - num_free) * decodes[0].shared.residence_s / num_held
         last_s = base + per_token * last if last else 0.0
         return self.bias * (max(prefill_s, room_s, 0.0) + last_s)
 
     def decode_s(self, max_tokens: int) -> float:
-        """Return the seconds from the first to the last token of an output that is longer than
-        most.
-        """
+        """Return the seconds from the first to the last token of a long output."""
         decodes = _receivers(self._fleet())
         if not decodes:
             return 0.0
         lately = decodes[0].shared
         num_tokens = min(max_tokens, lately.long_output_tokens)
-        # An output stays from its second token, for which it may wait a step, to its last.
+        # An output is resident from its second token, for which it may wait a step, to its last.
         return (num_tokens + 1) * lately.residence_s / max(lately.output_tokens - 2, 1.0)
 
     def note_wait(self, estimated_s: float, actual_s: float) -> None:
-        """Correct the bias by a request's actual wait; ``estimated_s`` is without bias."""
+        """Correct the bias by a request's actual wait; the estimate must be without bias."""
         if estimated_s < _LEAST_WAIT_S:
             return
         low, high = _BIAS_LIMITS
@@ -133,8 +131,8 @@ class Capacity:
 def _level(queues_s: list[float], work_s: float) -> float:
     """Return when all queues are done if new work always goes to the shortest queue.
 
-    Nodes with longer queues than the result get no new work and do not count: a node's own report
-    may be arbitrarily large.
+    Nodes with queues longer than the result get no new work and do not count, because a node
+    may report an arbitrarily long queue.
     """
     while True:
         level = (sum(queues_s) + work_s) / len(queues_s)
@@ -151,7 +149,7 @@ def _mean_line(prefills: Sequence[NodeLoad]) -> tuple[float, float]:
 
 
 def _receivers(fleet: Fleet) -> Sequence[NodeLoad]:
-    """Return the decode nodes of pairs, or those that prefill themselves if there is no pair."""
+    """Return the decode nodes of pairs, or the nodes that prefill themselves if no pair exists."""
     return fleet.decodes or fleet.self_prefilling
 
 
@@ -160,12 +158,12 @@ def _room(node: NodeLoad) -> int:
 
 
 def _left_s(node: NodeLoad, now: float) -> float:
-    """Return the seconds until a prefill node is idle, less what is done of the first prompt."""
+    """Return the seconds until a prefill node is idle, less the done part of its first prompt."""
     begun_s = max(now - node.prefill_progress_at, 0.0)
     return node.prefill_queue_s - min(begun_s, node.prefill_front_s)
 
 
 def _has_kv_room(node: NodeLoad, num_tokens: int, headroom: float) -> bool:
-    if not node.num_batch:  # nothing there could ever free memory
+    if not node.num_batch:  # the node holds nothing, so it cannot free memory
         return True
     return node.num_free_tokens - headroom * _room(node) >= num_tokens

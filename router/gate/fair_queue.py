@@ -2,15 +2,16 @@
 
     virtual time: 40
     tenant a  [ 9 5 5 0 ]   start 52     its requests by priority, then by arrival
-    tenant b  [ 3 ]         start 40     <- next: it used least for its weight
+    tenant b  [ 3 ]         start 40     <- next: it used least, relative to its weight
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request that begins advances its tenant's
-start by its cost in tokens over its weight; virtual time is the start of the last one that began.
-So waiting tenants get tokens in proportion to their weights, a lone tenant gets all, and a
-returning one starts at the current virtual time: nothing is saved up. The cost is corrected when
-the request ends. Requests with negative priority go before other tenants' and are charged too.
+start by its cost in tokens over its weight; virtual time is the start of the request that began
+last. So waiting tenants get tokens in proportion to their weights, a lone tenant gets all, and a
+returning tenant starts at the current virtual time: it cannot save up. The cost is corrected when
+the request ends. Requests with negative priority begin before other tenants' requests and are
+charged too.
 
-Knows neither nodes nor clients nor refusals. Each request is pushed, begun and ended once.
+The queue knows no nodes, clients or refusals. Each request is pushed, begun and ended once.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from router.gate.ticket import Ticket, charge_of
 
 # A tenant without requests for this long is inactive: others need not leave room for it.
 ACTIVE_S = 60.0
-_MAX_STALE = 64  # stale heap entries allowed beyond the number of live ones
+_MAX_STALE = 64  # stale heap entries allowed beyond the number of live entries
 
 
 class Waiting(NamedTuple):
-    """Amounts that wait; fractions of a request are possible."""
+    """Amounts of waiting work; the number of requests may be a fraction."""
 
     num_requests: float = 0
     num_prompt_tokens: float = 0
@@ -38,17 +39,17 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """Hold one tenant's queue.
+    """The queue of one tenant.
 
     Attributes:
-        start: virtual time at which its next request begins.
+        start: virtual time at which the tenant's next request begins.
         heads: heap with the first request to begin on top; entries whose turn is None are stale.
         tails: heap with the last request to begin on top.
         charge: sum of the charges of the requests that wait.
-        outstanding: charge of requests that began and have no first token yet.
-        num_open: requests that wait, or began and did not end.
+        outstanding: charges of requests that began and have no first token yet.
+        num_open: requests that wait, or began and have not ended.
         entry: sort key among tenants; None while nothing waits.
-        seen_at: time of its last request.
+        seen_at: time of the tenant's last request.
     """
 
     tenant: str
@@ -85,31 +86,31 @@ class _Flow:
 
 
 class FairQueue:
-    """Queue one base model's requests by tenant.
+    """The waiting requests of one base model, by tenant.
 
     Attributes:
         num_requests, num_prompt_tokens, num_kv_tokens: sums over all waiting requests.
-        virtual_time: start of the last request that began; never falls.
+        virtual_time: start of the request that began last; never falls.
     """
 
     def __init__(self) -> None:
         self.num_requests = self.num_prompt_tokens = self.num_kv_tokens = 0
         self.virtual_time = 0
-        self._flows: OrderedDict[str, _Flow] = OrderedDict()  # the tenant that asked last is last
+        self._flows: OrderedDict[str, _Flow] = OrderedDict()  # in order of their last requests
         # Heap of (entry, tenant) for tenants with waiting requests; other entries are stale.
         self._order: list[tuple[tuple[int, int, int], str]] = []
         self._outstanding = 0
         self._num_active = 0
 
     def tickets(self) -> Iterator[Ticket]:
-        """Yield all waiting requests, in no order."""
+        """Yield all waiting requests, in any order."""
         for flow in self._flows.values():
             yield from (ticket for ticket in flow.heads if ticket.turn is not None)
 
     # ------------------------------------------------------------------ one request
 
     def push(self, ticket: Ticket) -> None:
-        """Add a request that waits; its ``turn`` must be set. O(log n)."""
+        """Add a request that waits; its ``turn`` must be set. Takes O(log n)."""
         flow = self._seen(ticket)
         was_active = flow.is_active
         flow.start = self._start_of(flow)
@@ -122,7 +123,7 @@ class FairQueue:
         self._reorder(flow)
 
     def head(self) -> Ticket | None:
-        """Return the request that begins next, or None. O(log n) on average."""
+        """Return the request that begins next, or None. Takes O(log n) on average."""
         while self._order:
             entry, tenant = self._order[0]
             flow = self._flows.get(tenant)
@@ -132,7 +133,7 @@ class FairQueue:
         return None
 
     def is_next(self, newcomer: Ticket) -> bool:
-        """Return whether a new request would begin before all that wait."""
+        """Return whether a new request would begin before all waiting requests."""
         head = self.head()
         if head is None:
             return True
@@ -145,13 +146,13 @@ class FairQueue:
         return (min(newcomer.order[0], 0), self._start_of(own), newcomer.order[1]) < entry
 
     def charge(self, ticket: Ticket) -> None:
-        """Charge a request to its tenant, whether it waited or begins at once."""
+        """Charge a request to its tenant, after a wait or when it begins at once."""
         flow = self._flows[ticket.tenant] if ticket.turn is not None else self._seen(ticket)
         was_active = flow.is_active
         if ticket.turn is None:
             flow.num_open += 1
             flow.start = self._start_of(flow)
-        # Urgent requests begin out of turn, so they do not advance virtual time for others.
+        # Urgent requests begin out of turn, so they do not advance other tenants' virtual time.
         is_alone = not self.num_requests or self.num_requests == flow.num_requests
         if is_alone or not ticket.is_urgent:
             self.virtual_time = max(self.virtual_time, flow.start)
@@ -166,7 +167,7 @@ class FairQueue:
         self._reorder(flow)
 
     def note_first_token(self, ticket: Ticket) -> None:
-        """Note that a begun request no longer needs a prefill node; may be repeated."""
+        """Note that a begun request needs no prefill node any more; may be repeated."""
         if not ticket.has_first_token:
             ticket.has_first_token = True
             flow = self._flows[ticket.tenant]
@@ -185,7 +186,7 @@ class FairQueue:
             self._reorder(flow)
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove a waiting request; harmless if it does not wait."""
+        """Remove a waiting request; do nothing if it does not wait."""
         if ticket.turn is None:
             return
         ticket.turn = None
@@ -199,7 +200,7 @@ class FairQueue:
     # ------------------------------------------------------------------ among tenants
 
     def last(self, newcomer: Ticket) -> Ticket:
-        """Return the request to drop from a full queue: the last one of the greediest tenant."""
+        """Return the request that a full queue drops: the last one of the tenant with most work."""
         own = self._flows.get(newcomer.tenant)
         own_end = self._start_of(own) + newcomer.charge + (own.charge if own else 0)
         waiting = [flow for flow in self._flows.values() if flow.num_requests and flow is not own]
@@ -212,7 +213,7 @@ class FairQueue:
         return last
 
     def ahead_of(self, newcomer: Ticket) -> Waiting:
-        """Return what would begin before a new request."""
+        """Return the work that would begin before a new request."""
         own = self._flows.get(newcomer.tenant)
         mine = _all(own)
         charge = newcomer.charge
@@ -240,8 +241,8 @@ class FairQueue:
     def leaves_room(self, ticket: Ticket, now: float) -> bool:
         """Return whether a request's tenant must leave room to others before it begins.
 
-        That is the case if other tenants were active recently, and this one has at least its fair
-        share of work queued on prefill nodes.
+        It must if other tenants were active recently and it has at least its fair share of the work
+        queued on prefill nodes.
         """
         flow = self._flows.get(ticket.tenant)
         if flow is None or not flow.outstanding:
@@ -254,13 +255,13 @@ class FairQueue:
     # ------------------------------------------------------------------ inside
 
     def _start_of(self, flow: _Flow | None) -> int:
-        """Return the virtual time at which a tenant's next new request would begin."""
+        """Return the virtual time at which a new request of this tenant would begin."""
         if flow is None:
             return self.virtual_time
         return flow.start if flow.num_requests else max(flow.start, self.virtual_time)
 
     def _seen(self, ticket: Ticket) -> _Flow:
-        """Return a tenant's flow; drops the flow of a tenant that was inactive for long."""
+        """Return a tenant's flow; drop a flow of a tenant that was inactive for long."""
         now = ticket.arrived_at
         flow = self._flows.get(ticket.tenant)
         if flow is None:
@@ -286,7 +287,7 @@ class FairQueue:
             heapq.heapify(flow.tails)
 
     def _reorder(self, flow: _Flow) -> None:
-        """Update a tenant's position among the others."""
+        """Move a tenant to its new position among the others."""
         head = flow.head()
         entry = None
         if head is not None:

@@ -1,11 +1,11 @@
-"""Overload: how close the router is to its own limits, and what it refuses because of that.
+"""Overload: how close the router is to its limits, and what it therefore refuses.
 
     normal -> shed (less urgent requests are refused, connections are not kept open)
            -> critical (all requests are refused; health, operators and nodes are served)
 
-Each signal has its own level, and the worst one counts. A level is entered at once, and left after
-its signals were well below it for a while. Knows no API and no operating system: measurements come
-by `note`, and callers ask for `level`.
+Each signal has a level; the worst level counts. A level begins at once, and ends when its
+signals have been well below it for a while. Measurements come through `note`, and callers read
+`level`: `Overload` knows no API and no operating system.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from baton.api.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
 
-HOLD_S = 2.0  # how long signals must stay low before a level is left
-_WELL_BELOW = 0.9  # share of a threshold below which a signal counts as low
+HOLD_S = 2.0  # how long signals must stay low before the level falls
+_WELL_BELOW = 0.9  # below this share of a threshold a signal is low
 _RETRY_DELAY_S = 2.0
 
 
@@ -40,7 +40,7 @@ class Threshold:
     """The values of a signal at which levels are entered.
 
     Attributes:
-        unit: unit for display; empty: the value is a share of 1.
+        unit: unit to show with values; empty: values are shares of 1.
     """
 
     shed: float
@@ -52,12 +52,12 @@ class Threshold:
         return Level((value >= self.shed) + (value >= self.critical))
 
     def describe(self, value: float) -> str:
-        """Return the value for display."""
+        """Return the value as a text to show."""
         return f"{value:.2f} {self.unit}" if self.unit else f"{100 * value:.0f} %"
 
 
-# The lag is in seconds and counts if it persists; the other signals are shares of the process's
-# limits. Of the connections, only those with a request at work count, as idle connections make way.
+# The lag is in seconds and counts if it persists; other signals are shares of the process's limits.
+# Only connections with a request at work count, because idle ones make way for new ones.
 THRESHOLDS: Mapping[str, Threshold] = {
     "loop_lag": Threshold(0.5, 2.0, "s"),
     "descriptors": Threshold(0.85, 0.95),
@@ -71,8 +71,8 @@ class OverloadState:
     """The state of overload as operators see it.
 
     Attributes:
-        reason: signals that caused the level, with values; empty if it is normal.
-        signals: last value of each signal.
+        reason: signals that caused the level, with values; empty at the normal level.
+        signals: latest value of each signal.
         num_refused: refused requests since the start.
         num_changes: changes of the level since the start.
     """
@@ -91,7 +91,7 @@ class Overload:
     Args:
         on_change: called with each new level.
         thresholds: threshold of each signal, by its name.
-        clock: returns seconds; used to hold a level.
+        clock: returns seconds; times how long a level is held.
     """
 
     on_change: Callable[[Level], None] = lambda level: None
@@ -105,7 +105,7 @@ class Overload:
     _num_changes: int = field(default=0, init=False)
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Take new values of some signals and update the level; other signals keep their values."""
+        """Take new values of some signals and update the level; other signals keep theirs."""
         self._values.update(values)
         level, reason = self._worst(1.0)
         if level >= self.level:
@@ -126,7 +126,7 @@ class Overload:
             self._change(lower, why)
 
     def check(self) -> None:
-        """Raise OverloadedError if all requests are refused; call before any work for a request."""
+        """Raise OverloadedError if all requests are refused; call before working on a request."""
         if self.level is Level.CRITICAL:
             self._num_refused += 1
             error = OverloadedError(f"the router is overloaded: {self.reason}")
@@ -143,7 +143,7 @@ class Overload:
         )
 
     def _worst(self, share: float) -> tuple[Level, str]:
-        """Return level and reason, with thresholds multiplied by ``share``."""
+        """Return level and reason if all thresholds are multiplied by ``share``."""
         levels = {
             name: self.thresholds[name].level(value / share) for name, value in self._values.items()
         }
@@ -167,10 +167,10 @@ class Overload:
 
 
 class LoopLag:
-    """Measure the lag of the event loop; a single pause does not count.
+    """Measure the lag of the event loop; single pauses do not count.
 
     Attributes:
-        lag_s: smallest of the last measured lags.
+        lag_s: smallest of the latest measured lags.
     """
 
     INTERVAL_S = 0.1
@@ -181,7 +181,7 @@ class LoopLag:
         self._lags = [0.0] * self._NUM_LOOKS
 
     async def look(self) -> None:
-        """Sleep for an interval, and measure how much longer it took."""
+        """Sleep for an interval and measure how much too long the sleep was."""
         loop = asyncio.get_running_loop()
         due_at = loop.time() + self.INTERVAL_S
         await asyncio.sleep(self.INTERVAL_S)

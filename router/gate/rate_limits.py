@@ -1,11 +1,11 @@
-"""RateLimits: requests and tokens per minute of each API key. Knows no queue and no node.
+"""RateLimits: limits requests and tokens per minute of each API key. Knows no queue, no node.
 
-    bucket of a key   [#######...]   holds one minute's allowance, refills evenly
-       on entry: room for the estimated cost? -> taken; given back if the request never begins
-       at the end: the actual cost is known   -> the difference is taken or given back
+    bucket of a key   [#######...]   holds one minute's allowance and refills evenly
+       at entry: room for the estimated cost?     -> taken; given back if the request never begins
+       at the end: the actual cost is known       -> the difference is taken or given back
 
-If a request costs more than estimated, its bucket goes below zero and later requests wait longer. A
-request larger than a whole bucket is admitted when the bucket is full.
+A request that costs more than estimated takes its bucket below zero, so later requests wait longer.
+A request larger than a whole bucket is admitted when the bucket is full.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from baton.access.identity import Limits, Principal
 from baton.api.errors import OverloadedError
 
-_MAX_KEYS = 65_536  # beyond this many keys the oldest bucket is forgotten
+_MAX_KEYS = 65_536  # with more keys, the oldest bucket is forgotten
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One limit of a key, as of now.
+    """The current state of one limit of a key.
 
     Attributes:
         limit: amount allowed per minute.
-        remaining: amount that a request could take now.
+        remaining: amount that is left for requests now.
         reset_s: seconds until the bucket is full.
     """
 
@@ -46,7 +46,7 @@ class _Bucket:
 
 
 class RateLimits:
-    """Hold the buckets of all keys that called one router.
+    """The buckets of all keys that called one router.
 
     Args:
         clock: returns monotonic seconds.
@@ -57,7 +57,7 @@ class RateLimits:
         self._buckets: dict[tuple[str, str], _Bucket] = {}
 
     def check(self, principal: Principal, num_tokens: int = 1) -> None:
-        """Raise OverloadedError, with a retry delay, unless a request of this size may begin."""
+        """Raise OverloadedError with a retry delay unless a request of this size may begin."""
         limits = principal.limits
         for kind, per_minute, wanted in _kinds(limits, num_tokens):
             bucket = self._bucket(principal.name, kind, per_minute)
@@ -73,10 +73,10 @@ class RateLimits:
             self._bucket(principal.name, kind, per_minute).level -= wanted
 
     def give_back(self, principal: Principal, num_tokens: int, *, begun: bool) -> None:
-        """Return tokens that were not needed; a negative number takes more.
+        """Return unused tokens; a negative number takes more.
 
         Args:
-            begun: whether the request itself counts; if not, it is given back too.
+            begun: whether the request began; if not, the request itself is given back too.
         """
         for kind, per_minute, amount in _kinds(principal.limits, num_tokens):
             if kind == TOKENS or not begun:

@@ -1,4 +1,4 @@
-"""Measure the resources that the router's process uses, as shares of its limits."""
+"""Measure which shares of its limits the router's process uses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from router.gate.overload import LoopLag, Overload
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 2**60  # version-1 cgroups write a number near 2**63 for no limit
-_LOOKS_BETWEEN = 5  # lag is measured this often per measurement of the rest
+_LOOKS_BETWEEN = 5  # lag is measured this often per measurement of the others
 
 
 def num_descriptors() -> int:
     """Return the number of open file descriptors."""
     folder = Path("/proc/self/fd")
-    # Since Linux 6.2 st_size is their number; before, they must be counted.
+    # Since Linux 6.2, st_size is the number of descriptors; older kernels need a count.
     return folder.stat().st_size or sum(1 for _ in folder.iterdir())
 
 
@@ -37,7 +37,7 @@ def memory_limit_bytes(root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup
         lines = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2: limits of parent groups count too
+        if not controllers:  # version 2, where limits of parent groups count too
             folder = root / path.lstrip("/")
             limits += [_limit_in(one / "memory.max") for one in (folder, *folder.parents)]
         elif "memory" in controllers.split(","):
@@ -55,7 +55,7 @@ def _limit_in(file: Path) -> int:
 
 
 def _share_of_descriptors(may_open: int) -> float:
-    """Return the share of descriptors in use; 1 if none is left for counting them."""
+    """Return the share of descriptors in use; 1 if none is left to count with."""
     try:
         return num_descriptors() / may_open
     except OSError:
@@ -78,5 +78,5 @@ async def watch_resources(
             await lag.look()
             overload.note({"loop_lag": lag.lag_s, "connections": connections_in_use()})
         overload.note({"descriptors": _share_of_descriptors(may_open)})
-        with contextlib.suppress(OSError):  # no descriptor is left to read with
+        with contextlib.suppress(OSError):  # no descriptor may be left for reading
             overload.note({"memory": resident_bytes() / may_use})

@@ -1,11 +1,12 @@
 """ScalingSignals: how busy each role's nodes are, for autoscalers.
 
-    prefill   the busiest node: its share of time with prompts, or the wait for its next prompt
-              relative to the target time to first token
-    decode    the busiest node: its share of KV in use, or its step relative to the target latency
+    prefill   the busiest node: its share of time with prompts, or the next prompt's wait relative
+              to the target time to first token
+    decode    the busiest node: its share of KV in use, or its step time relative to the target
 
 The busiest node counts, not the mean, because requests wait for it. Values come from the nodes'
-reports, which cover all routers' requests, so all routers say about the same. Decides nothing.
+reports, which cover all routers' requests, so all routers give about the same signals. `scaling`
+only informs: an autoscaler decides.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ MOST = 4.0  # larger pressures are cut to this
 
 @dataclass(frozen=True, slots=True)
 class ScalingSignal:
-    """One role's scaling signal, as of now.
+    """The current scaling signal of one role.
 
     Attributes:
-        pressure: pressure of the busiest node; 1 is its target. At most `MOST`.
-        num_nodes: nodes that are here or were lost recently.
+        pressure: pressure of the busiest node; 1 means at its target. At most `MOST`.
+        num_nodes: nodes that have joined or were lost recently.
         demand: pressure times nodes; divided by the target pressure, the number of nodes needed.
     """
 
@@ -77,10 +78,10 @@ class ScalingSignals:
             if node.registration.role is NodeRole.PREFILL:
                 before = self._busy.get(node.engine_id, 0.0)
                 busy[node.engine_id] = before + part * (_has_prompts(node.load) - before)
-        self._busy = busy  # drops nodes that left
+        self._busy = busy  # without nodes that left
 
     def signal(self, role: NodeRole) -> ScalingSignal | None:
-        """Return a role's signal; None if no node serves, since silence does not mean idle."""
+        """Return a role's signal; None if no node serves, because unknown does not mean idle."""
         nodes = [node for node in self._pool.nodes if node.registration.role is role]
         serving = [node for node in nodes if self._pool.is_eligible(node)]
         num_lost = sum(lost.role is role for lost in self._pool.lost)
@@ -91,7 +92,7 @@ class ScalingSignals:
 
     def _of_prefill(self, nodes: Sequence[Node]) -> float:
         busiest = max(self._busy.get(node.engine_id, 0.0) for node in nodes)
-        # The shortest wait: one long queue beside idle nodes needs no more nodes.
+        # The shortest wait counts: a long queue beside idle nodes needs no more nodes.
         wait_s = min(node.load.prefill_queue_s for node in nodes) + self._queue_s()
         return max(busiest, wait_s / self._options.scaling_ttft_s)
 
@@ -102,9 +103,9 @@ class ScalingSignals:
         if not load.has_beat:
             return 0.0
         in_use = 1 - load.beat.num_free_blocks / load.num_blocks
-        if load.beat.num_waiting:  # more requests than there is room for
+        if load.beat.num_waiting:  # the node has no room for its requests
             in_use = max(in_use, 1.0) + load.beat.num_waiting / max(load.beat.num_running, 1)
-        # A step time is known only while something decodes.
+        # The step time is known only while requests decode.
         step_s = load.step_base_s if load.num_batch and load.step.num_measured else 0.0
         return max(in_use, step_s / self._options.scaling_itl_s)
 

@@ -1,4 +1,4 @@
-"""Ticket: one request's state at the gate. Written by `Admission`, read by others."""
+"""Ticket: one request's state at the gate. Only `Admission` writes it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from baton.api.errors import BatonError
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """Hold what the gate knows of one request.
+    """The gate's knowledge of one request.
 
     Attributes:
         request_id: the request's scoped id.
-        tenant: the tenant whose queue it waits in.
+        tenant: the tenant in whose queue the request waits.
         weight: weight of the client's API key.
         order: (priority, arrival); smaller first.
         num_prompt_tokens: length of the prompt.
@@ -22,14 +22,14 @@ class Ticket:
         num_uncached_tokens: prompt tokens expected to be computed.
         num_tokens_used: actual cost of the request in tokens; None until known.
         expires_at: the request's deadline, by the loop's clock.
-        is_charged: whether its turn came and its tenant was charged.
-        leaves_room: whether its tenant must leave room to others.
+        is_charged: whether the request's turn came and the tenant was charged.
+        leaves_room: whether the tenant must leave room to others.
         began_at: when the request began, by the loop's clock; None while it waits.
-        has_first_token: whether token 1 is known, so no prefill node is needed any more.
-        expected_wait_s: time to first token estimated at arrival; 0 if it began at once.
-        bias: factor that was applied to that estimate.
-        turn: done when the wait is over; None if it does not wait.
-        refusal: error with which it was taken out of the queue.
+        has_first_token: whether token 1 is known; the request then needs no prefill node.
+        expected_wait_s: time to first token estimated at arrival; 0 if the request began at once.
+        bias: factor that the estimate contains.
+        turn: done when the wait is over; None if the request does not wait.
+        refusal: error with which the request was taken out of the queue.
     """
 
     request_id: str = ""
@@ -66,7 +66,7 @@ class Ticket:
 
     @property
     def is_urgent(self) -> bool:
-        """Return whether it goes before other tenants' requests."""
+        """Return whether the request begins before other tenants' requests."""
         return self.order[0] < 0
 
     @property
@@ -75,7 +75,5 @@ class Ticket:
 
 
 def charge_of(num_tokens: int, weight: float) -> int:
-    """Return the charge for ``num_tokens`` tokens, in thousandths of a token per weight: an
-    integer, so that sums stay exact.
-    """
+    """Return the charge for tokens: thousandths of a token per weight, exact as an integer."""
     return max(round(1000 * num_tokens / weight), 1)

@@ -1,1 +1,1 @@
-"""From clients' requests to checked calls, and from tokens to text; shared by all APIs."""
+"""Turns clients' requests into checked calls, and tokens into text; shared by all APIs."""

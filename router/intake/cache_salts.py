@@ -4,7 +4,7 @@
     salt, a client's own word -> HMAC-SHA256(secret, ("client", salt, word)) -> a narrower salt
 
 Nodes, and the router where it hashes blocks too, put the salt at the root of a prompt's block
-hashes (`baton/kv/block_hash.py`), so the same prompt has other hashes with another salt. Nobody can
+hashes (`baton/kv/block_hash.py`), so another salt gives the same prompt other hashes. Nobody can
 compute a salt without the secret. Salts go to nodes, never to clients or logs.
 """
 
@@ -31,7 +31,7 @@ class CacheSalts:
 
     Args:
         secret: shared by all routers of a fleet, so that they find each other's cached prompts.
-            None: a random one, with which nothing is found after a restart.
+            None: a random secret; nothing cached before a restart is found after it.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
@@ -41,8 +41,8 @@ class CacheSalts:
         """Return the salt of a principal's prompts; empty without tenants.
 
         Args:
-            word: a client's own word; prompts with another word are kept apart. It only narrows
-                sharing, because the result also depends on the principal's salt.
+            word: a client's own word; prompts with other words are kept apart. A word can only
+                narrow sharing, because the result also depends on the principal's salt.
         """
         if principal.cache_group:
             salt = self._derive(b"group", principal.cache_group)
@@ -58,7 +58,7 @@ class CacheSalts:
         return self._derive(b"client", word, salt) if word else salt
 
     def _derive(self, kind: bytes, name: str, within: bytes = b"") -> bytes:
-        # Length prefixes keep different lists of fields from having equal bytes.
+        # Length prefixes make the bytes of different lists of fields differ.
         fields = [_DOMAIN, kind, name.encode(errors="surrogatepass")]
         if within:
             fields.append(within)

@@ -1,6 +1,6 @@
-"""Changing lines: lines that some clients change in every prompt and no model needs.
+"""Changing lines: lines that some clients change in every prompt although no model needs them.
 
-They lead the prompt, so that nothing after them would ever be found in a prefix cache.
+Such a line leads the prompt, so a prefix cache would never find anything after it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Each rule is a pattern of the beginning of a system message.
+# Patterns at the beginning of a system message.
 _RULES = (
     re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),  # sent by Claude Code, with a hash
 )

@@ -1,6 +1,6 @@
 """Choices: turns a request for n outputs of each prompt into calls, and merges their streams.
 
-The only place that names and seeds these calls, for all APIs. Knows neither gRPC nor HTTP.
+All calls for n outputs get their ids and seeds here, for all APIs. Knows neither gRPC nor HTTP.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 
 def check_num_outputs(field: str, num_outputs: int) -> None:
-    """Raise InvalidRequestError, naming the prompt field, unless this many outputs are allowed."""
+    """Raise InvalidRequestError, naming the prompt's field, if this number is not allowed."""
     if not 1 <= num_outputs <= MAX_OUTPUTS:
         raise InvalidRequestError(field, f"must make 1 to {MAX_OUTPUTS} outputs, got {num_outputs}")
 
@@ -39,8 +39,8 @@ async def accept_choices(
 ) -> list[Call]:
     """Return the checked calls of all outputs, grouped by prompt.
 
-    Output i (from 0) of a prompt equals that of a request with seed + i, as in `engine.LLM`. The
-    first call has the request's id; the others have ``-1``, ``-2`` and so on appended.
+    Output i (from 0) of a prompt equals the output of a request with seed + i, as in `engine.LLM`.
+    The first call has the request's id; the others get ``-1``, ``-2`` and so on appended.
 
     Args:
         params: the sampling parameters; ``n`` is the number of outputs per prompt.
@@ -57,7 +57,7 @@ async def accept_choices(
         name = choice_request_id(request_id, len(calls))
         checked = await intake.accept(prompt, first, terms, name)
         calls.append(checked)
-        for index in range(1, params.n):  # these need no further checks
+        for index in range(1, params.n):  # the first call's checks are enough
             of_choice = dataclasses.replace(checked.sampling_params, seed=choice_seed(seed, index))
             name = choice_request_id(request_id, len(calls))
             calls.append(dataclasses.replace(checked, request_id=name, sampling_params=of_choice))
@@ -68,12 +68,12 @@ async def accept_choices(
 async def merge_streams(
     streams: Sequence[AsyncGenerator[Item, None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    """Yield (stream index, item) of all streams as items come.
+    """Yield (stream index, item) from all streams as items come.
 
-    At most as many items as there are streams are buffered. Ending the iteration ends all streams.
-    The first error of a stream is raised and ends the others.
+    The buffer holds at most one item per stream. Ending the iteration ends all streams. The first
+    error of a stream ends the others and is raised.
     """
-    if len(streams) == 1:  # the usual case needs no task and no queue
+    if len(streams) == 1:  # the usual case, which needs no task and no queue
         async with contextlib.aclosing(streams[0]) as stream:
             async for item in stream:
                 yield 0, item
@@ -95,8 +95,8 @@ async def merge_streams(
     try:
         for index in range(len(streams)):
             tasks.append(asyncio.create_task(pump(index)))
-            # A stream first works on a long prompt without waiting, so other tasks run between the
-            # starts of two streams.
+            # A stream may begin with long work on its prompt: let other tasks run between two
+            # starts.
             await asyncio.sleep(0)
         while num_open:
             taken = await queue.get()

@@ -1,4 +1,4 @@
-"""Collectors for revisions, forecasts and scaling signals, evaluated when metrics are read."""
+"""Collectors of revisions, forecasts and scaling signals; they compute when metrics are read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RevisionCollector(Collector):
 
 
 class ForecastCollector(Collector):
-    """Collect how good the forecasts of prompts were: expected over measured time."""
+    """Collect how good the forecasts of prompts were, as expected over measured time."""
 
     def __init__(self, forecasts: ForecastCounts) -> None:
         self._forecasts = forecasts
@@ -65,7 +65,7 @@ class ForecastCollector(Collector):
 
 
 class ScalingCollector(Collector):
-    """Collect the scaling signals; no sample for a role without a serving node."""
+    """Collect the scaling signals; a role without serving nodes has no sample."""
 
     def __init__(self, signals: ScalingSignals) -> None:
         self._signals = signals

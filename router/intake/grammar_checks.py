@@ -1,6 +1,6 @@
 """GrammarChecks: checks that the checkpoint can enforce a structured output within limits.
 
-Results are remembered, so that each tenant waits for a schema's trial once.
+Results are remembered, so each tenant waits only once for a schema's trial.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
 
 MAX_REMEMBERED = 1024
-# How long a refusal is remembered; not for ever, as a busy machine may cause one.
+# How long a refusal is remembered: not for ever, because a busy machine may cause one.
 REFUSED_FOR_S = 60.0
 
 
@@ -46,11 +46,11 @@ class GrammarChecks:
 
     def __init__(self, trials: GrammarTrials) -> None:
         self._trials = trials
-        # Least recently used first; keyed by digest, because texts are long.
+        # Least recently used first; keyed by digests, because the texts are long.
         self._checks: OrderedDict[bytes, _Check] = OrderedDict()
 
     def start(self) -> None:
-        """Start the worker processes, so that the first grammar need not wait for them."""
+        """Start the worker processes, so that the first grammar does not wait for them."""
         self._trials.start()
 
     async def prepare(self) -> None:
@@ -61,8 +61,8 @@ class GrammarChecks:
         """Raise the errors of `GrammarTrials.run` if the output cannot be enforced.
 
         Args:
-            caller: the tenant. Results of others are not reused: timing would reveal their schemas,
-                and a caller with a long queue would delay others with the same schema.
+            caller: the tenant. Results of other tenants are not used: timing would reveal their
+                schemas, and a tenant with a long queue would delay others with the same schema.
         """
         digest = _digest(structured_output, caller)
         check = self._checks.get(digest)
@@ -74,13 +74,13 @@ class GrammarChecks:
         if len(self._checks) > MAX_REMEMBERED:
             self._checks.popitem(last=False)
         try:
-            # A caller that goes away must not cancel the trial for others.
+            # The trial goes on for others if one caller goes away.
             await asyncio.shield(check.trial)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.field, error.problem) from None
 
     async def _try(self, structured_output: StructuredOutput, caller: str) -> None:
-        # Nodes compile again; the result is not needed here.
+        # Check again; only the error matters, because nodes compile the grammar themselves.
         await self._trials.run(structured_output, caller=caller)
 
     def close(self) -> None:
@@ -97,6 +97,6 @@ def _digest(structured_output: StructuredOutput, caller: str) -> bytes:
 
 
 def _take_notice(trial: asyncio.Task[None]) -> None:
-    """Retrieve a trial's error, so asyncio does not log it if no caller waits any longer."""
+    """Read a trial's error, or asyncio would log it when no caller waits any more."""
     if not trial.cancelled():
         trial.exception()

@@ -1,6 +1,6 @@
-"""Intake: what every public API does with a request: check it, tokenize it, stream its text.
+"""Intake: the part of a request that all public APIs share: check, tokenize, stream its text.
 
-Takes and returns plain values: gRPC and HTTP are thin layers over the same code.
+Intake takes and returns plain values: gRPC and HTTP are thin layers over it.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class Intake:
 
     Args:
         dispatcher: runs the calls.
-        tokenizer: the checkpoint's tokenizer; None: it has none, and only token ids are served.
+        tokenizer: the checkpoint's tokenizer; None: only token ids are served.
         vocab_size: size of the model's vocabulary.
-        default_timeout_s: seconds until the deadline of requests that come without one.
-        metrics: count every request; new counters if not given.
-        cache_salts: decide which cached prompts a request may find; per tenant if not given.
-        parsers: divide conversations' outputs; chosen by the chat template if not given.
-        readers: templates of the processes that read requests; new processes if not given.
-        sampling_defaults: defaults for HTTP requests that leave sampling parameters out.
+        default_timeout_s: seconds until the deadline of requests that set none.
+        metrics: count every request; None: new counters.
+        cache_salts: decide which cached prompts a request may find; None: salts per tenant.
+        parsers: divide the outputs of conversations; None: chosen by the chat template.
+        readers: templates of the processes that read requests; None: new processes.
+        sampling_defaults: values of sampling parameters that HTTP requests leave out.
         trusts_templates: whether a request may bring a chat template.
         cuts_changing_lines: whether lines that clients change in every prompt are removed.
         logs_prompts: whether prompts and outputs are logged.
 
     Attributes:
-        tokenizer, cache_salts, parsers, sampling_defaults: the arguments, or their defaults.
+        tokenizer, cache_salts, parsers, sampling_defaults: see the arguments.
         reader: tokenizes prompts in worker processes.
         answers: makes the answers that clients get.
     """
@@ -104,7 +104,7 @@ class Intake:
 
     @property
     def max_model_len(self) -> int:
-        """Largest number of tokens (prompt and output) of a request."""
+        """Most tokens (prompt and output) of a request."""
         return self._dispatcher.pool.max_model_len
 
     @property
@@ -133,7 +133,7 @@ class Intake:
         self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str
     ) -> Call:
         principal = terms.principal
-        self.admission.check_key(principal)  # before anything costs time
+        self.admission.check_key(principal)  # before any expensive work
         await self._dispatcher.turns.wait_for_turn()
         check_name("request_id", request_id, MAX_REQUEST_ID_CHARS)
         check_name("session_id", terms.session_id, MAX_SESSION_ID_CHARS)
@@ -151,7 +151,7 @@ class Intake:
         if params.structured_output is not None:
             await self.reader.check_structured_output(params.structured_output, principal)
         if params.seed is None:
-            # Draw the seed here, so that both nodes, and retries, sample equally.
+            # Draw the seed here, so that both nodes and all retries sample alike.
             params = params.with_seed(draw_seed())
         if token_ids is None:
             token_ids = await self.reader.tokenize(prompt, principal)
@@ -171,7 +171,7 @@ class Intake:
     async def stream(
         self, call: Call, parser: OutputParser | None = None
     ) -> AsyncGenerator[TextDelta, None]:
-        """Run a call; ending the iteration early cancels it. Raises the errors of `Dispatcher.run`.
+        """Run a call; ending the iteration cancels it. Raises the errors of `Dispatcher.run`.
 
         Args:
             parser: divides the output; see `CallText`.
@@ -187,7 +187,7 @@ class Intake:
                                 self._dispatcher.note_handed_over(call)
                             yield delta
                             continue
-                        # Count here: nodes do not see text, hence no stop strings.
+                        # Count here, because nodes see no text and so no stop strings.
                         record.on_last_delta(delta)
                         assert delta.receipt is not None
                         receipt = answer.shown(delta.receipt)
@@ -201,7 +201,7 @@ class Intake:
     async def tokenize_only(
         self, prompt: Prompt, principal: Principal, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Return a prompt's token ids, and charge the caller's rate limits as for a request.
+        """Return a prompt's token ids, and charge the caller's rate limits like a request.
 
         Raises OverloadedError, and the errors of `tokenize`.
         """

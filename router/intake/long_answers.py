@@ -1,7 +1,7 @@
-"""LongAnswers: builds response parts with many logprobs in a thread, while others are served.
+"""LongAnswers: builds response parts with many logprobs in a thread, so that others are served.
 
-Logprobs of a long prompt are hundreds of thousands of objects, which take a second and more to
-build.
+Logprobs of a long prompt are hundreds of thousands of objects; building them takes a second or
+more.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 
 class LongAnswers:
-    """Run a single thread: more would take too much interpreter time from the event loop."""
+    """Run one thread; more threads would take too much interpreter time from the event loop."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "long-answers")
 
     async def make(self, delta: TextDelta, make: Callable[[], T]) -> T:
-        """Call ``make``, in the thread if the delta has many logprobs, and return its result."""
+        """Return the result of ``make``; call it in the thread if the delta has many logprobs."""
         has_any = bool(delta.logprobs or delta.prompt_logprobs)
         if not has_any or count_logprobs(delta) <= MAX_LOGPROBS_HERE:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
     def close(self) -> None:
-        """End the thread after its current work."""
+        """End the thread when its current work is done."""
         self._thread.shutdown(wait=False, cancel_futures=True)

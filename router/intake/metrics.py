@@ -1,7 +1,7 @@
 """RouterMetrics: the router's metrics for Prometheus. Requests are counted when they end.
 
-Names follow Prometheus: counters end in ``_total``, times are in seconds. Knows no API: code that
-accepts and streams requests reports here, and `/metrics` serves the text.
+Names follow Prometheus' rules: counters end in ``_total``, times are in seconds. Knows no API: code
+that accepts and streams requests reports here, and `/metrics` serves the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from router.gate.overload import Overload
 from router.intake.fleet_metrics import ForecastCollector, RevisionCollector
 
 _PREFIX = "baton_router"
-MAX_PAIRS = 2048  # a page with all pairs would block the event loop
+MAX_PAIRS = 2048  # all pairs on one page would block the event loop
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -40,7 +40,7 @@ _NUM_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
 _NODE_STATES = ("ready", "joined", "draining", "ejected", "not_serving", "lost")
 
 
-# Per finished request: name, text, buckets.
+# Per finished request: name, help text, buckets.
 _OF_REQUEST = (
     (
         "time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_S,
@@ -63,7 +63,7 @@ _OF_REQUEST = (
         "From token 1's being sampled until all writes of KV were complete.",
         _QUEUE_S,
     ),
-    ("first_step_seconds", "From that moment to the decode node's first token.", _QUEUE_S),
+    ("first_step_seconds", "From complete KV to the decode node's first token.", _QUEUE_S),
     ("request_prompt_tokens", "Prompt tokens of a request.", _NUM_TOKENS),
     ("request_output_tokens", "Output tokens of a request.", _NUM_TOKENS),
 )  # fmt: skip
@@ -85,7 +85,7 @@ _VLLM_NAMES_OF_REQUESTS = {
 
 
 class RequestRecord:
-    """Hold a request's outcome; see `RouterMetrics.running`."""
+    """The outcome of one request; see `RouterMetrics.running`."""
 
     def __init__(self) -> None:
         self.outcome = "cancelled"
@@ -99,7 +99,7 @@ class RequestRecord:
 
 
 class RouterMetrics:
-    """Hold one router's metrics, in a registry of their own.
+    """All metrics of one router, in registries of their own.
 
     Args:
         pool: nodes to collect from when metrics are read.
@@ -109,7 +109,7 @@ class RouterMetrics:
 
     Attributes:
         of_router: metrics of the router's process, its overload and its connections.
-        of_model: all others, which concern one base model.
+        of_model: all other metrics, which concern one base model.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RouterMetrics:
             kind: Counter(f"{_PREFIX}_{kind}_tokens", text, registry=registry)
             for kind, text in (
                 ("prompt", "Prompt tokens of requests that finished."),
-                ("cached_prompt", "Those of them that a prefix cache had."),
+                ("cached_prompt", "Prompt tokens of finished requests found in a prefix cache."),
                 ("output", "Output tokens of requests that finished."),
             )
         }
@@ -162,11 +162,11 @@ class RouterMetrics:
         self.of_router.register(_ConnectionCollector(counts))
 
     def show_names_of(self, model: str) -> None:
-        """Add vLLM's names for the metrics that exist in both."""
+        """Add vLLM's names for metrics that both systems have."""
         self.of_model.register(VllmNames(self._of_other_engines, model))
 
     def _of_other_engines(self) -> Iterable[tuple[str, Metric]]:
-        """Yield Baton's metric families by vLLM's names for them."""
+        """Yield Baton's metrics under vLLM's names."""
         for name, ours in _VLLM_NAMES_OF_REQUESTS.items():
             for family in self._of_request[ours].collect():
                 yield name, family
@@ -190,7 +190,7 @@ class RouterMetrics:
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
-        """Enclose the checks of a request; counts refused requests."""
+        """Enclose the checks of a request, to count refused requests."""
         try:
             yield
         except BatonError as error:
@@ -199,7 +199,7 @@ class RouterMetrics:
 
     @contextmanager
     def running(self) -> Iterator[RequestRecord]:
-        """Enclose an accepted request; counts it by outcome."""
+        """Count an accepted request as open inside the block, and at its end by outcome."""
         record = RequestRecord()
         self._open.inc()
         try:
@@ -208,7 +208,7 @@ class RouterMetrics:
             record.outcome = status_name(error).lower()
             raise
         except (GeneratorExit, asyncio.CancelledError):
-            raise  # cancelled, or finished and not read to the end
+            raise  # cancelled, or finished but not read to the end
         except BaseException:
             record.outcome = "internal"
             raise
@@ -285,7 +285,7 @@ def _state(node: Node, ready: Set[str]) -> str:
 
 
 class _PairCollector(Collector):
-    """Collect which nodes reach each other, by transport and bandwidth, and how many do not."""
+    """Collect pairs of nodes that reach each other, with transport and bandwidth, and others."""
 
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
@@ -337,13 +337,13 @@ class _SuspectsCollector(Collector):
         )
         for name, text, value in (
             ("poison_requests", "Requests that nodes died of.", suspects.num_ended_total),
-            ("poison_requests_refused", "The like of these.", suspects.num_refused_total),
+            ("poison_requests_refused", "Refused equals of these.", suspects.num_refused_total),
         ):
             yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=value)
 
 
 class _AdmissionCollector(Collector):
-    """Collect what waits at the gate and what was refused."""
+    """Collect how many requests wait at the gate, and how many it refused."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -352,7 +352,7 @@ class _AdmissionCollector(Collector):
         state = self._admission.state()
         for name, text, value in (
             ("requests_queued", "Requests that wait for nodes to have room.", state.num_queued),
-            ("queued_prompt_tokens", "Prompt tokens of these.", state.num_queued_tokens),
+            ("queued_prompt_tokens", "Prompt tokens of queued requests.", state.num_queued_tokens),
             (
                 "expected_wait_seconds",
                 "Until those that wait have their first tokens.",

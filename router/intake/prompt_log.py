@@ -11,11 +11,11 @@ from router.calls.call import Call
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 2000
-_MAX_TOKENS = 2000  # tokens decoded to get those characters
+_MAX_TOKENS = 2000  # tokens decoded to get MAX_CHARS characters
 
 
 class PromptLog:
-    """Log a line per prompt and per output.
+    """Log one line per prompt and one per output.
 
     Args:
         tokenizer: the checkpoint's tokenizer; None: token ids are logged.
@@ -34,7 +34,7 @@ class PromptLog:
 
 
 class OutputLog:
-    """Collect an output, and log it with its last piece."""
+    """Collect an output, and log it when its last piece comes."""
 
     def __init__(self, ids: dict[str, str]) -> None:
         self._ids = ids

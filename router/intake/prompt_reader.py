@@ -1,7 +1,7 @@
 """PromptReader: turns clients' prompts into token ids, and token ids back into text.
 
-Long texts, conversations and grammars go to worker processes, which this class starts and ends.
-`EarlyReaders` holds what a router loads and forks before it starts threads, so that these processes
+Worker processes read long texts, conversations and grammars; `PromptReader` starts and ends them.
+`EarlyReaders` holds what a router loads and forks before it starts threads, so that the workers
 share the router's modules and tokenizer.
 """
 
@@ -39,10 +39,10 @@ def is_chat(prompt: Prompt) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EarlyReaders:
-    """Hold a router's tokenizer, and templates of the processes that read requests.
+    """A router's tokenizer, and templates of the processes that read requests.
 
     Attributes:
-        tokenizer: the checkpoint's tokenizer; None: it has none.
+        tokenizer: the checkpoint's tokenizer, or None.
         texts, grammars: templates for the processes of `Texts` and `GrammarTrials`; None if forking
             was not possible.
     """
@@ -63,7 +63,7 @@ def fork_readers(options: TextOptions, folder: Path) -> EarlyReaders:
     if tokenizer is None or not may_fork():
         return EarlyReaders(tokenizer)
     texts = grammars = None
-    with contextlib.suppress(OSError):  # out of a resource: `PromptReader.start` reports it
+    with contextlib.suppress(OSError):  # without resources; `PromptReader.start` reports the error
         texts = fork_texts(tokenizer)
         grammars = fork_trials(folder)
     return EarlyReaders(tokenizer, texts, grammars)
@@ -73,10 +73,10 @@ class PromptReader:
     """Read prompts with one checkpoint's tokenizer.
 
     Args:
-        tokenizer: the checkpoint's tokenizer; None: it has none, and only token ids are served.
-        max_model_len: returns the most tokens of a request now.
+        tokenizer: the checkpoint's tokenizer; None: only token ids are served.
+        max_model_len: returns the most tokens that a request may have now.
         vocab_size: size of the model's vocabulary.
-        readers: templates of the worker processes; new processes if not given.
+        readers: templates of the worker processes; None: new processes.
         trusts_templates: whether a request may bring a chat template.
         cuts_changing_lines: whether lines that clients change in every prompt are removed.
 
@@ -120,7 +120,7 @@ class PromptReader:
                 part.start()
 
     async def prepare(self) -> None:
-        """Wait until the workers can read texts and grammars, and have each read a short one.
+        """Wait until the workers are ready, and let each of them read a short text or grammar.
 
         Raises:
             NodeUnavailableError: the processes cannot be started.
@@ -183,7 +183,7 @@ class PromptReader:
         return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a prompt's token ids; other tasks run in between.
+        """Return the text of a prompt's token ids; let other tasks run in between.
 
         Raises InvalidRequestError for unknown ids, too many ids, or a checkpoint without tokenizer.
         """

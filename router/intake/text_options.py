@@ -1,6 +1,6 @@
 """TextOptions: options for turning conversations into prompts and outputs into messages.
 
-Modules that read checkpoints are imported late, so that `--help` is fast.
+Modules that read checkpoints are imported late, because `--help` must be fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# At OpenAI's temperature of 1, small models write nonsense.
+# OpenAI's temperature of 1 makes small models write nonsense.
 CALM_SAMPLING = {"temperature": 0.7}
 
 
@@ -63,7 +63,7 @@ class TextOptions:
         check_limits(self)
 
     def sampling_defaults(self, folder: Path) -> dict[str, Any]:
-        """Return defaults for sampling parameters that HTTP requests leave out, by field.
+        """Return defaults of sampling parameters that HTTP requests leave out, by field.
 
         Raises ModelLoadError if `generation_config.json` is broken.
         """
@@ -79,12 +79,12 @@ class TextOptions:
         return defaults
 
     def load(self, folder: Path) -> tuple[Tokenizer | None, OutputParsers]:
-        """Return a model's tokenizer, or None, and parsers; raises ConfigError for bad options."""
+        """Return a model's tokenizer (or None) and its parsers; ConfigError for bad options."""
         tokenizer = self.make_tokenizer(folder)
         return tokenizer, self.make_parsers(tokenizer)
 
     def make_tokenizer(self, folder: Path) -> Tokenizer | None:
-        """Return the checkpoint's tokenizer; None if it has none.
+        """Return the checkpoint's tokenizer, or None.
 
         Raises ConfigError if the chat template is invalid.
         """

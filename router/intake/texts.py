@@ -1,7 +1,7 @@
 """Texts: turns clients' texts and conversations into token ids without blocking the router.
 
-Texts that cannot fit are refused by size. Short texts are tokenized at once; long ones and all
-chats go to worker processes, within limits.
+A text that cannot fit is refused by its size. Short texts are tokenized at once; long texts and
+all chats go to worker processes, within limits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from baton.processes.worker_template import Work
 from baton.text.call_arguments import read_arguments
 from baton.text.tokenizer import Tokenizer
 
-# Tokenizing a longer text takes longer than sending it to a worker and back.
+# Longer texts go to a worker: tokenizing them takes longer than the way there and back.
 SHORT_TEXT_CHARS = 4_000
 MAX_MESSAGES = 8_192
 MAX_TOOLS = 1_024
-# Most bytes of tools and options in a prompt, which templates may render shorter.
+# Most bytes of a prompt's tools and options; templates may render them shorter.
 _MAX_EXTRA_BYTES = 2**16
-_MAX_CHAR_BYTES = 6  # per character in JSON: "\\u0007"
+_MAX_CHAR_BYTES = 6  # longest form of a character in JSON: "\\u0007"
 _TEXT, _BARE_TEXT, _CHAT = b"t", b"b", b"c"
 
 
@@ -43,8 +43,8 @@ class ChatPrompt:
         template_options: additional template variables.
         continues_last: whether the output continues the last message.
         template: the client's own template; None: none.
-        named_template: template of the served name, if the client brings none; empty: the
-            checkpoint's.
+        named_template: template of the served name, used if the client brings none; empty: the
+            checkpoint's template.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -61,7 +61,7 @@ class Texts:
     Args:
         tokenizer: the checkpoint's tokenizer.
         max_model_len: most tokens of a request; sets the workers' limits.
-        early: template from `fork_texts`, if one was forked.
+        early: a template forked by `fork_texts`; None: none.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Texts:
         self._workers = WorkerProcesses(work, options, limits, early=early)
 
     def start(self) -> None:
-        """Start the worker processes, so that the first chat need not wait for them."""
+        """Start the worker processes, so that the first chat does not wait for them."""
         self._workers.start()
 
     async def prepare(self) -> None:
-        """Wait until workers are ready, and render a short conversation.
+        """Wait until the workers are ready, and render a short conversation.
 
         Raises:
             NodeUnavailableError: the worker processes cannot be started.
@@ -106,7 +106,7 @@ class Texts:
         """Return the token ids of a text.
 
         Args:
-            max_model_len: most tokens of a request now.
+            max_model_len: most tokens that a request may have now.
             caller: the tenant whose text this is.
             add_special_tokens: whether to add the checkpoint's special tokens.
 
@@ -158,13 +158,13 @@ class Texts:
         self._workers.close()
 
     def _check_num_chars(self, field: str, num_chars: int, max_model_len: int) -> None:
-        """Refuse a text that cannot fit, however it is tokenized."""
+        """Refuse a text that is too long for any tokenization."""
         if num_chars > self._max_chars(max_model_len):
             least = math.ceil(num_chars / self._tokenizer.longest_token_chars)
             raise PromptTooLongError(field, least, max_model_len - 1)
 
     def _max_chars(self, max_model_len: int) -> int:
-        """Return how many characters could fit at most."""
+        """Return the largest number of characters that could fit."""
         return max_model_len * self._tokenizer.longest_token_chars
 
     async def _run(self, field: str, frame: bytes, caller: str) -> list[int]:
@@ -178,7 +178,7 @@ class Texts:
 
 
 def check_num_messages(number: int) -> None:
-    """Raise InvalidRequestError for too many messages; cheap, so checked first."""
+    """Raise InvalidRequestError for too many messages; a cheap check, to make first."""
     _check_count("messages", number, MAX_MESSAGES)
 
 
@@ -218,7 +218,7 @@ def _work_of(tokenizer: Tokenizer) -> Work:
 
 
 def _parse_arguments(message: dict[str, Any]) -> None:
-    """Parse tool calls' arguments, text in OpenAI's API, into the objects that templates expect."""
+    """Parse the arguments of tool calls, a text in OpenAI's API, to the objects of templates."""
     for call in message.get("tool_calls") or ():
         call["function"]["arguments"] = read_arguments(call["function"]["arguments"])
 

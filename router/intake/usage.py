@@ -1,8 +1,8 @@
-"""Usage: a request's cost as shown to its client.
+"""Usage: the cost of a request as its client may see it.
 
-A tenant that shares a cache sees as cached only what it sent itself; the rest counts as computed.
-Numbers from which the rest could be inferred (chunks, bytes sent) are left out. Knows no queue and
-no node.
+A tenant that shares a cache sees as cached only what it sent itself; other cached tokens count as
+computed. Numbers that would reveal them (chunks, bytes sent) are left out. Knows no queue and no
+node.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _KIND = HashKind(16, "blake2b")
 
 
 class OwnPrompts:
-    """Remember what tenants in sharing groups sent themselves, by block hashes with own salts.
+    """The prompts that tenants in sharing groups sent themselves, as block hashes with own salts.
 
-    Knows only prompts that recently passed this router, so it may report too few, never too many.
+    Prompts that did not recently pass this router are missing, so counts may be too low, never too
+    high.
 
     Args:
         salts: the router's cache salts.
-        memory: holds the hashes; by default, a new memory.
+        memory: holds the hashes; None: a new memory.
     """
 
     def __init__(self, salts: CacheSalts, memory: PlacementMemory | None = None) -> None:
@@ -49,8 +50,8 @@ class OwnPrompts:
     def note(self, call: Call) -> None:
         """Note a prompt at its first token, when all of it was computed or found.
 
-        Not earlier: a tenant that could claim an uncomputed prompt as its own would learn from its
-        next request whether another tenant had sent the prompt.
+        Not earlier: if a tenant could claim a prompt that was not computed, the receipt of its next
+        request would reveal whether another tenant had sent this prompt.
         """
         if call.terms.principal.cache_group:
             self._memory.note(1, self._hashes(call))
@@ -61,7 +62,7 @@ class OwnPrompts:
 
 
 def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:
-    """Return the receipt to show to a client that sent this much before; None: show all."""
+    """Return the receipt for a client that sent this many of the tokens before; None: hide none."""
     if num_own_tokens is None:
         return receipt
     prefill, decode = receipt.prefill, receipt.decode
@@ -75,7 +76,7 @@ def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:
         )
     if decode is not None:
         num_hidden = max(decode.num_cached_tokens - num_own_tokens, 0)
-        is_alone = prefill is None  # the decode node computed what was not cached
+        is_alone = prefill is None  # the decode node computed the uncached tokens
         decode = dataclasses.replace(
             decode,
             num_cached_tokens=decode.num_cached_tokens - num_hidden,

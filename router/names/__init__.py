@@ -1,1 +1,1 @@
-"""Names: what clients may call models, and the base models behind the names."""
+"""Names that clients may give for models, and the base models behind the names."""

@@ -1,4 +1,4 @@
-"""BaseModel: one base model's own fleet, queue, tokenizer and metrics in this router."""
+"""BaseModel: one base model's fleet, queue, tokenizer and metrics in this router."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from router.intake.metrics import RouterMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BaseModel:
-    """Hold the parts that serve one base model; no part is shared with another base model.
+    """The parts that serve one base model; base models share none of them.
 
     Attributes:
         model: the model as given to ``--model``.
         dispatcher: runs calls on the nodes of this base model only.
-        intake: has its tokenizer, parsers and sampling defaults.
-        metrics: count its requests.
+        intake: has the model's tokenizer, parsers and sampling defaults.
+        metrics: count the model's requests.
     """
 
     model: str
@@ -34,9 +34,9 @@ class BaseModel:
         return self.dispatcher.pool
 
     def check_nodes(self) -> None:
-        """Raise NodeUnavailableError if there is no node, and none is expected back.
+        """Raise NodeUnavailableError if no node is here or expected back.
 
-        A request would otherwise wait for nodes that may never come.
+        Without this check a request would wait for nodes that may never come.
         """
         pool = self.pool
         if not pool.num_nodes and not pool.awaits_nodes(

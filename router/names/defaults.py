@@ -1,4 +1,4 @@
-"""NameDefaults: defaults of requests under one served name, and the option that sets them."""
+"""NameDefaults: request defaults of one served name, and the option that sets them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class NameDefaults:
     """Defaults of requests under one name.
 
     Attributes:
-        sampling: defaults by `SamplingParams` field; they take precedence over the checkpoint's.
-        max_tokens: for requests without it; None: the API's default.
+        sampling: defaults by `SamplingParams` field; they override the checkpoint's.
+        max_tokens: output tokens of requests that set no number; None: the API's default.
         max_tokens_limit: upper limit of any output; None: no limit.
     """
 
@@ -29,7 +29,7 @@ class NameDefaults:
 
     @property
     def text(self) -> str:
-        """The text that `read_name_defaults` reads these defaults from; empty: no defaults."""
+        """The text from which `read_name_defaults` reads these defaults; empty: no defaults."""
         limits = {"max_tokens": self.max_tokens, "max_tokens_limit": self.max_tokens_limit}
         given = {**self.sampling, **{key: one for key, one in limits.items() if one is not None}}
         return ",".join(f"{key}={value:.12g}" for key, value in given.items())
@@ -38,8 +38,8 @@ class NameDefaults:
         """Return the most tokens of an output.
 
         Args:
-            asked: requested number; None: not given.
-            otherwise: the API's own default.
+            asked: number in the request; None: not set.
+            otherwise: default of the API.
         """
         found = asked if asked is not None else self.max_tokens
         found = otherwise if found is None else found
@@ -50,13 +50,13 @@ NO_DEFAULTS = NameDefaults()
 
 
 def read_names(name: str, aliases: str) -> tuple[str, ...]:
-    """Return all names of the model, the first one first."""
+    """Return all names of the model; ``name`` comes first."""
     others = (one.strip() for one in aliases.split(","))
     return tuple(dict.fromkeys([name, *filter(None, others)]))
 
 
 def read_defaults(names: tuple[str, ...], text: str) -> dict[str, NameDefaults]:
-    """Read ``[NAME:]key=value,...`` for each name, divided by semicolons; raises ConfigError.
+    """Read ``[NAME:]key=value,...;...`` for each name; raises ConfigError.
 
     Entries without a name apply to all names.
     """

@@ -1,4 +1,4 @@
-"""Read the names that a router's options give."""
+"""Read the served names from a router's options."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from router.names.served_name import ServedName
 def names_given(
     bases: Sequence[BaseModel], names: Sequence[str], aliases: str, defaults: str
 ) -> list[ServedName]:
-    """Return the served names, those of the first base model first.
+    """Return the served names; names of the first base model come first.
 
     Args:
         names: with one base model its names, with several ``NAME=MODEL``. A base model without a
-            name is called as in ``--model``.
+            name is served under its text in ``--model``.
         aliases: more names in the same form, divided by commas.
         defaults: see `read_defaults`.
 
@@ -39,10 +39,10 @@ def names_given(
 def adapters_given(
     served: Sequence[ServedName], root: str, adapters: Sequence[str]
 ) -> list[ServedName]:
-    """Return the names that ``NAME=FOLDER`` give to adapters of the only base model.
+    """Return the names that ``NAME=FOLDER`` options give to adapters of the only base model.
 
     Args:
-        served: the base model's own names; those of adapters have the same defaults as the first.
+        served: the base model's own names; adapters' names get the defaults of the first one.
         root: folder below which the adapters lie; reads all of their files.
 
     Raises ConfigError naming the option.
@@ -84,7 +84,7 @@ def _of_one(base: BaseModel, names: Sequence[str], aliases: str) -> dict[str, Ba
 
 
 def _of_several(bases: Sequence[BaseModel], entries: Sequence[str]) -> dict[str, BaseModel]:
-    """Return base models by name, in the order of the base models."""
+    """Return base models by served name, in the order of the base models."""
     found: dict[str, BaseModel] = {}
     for entry in filter(None, entries):
         name, base = _divide(entry, bases)
@@ -100,7 +100,7 @@ def _of_several(bases: Sequence[BaseModel], entries: Sequence[str]) -> dict[str,
 
 
 def _divide(entry: str, bases: Sequence[BaseModel]) -> tuple[str, BaseModel]:
-    """Return the name and the base model of ``NAME=MODEL``; both may have equal signs."""
+    """Return name and base model of ``NAME=MODEL``; both may contain equal signs."""
     for base in bases:
         name = entry.removesuffix(f"={base.model}")
         if name not in ("", entry):

@@ -1,6 +1,6 @@
 """MetricsPage: the text of `/metrics`, for one base model or several.
 
-one base model     its metrics, as they are
+one base model     the model's metrics, unchanged
 several            each sample of a base model has a label ``base_model``
 """
 
@@ -21,7 +21,7 @@ class MetricsPage:
     """Make the metrics page of one router.
 
     Args:
-        by_model: metrics of each base model, by its name; the first also has those of the router.
+        by_model: metrics of each base model, by its name; the first also have the router's own.
     """
 
     def __init__(self, by_model: Mapping[str, RouterMetrics]) -> None:
@@ -39,13 +39,13 @@ class MetricsPage:
 
 
 class _LabelledMetrics(Collector):
-    """Collect the metrics of several base models, each sample with its base model as a label."""
+    """Collect the metrics of several base models, and label each sample with its base model."""
 
     def __init__(self, by_model: Mapping[str, RouterMetrics]) -> None:
         self._by_model = by_model
 
     def describe(self) -> list[Metric]:
-        return []  # registering a collector must not collect
+        return []  # registering a collector must not read metrics
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}

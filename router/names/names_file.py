@@ -1,4 +1,4 @@
-"""NamesFile: a TOML file with a table per served name, read at the start and written at changes.
+"""NamesFile: a TOML file with a table per served name; read at the start, written at changes.
 
 ["chat"]
 model = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -26,25 +26,25 @@ from router.names.base_model import BaseModel
 from router.names.defaults import read_name_defaults
 from router.names.served_name import ServedName
 
-_PINS = "pins_adapter"  # true or false; the other keys have texts
+_PINS = "pins_adapter"  # true or false; all other keys have texts
 _KEYS = ("model", "adapter", "adapter_source", "request_defaults", "chat_template", _PINS)
 
 
 class NamesFile:
-    """Read and write one file of names.
+    """One file of names.
 
     Args:
-        path: need not exist; a change of a name makes the file.
+        path: the file; if missing, the first change of a name creates it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self, bases: Sequence[BaseModel]) -> list[ServedName]:
-        """Return the names in the file; empty if there is no file yet.
+        """Return the names in the file; empty if it does not exist yet.
 
         Args:
-            bases: the router's base models. A table without ``model`` means the first.
+            bases: the router's base models. A table without ``model`` means the first one.
 
         Raises ConfigError naming the file, the name and the key.
         """
@@ -61,7 +61,7 @@ class NamesFile:
         return [self._read_name(name, table, bases) for name, table in tables.items()]
 
     def write(self, names: Iterable[ServedName]) -> None:
-        """Replace the file by these names as a whole; raises ConfigError."""
+        """Replace the whole file by these names; raises ConfigError."""
         text = "\n".join(_table_of(one) for one in names)
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
@@ -119,5 +119,5 @@ def _table_of(one: ServedName) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as TOML writes it: as JSON does, but for one character."""
+    """Return a text in TOML's quotes, which are JSON's but for one character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""ServedName: what one name stands for, as plain values."""
+"""ServedName: what one name stands for; plain values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from router.names.base_model import BaseModel
 from router.names.defaults import NO_DEFAULTS, NameDefaults
 
 MAX_NAME_CHARS = 256
-MAX_TEMPLATE_CHARS = 2**16  # of a chat template, because a worker gets it with each conversation
+MAX_TEMPLATE_CHARS = 2**16  # limited, because a worker gets the template with each conversation
 MAX_SOURCE_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedName:
-    """Hold what one name stands for; raises ConfigError naming the field.
+    """A served name and its meaning; raises ConfigError naming the field.
 
     Attributes:
         base: base model whose nodes compute the requests.

@@ -1,9 +1,9 @@
-"""NameTable: the one table from names to what they stand for. A request looks its name up once.
+"""NameTable: the table from names to what they stand for. Each request looks its name up once.
 
     a request arrives -> its name is looked up -> it carries the found values, never the name
-    an operator switches a name -> a new table takes the old one's place
+    an operator switches a name -> a new table replaces the old one
 
-So a switch is atomic, and running requests end with the values that they began with.
+So a switch is atomic, and running requests keep the values that they began with.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _MAX_SHOWN_NAMES = 8
 
 
 class NameTable:
-    """Hold the names of one router, on its event loop.
+    """The names of one router, on its event loop.
 
     Args:
         bases: the router's base models, at least one.
-        names: names of the base models, at least one; the first one is the default.
-        file: keeps changes beyond the router's end; None: changes last until then.
+        names: names of the base models, at least one; the first one is the default name.
+        file: keeps changes after the router's end; None: changes are lost then.
 
     Attributes:
         bases: the router's base models.
@@ -68,13 +68,13 @@ class NameTable:
         return tuple(self._served.values())
 
     def served_to(self, principal: Principal) -> Sequence[ServedName]:
-        """Return the entries that a caller may use."""
+        """Return the entries whose names a caller may use."""
         return [one for one in self._served.values() if _may_use(principal, one.name)]
 
     # ------------------------------------------------------------------ for requests
 
     def resolve(self, name: str | None, principal: Principal) -> ServedName:
-        """Return the current entry of a request's name.
+        """Return the entry that a request's name has now.
 
         Args:
             name: None: the first name that the caller may use.
@@ -89,20 +89,20 @@ class NameTable:
             raise NotFoundError(self._unknown(name or "", principal))
         if not _may_use(principal, served.name):
             raise PermissionDeniedError(f"model: {principal.name} may not use {served.name!r}")
-        if len(self.bases) > 1:  # a router of one base model lets requests wait for nodes
+        if len(self.bases) > 1:  # a router with one base model lets requests wait for nodes
             served.base.check_nodes()
         if served.adapter:
             served.base.check_adapter(served.adapter)
         return served
 
     def find(self, name: str) -> ServedName:
-        """Return what a name stands for, or raise NotFoundError."""
+        """Return the entry of a name; raises NotFoundError."""
         if name not in self._served:
             raise NotFoundError(self._unknown(name, Principal()))
         return self._served[name]
 
     def find_base(self, name: str) -> BaseModel:
-        """Return the base model given to ``--model`` by this text, or else that of a name.
+        """Return the base model with this text in ``--model``, or else the base model of a name.
 
         Args:
             name: empty: the first base model.
@@ -117,12 +117,12 @@ class NameTable:
         return self.find(name).base
 
     def find_adapter(self, name: str) -> str:
-        """Return the adapter of a name; empty: none, or there is no such name."""
+        """Return the adapter of a name; empty: it has none, or is unknown."""
         served = self._served.get(name)
         return "" if served is None else served.adapter
 
     def _first(self, principal: Principal) -> ServedName:
-        """Return the first name that a caller may use; if there is none, the first one."""
+        """Return the first name that a caller may use, or the first of all if it may use none."""
         usable = (one for one in self._served.values() if _may_use(principal, one.name))
         return next(usable, next(iter(self._served.values())))
 
@@ -136,7 +136,7 @@ class NameTable:
     # ------------------------------------------------------------------ for operators
 
     async def set_name(self, served: ServedName) -> None:
-        """Let a name stand for this from now on; running requests go on as they began.
+        """Let a name stand for these values from now on; running requests keep theirs.
 
         Raises InvalidRequestError if there are too many names, or the file cannot be written.
         """
@@ -167,10 +167,10 @@ class NameTable:
         logger.info("name %s: removed", name)
 
     async def _change(self, make: Callable[[], Mapping[str, ServedName]]) -> None:
-        """Replace the table by what `make` returns, to the end even if the caller is cancelled.
+        """Replace the table by the result of `make`, to the end even if the caller is cancelled.
 
-        A write that goes on without its lock would meet the next one, and the file would differ
-        from the table.
+        A half-done change would release the lock while its write goes on: the next change's write
+        could then lose, and the file would differ from the table.
         """
         change = asyncio.create_task(self._replace(make))
         self._changes.add(change)
@@ -178,7 +178,7 @@ class NameTable:
         await asyncio.shield(change)
 
     async def _replace(self, make: Callable[[], Mapping[str, ServedName]]) -> None:
-        """Put a new table in place of the old one, after the file has it."""
+        """Write the new table to the file, then put it in place of the old one."""
         async with self._changing:
             served = make()
             try:

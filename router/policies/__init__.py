@@ -1,4 +1,4 @@
-"""Routing policies by name. To add one: a file here and a line below."""
+"""Routing policies by name. A new policy is a file here and a line below."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.registry import Registry
 
-if TYPE_CHECKING:  # policies are imported late, so `--help` is fast
+if TYPE_CHECKING:  # policies are imported late, because `--help` must be fast
     from router.policies.base import RoutingPolicy
 
 POLICIES: Registry[Callable[[], RoutingPolicy]] = Registry(

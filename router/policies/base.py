@@ -1,7 +1,7 @@
-"""RoutingPolicy: picks a request's nodes. One file and one registry line per policy.
+"""RoutingPolicy: picks a request's nodes. A policy is one file and one registry line.
 
-Policies see what is here, in `Fleet` and in `NodeLoad`. Node values are live, and policies only
-read them.
+Policies see this file's types, `Fleet` and `NodeLoad`. Nodes' values change at any time; policies
+only read them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ def _nothing_cached() -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteQuery:
-    """Hold what is known of a request before it is placed.
+    """Facts about a request before it is placed.
 
     Attributes:
-        num_prompt_tokens: tokens whose KV is needed first, including output of earlier attempts.
+        num_prompt_tokens: tokens to compute first: the prompt, and output of earlier attempts.
         max_tokens: most output tokens that may follow.
         session_id: requests of one session share a prefix; empty: no session.
-        timeout_s: seconds until its deadline.
+        timeout_s: seconds until the request's deadline.
         leaves_room: whether to avoid nodes with queued work, so that other tenants find room.
-        num_waiting: requests that wait at the router for nodes to have room.
+        num_waiting: requests that wait at the router for room on the nodes.
         now: current time, by `time.monotonic`; 0: ignore elapsed times.
         find_cached_tokens: returns how many leading prompt tokens each node has cached, by engine
-            id; nodes without any are left out. Called only if needed.
-        adapter_load_s: seconds until a node that lacks the request's adapter has loaded it, by
-            engine id.
+            id, without nodes that have none. Called only if needed.
+        adapter_load_s: seconds that a node needs to load the request's adapter, by engine id of
+            nodes that lack it.
     """
 
     num_prompt_tokens: int
@@ -49,13 +49,13 @@ class RouteQuery:
 
 
 class Candidate(NamedTuple):
-    """A place that a policy considered, with its cost; for operators.
+    """A place that a policy considered, with its cost, to show to operators.
 
     Attributes:
         prefill: node name; empty: the decode node computes the prompt.
-        cost: cost of the placement in a unit of the policy; lower is better.
+        cost: cost of the place in the policy's own unit; lower is better.
         terms: parts of the cost, by name.
-        assumed: names of nodes whose speed was not measured yet.
+        assumed: names of nodes whose speed has not been measured yet.
     """
 
     prefill: str
@@ -67,13 +67,13 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Hold where a request goes.
+    """The nodes that a request goes to.
 
     Attributes:
         prefill: the prefill node; None: the decode node computes the prompt.
         num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
-        is_probe: whether a more expensive node was chosen in order to measure it.
-        explain: returns the best places considered, as of then, the chosen one first.
+        is_probe: whether a more expensive node was chosen to measure it.
+        explain: returns the best places considered at that time, the chosen one first.
     """
 
     prefill: NodeLoad | None
@@ -84,10 +84,10 @@ class Placement:
 
 
 class RoutingPolicy(Protocol):
-    """Pick nodes for requests. Called on the router's event loop: must not wait."""
+    """Picks nodes for requests. Runs on the router's event loop, so it must not wait."""
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
-        """Return nodes of ``fleet`` that reach each other, or None if there are none.
+        """Return nodes of ``fleet`` that reach each other, or None if none do.
 
-        Equal calls give equal answers, whatever the order in which nodes joined.
+        Equal calls give equal answers, in whatever order the nodes joined.
         """

@@ -1,13 +1,13 @@
-"""Cost: picks the place where a request adds the least time to all requests, its own included.
+"""Cost: picks the nodes where a request adds the least time to all requests, including itself.
 
     prefill node      wait for its queue + this prompt's tokens that are not cached there
-    between the two   transfer time not hidden behind that; wait for KV room on D
+    between the two   transfer time beyond the prefill; wait for KV room on D
     decode node       this request's steps, and how much longer all other requests' steps get
-
     or local on D     wait for its queue + tokens not cached on D + pause of all that decode there
 
-Estimates the cost of all pairs without listing them: nodes are rated one by one, and pairs of the
-best nodes are tried until no other can be better. docs/routing.md has the formula and an example.
+`Cost` bounds the cost of all pairs without listing them: each node is rated alone, and pairs of the
+best nodes are tried until no other pair can be better. docs/routing.md has the formula and an
+example.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from router.policies.cost_terms import (
 )
 from router.policies.probes import find_probe
 
-# Estimates are not exact enough for smaller differences to decide. Then the node that was sent
-# fewer tokens so far wins, so that all caches are used.
+# Estimates are not exact enough for smaller differences to decide: then the node wins that was sent
+# fewer tokens so far, so that all caches get used.
 PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # plus this share of the lowest prefill cost
 DECODE_NEAR_S = 0.0001
 CLOSE_ENOUGH_S = 0.0003
-# Most nodes of each role, pairs, and cache hits considered.
+# Most nodes of each role, most pairs, and most cache hits that are considered.
 MAX_NODES, MAX_PAIRS, MAX_HITS = 16, 64, 4
 NUM_EXPLAINED = 8
 
 
 class Cost:
-    """Pick the place with the lowest cost. Explanations give costs in milliseconds."""
+    """Pick the place with the lowest cost; explanations give costs in milliseconds."""
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
         search = _Search(query, fleet)
         places = search.places()
         if not places:
             return None
-        # The first of equal places wins. Few are kept, because explanations stay in memory for a
-        # while.
+        # The first of equal places wins. Explanations stay in memory for a while, so few places
+        # are kept.
         shown = heapq.nsmallest(NUM_EXPLAINED, places, key=lambda place: place.cost_s)
         probe = find_probe(search.terms, shown[0])
         if probe is not None:
@@ -69,16 +69,16 @@ class Cost:
         return Placement(best.prefill.node, decode, num_cached, probe is not None, explain)
 
     def explain(self, query: RouteQuery, fleet: Fleet) -> list[Candidate]:
-        """Return every place for a request, best first. O(pairs): for operators only."""
+        """Return every place for a request, best first. Takes O(pairs): for operators only."""
         places = _Search(query, fleet).all_places()
         return [place.candidate() for place in sorted(places, key=lambda place: place.cost_s)]
 
 
 class _Search:
-    """Search one request's best places in a fleet.
+    """The search for one request's best places in a fleet.
 
     Attributes:
-        terms: numbers of the request that do not depend on the place.
+        terms: the request's numbers that do not depend on the place.
     """
 
     def __init__(self, query: RouteQuery, fleet: Fleet) -> None:
@@ -91,7 +91,7 @@ class _Search:
         )
 
     def places(self) -> list[Place]:
-        """Return the best place, and those considered to find it.
+        """Return the best place, and all places that were considered with it.
 
         A pair costs at least the sum of its nodes' costs and the link's latency. Pairs whose bound
         is not well below the best cost so far are skipped.
@@ -108,7 +108,7 @@ class _Search:
         return places
 
     def all_places(self) -> list[Place]:
-        """Return every pair, and every decode node alone."""
+        """Return every pair, and every decode node that may compute the prompt itself."""
         fleet, terms = self._fleet, self.terms
         pairs = [
             pair_place(terms, prefill_terms(terms, prefill), decode_terms(terms, decode))
@@ -147,7 +147,7 @@ class _Search:
     def _pairs_of_some(
         self, prefills: list[tuple[float, int, int]]
     ) -> Iterator[tuple[float, int, int]]:
-        """Yield like `_pairs_best_first`, if not all nodes reach each other."""
+        """Yield like `_pairs_best_first`, for a fleet with nodes that cannot reach each other."""
         fleet, costs_s = self._fleet, self._decode_costs_s
         pairs: list[tuple[float, int, int, int]] = []
         for cost_s, _, i in prefills:
@@ -160,7 +160,7 @@ class _Search:
             yield floor_s, i, j
 
     def _pair(self, i: int, j: int, floor_s: float) -> Place:
-        """Make a pair's place. Args: floor_s: replaces the sum of the nodes' own costs."""
+        """Make a pair's place; ``floor_s`` replaces the sum of both nodes' own costs."""
         fleet, terms = self._fleet, self.terms
         place = pair_place(
             terms, prefill_terms(terms, fleet.prefills[i]), decode_terms(terms, fleet.decodes[j])
@@ -172,10 +172,10 @@ class _Search:
     # ------------------------------------------------------------------ local on D
 
     def _locals(self, best_pair_s: float) -> list[Place]:
-        """Return decode nodes alone: the cheapest ones, and those with the longest hits."""
+        """Return the cheapest decode nodes and those with the longest hits, to work alone."""
         fleet, terms = self._fleet, self.terms
         costs_s = self._decode_costs_s
-        if len(costs_s) != len(fleet.self_prefilling):  # some are reached by no prefill node
+        if len(costs_s) != len(fleet.self_prefilling):  # no prefill node reaches some of them
             costs_s = decode_costs(
                 terms, fleet.self_prefilling, fleet.self_prefilling_places, float("inf")
             )
@@ -193,10 +193,10 @@ class _Search:
         return self._harmless(some, best_pair_s)
 
     def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:
-        """Return places without those that would win but make a request miss its deadline.
+        """Return the places without local places that would win but miss a deadline.
 
-        For a tenant at its fair share, places with queued prompts are dropped too: the gate lets it
-        begin when prefill nodes have room, and other tenants would wait for its prompts.
+        For a tenant at its fair share, decode nodes with queued prompts are left out too: such a
+        request began because prefill nodes have room, and other tenants would wait behind it.
         """
         if best_pair_s == float("inf"):
             return places
@@ -214,7 +214,7 @@ def _shortlist(
 ) -> list[tuple[float, int, int]]:
     """Return (cost, tokens placed there, index) of the best nodes, best first.
 
-    Costs near the best one are replaced by the best.
+    All costs near the lowest one are replaced by it.
     """
     best_s = min(costs_s)
     near_s += best_s

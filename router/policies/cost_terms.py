@@ -1,6 +1,6 @@
-"""Terms of `Cost`: a request's cost in seconds on a node, between two, and local on D.
+"""Terms of `Cost`: a request's seconds on a node, between two nodes, and local on D.
 
-Computes numbers from nodes' numbers; chooses nothing.
+The functions turn nodes' numbers into costs; they choose nothing.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
 from router.policies.base import Candidate, RouteQuery
 
-# Seconds from the last byte sent until the KV is used: one message.
+# Seconds from the last byte sent until the KV is used: the time of one message.
 LINK_LATENCY_S = 0.001
 DEFAULT_BYTES_PER_S = 10e9
-# Part of a transfer that cannot be hidden: the last layer group of the last chunk.
+# The part of a transfer that nothing hides: the last layer group of a chunk of this size.
 LAST_CHUNK_TOKENS = 2048
-# A second of slower decoding, spread over many tokens, hurts less than one before token 1.
+# A second of slower decoding, spread over many tokens, counts less than a second before token 1.
 DECODE_WEIGHT = 0.5
-# A prompt delays all that come before its node is idle again. While it is computed, about as many
-# arrive as it found queued (Little's law, random arrivals): q. In all, q / (1 - utilization) are
-# delayed, assuming a utilization of one half.
+# A prompt delays all prompts that come before its node is idle again. If it finds q prompts
+# queued, about q more arrive while it is computed (Little's law, random arrivals). Those delay
+# others: in all q / (1 - utilization), with an assumed utilization of one half.
 BUSY_FACTOR = 2.0
-# Computing a prompt on D must be faster by this margin, because the next prompt to arrive waits for
-# it. On an idle D the margin shrinks with the share of the prompt that D lacks: a conversation
-# with a short new part stays where its KV is, and no prefill node computes that KV again.
+# Computing a prompt on D must be faster by this margin, because the next prompt waits for it. On an
+# idle D the margin shrinks with the share of the prompt that D lacks: a conversation with a short
+# new part stays where its KV is, and no prefill node computes that KV again.
 LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CostTerms:
-    """Hold what does not depend on a request's place.
+    """The numbers of a request that do not depend on its place.
 
     Attributes:
         cached: prompt tokens cached on nodes, by engine id.
@@ -83,28 +83,29 @@ class CostTerms:
         )
 
     def num_missing(self, node: NodeLoad) -> int:
-        """Return the prompt tokens a node must compute: at least the last one, to sample from."""
+        """Return the prompt tokens that a node must compute; at least the last, for sampling."""
         if not self.cached:
             return self.num_tokens
         return max(self.num_tokens - self.cached.get(node.engine_id, 0), 1)
 
     def load_s(self, node: NodeLoad) -> float:
-        """Return how long a node needs to load the request's adapter; 0 if it has it."""
+        """Return the seconds that a node needs to load the request's adapter; 0 if it has it."""
         return self.adapter_load_s.get(node.engine_id, 0.0)
 
     def tail_s(self, num_missing: int, bytes_per_s: float) -> float:
-        """Return the transfer time of the last chunk's last layer group, which cannot be hidden."""
+        """Return the transfer time that nothing hides: of the last chunk's last layer group."""
         num_bytes = min(num_missing, LAST_CHUNK_TOKENS) * self.kv_bytes_per_token
         return num_bytes / NUM_LAYER_GROUPS / bytes_per_s
 
 
 @dataclass(slots=True)
 class PrefillTerms:
-    """Hold a request's costs on a prefill node, in seconds.
+    """A request's costs on a prefill node, in seconds.
 
     Attributes:
-        damage_s: delay of all prompts that will wait for this one, in total.
-        total_s: time until it is computed; more than wait and compute if the node's weight is low.
+        damage_s: sum of the delays of all prompts that will wait for this one.
+        total_s: time until the prompt is computed; a low weight of the node makes this larger than
+            the sum of wait and computation.
     """
 
     node: NodeLoad
@@ -118,13 +119,13 @@ class PrefillTerms:
 
 @dataclass(slots=True)
 class DecodeTerms:
-    """Hold a request's costs on a decode node, in seconds.
+    """A request's costs on a decode node, in seconds.
 
     Attributes:
-        room_s: wait until there is room for the prompt's KV.
-        stall_s: time that prompts queued there will take.
-        steps_s: time of the request's decode steps, weighted.
-        damage_s: cost to all other requests together, weighted.
+        room_s: wait until the node has room for the prompt's KV.
+        stall_s: time of the prompts queued there.
+        steps_s: weighted time of the request's decode steps.
+        damage_s: weighted cost to all other requests together.
     """
 
     node: NodeLoad
@@ -138,7 +139,7 @@ class DecodeTerms:
 
 @dataclass(slots=True)
 class Place:
-    """A pair, or a decode node alone, with its cost and the named terms of it."""
+    """A pair of nodes, or a decode node alone, with its cost and the terms of the cost by name."""
 
     cost_s: float
     prefill: PrefillTerms | None
@@ -146,7 +147,7 @@ class Place:
     terms_s: dict[str, float]
 
     def candidate(self) -> Candidate:
-        """Return the place for operators, in milliseconds."""
+        """Return the place for operators, with costs in milliseconds."""
         terms = {name: 1e3 * seconds for name, seconds in self.terms_s.items()}
         prefill = self.prefill.node.node_name if self.prefill else ""
         decode = self.decode.node.node_name
@@ -191,11 +192,11 @@ def prefill_costs(terms: CostTerms) -> list[float]:
 def decode_costs(
     terms: CostTerms, nodes: Sequence[NodeLoad], places: Mapping[str, int], slowest_s: float
 ) -> list[float]:
-    """Return the least that each decode node adds to a pair's cost.
+    """Return for each decode node the least that it adds to a pair's cost.
 
     Args:
         places: indexes in ``nodes``, by engine id.
-        slowest_s: the longest prefill; waits for KV room are free until it ends.
+        slowest_s: longest time of any prefill; waits for KV room are hidden until then.
     """
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
     num_tokens = terms.num_tokens
@@ -213,7 +214,7 @@ def decode_costs(
     ]
     for engine_id, num_cached in terms.cached.items():
         if num_tokens - num_cached >= LAST_CHUNK_TOKENS:
-            continue  # the last chunk must travel anyway
+            continue  # the last chunk travels in any case
         place = places.get(engine_id)
         if place is not None:
             num_missing = max(num_tokens - num_cached, 1)
@@ -223,9 +224,9 @@ def decode_costs(
 
 
 def _add_loads(terms: CostTerms, costs_s: list[float], places: Mapping[str, int]) -> None:
-    """Add to each node's cost the least that loading the adapter there adds to a pair's.
+    """Add to each node's cost the least by which loading the adapter raises a pair's cost.
 
-    Both nodes load at once, so a pair waits for the slower one: at least half of the sum.
+    Both nodes load at the same time, so a pair waits for the slower one: at least half the sum.
     """
     for engine_id, load_s in terms.adapter_load_s.items():
         place = places.get(engine_id)
@@ -242,7 +243,7 @@ def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
-    # With the base, because a node's total time is known better than its split in two.
+    # Uses the time with its base, because a node's total is known better than its two parts.
     damage_s = terms.num_behind * compute_s
     is_measured = node.prefill.is_known
     wait_s = total_s - compute_s
@@ -265,11 +266,11 @@ def decode_terms(terms: CostTerms, node: NodeLoad) -> DecodeTerms:
 
 
 def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> Place:
-    """Return the place where one node computes the prompt and another decodes."""
+    """Return the place of a pair: one node computes the prompt, another decodes."""
     bytes_per_s = terms.fleet.bandwidth(prefill.node, decode.node) or DEFAULT_BYTES_PER_S
     s_per_token = terms.kv_bytes_per_token / bytes_per_s
-    # The link works while the prefill node computes, so only the excess shows. Tokens queued before
-    # this prompt on the node also precede it on the link.
+    # The link works while the prefill node computes, so only the excess time counts. Tokens
+    # queued on the node before this prompt also come first on the link.
     sent_s = (prefill.node.num_open_tokens + decode.num_missing) * s_per_token
     arrived_s = max(sent_s, decode.room_s + decode.num_missing * s_per_token)
     tail_s = terms.tail_s(decode.num_missing, bytes_per_s)
@@ -289,9 +290,9 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
 
 
 def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Place:
-    """Return the place where D computes the prompt in chunks, between which others decode.
+    """Return the place where D computes the prompt in chunks, and others decode between chunks.
 
-    Each of the others waits as long as computing takes. The prompt waits for their decodes.
+    Each of the others waits for as long as computing takes. The prompt waits for their decodes.
     """
     node = decode.node
     compute_s = (node.prefill.base + node.prefill.per_unit * decode.num_missing) / node.weight
@@ -314,9 +315,9 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
 
 
 def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
-    """Return whether a prompt computed on D lets all requests there meet their deadlines.
+    """Return whether all requests on D keep their deadlines if D computes the prompt.
 
-    O(requests there): not for every node.
+    Takes O(requests there), so do not call it for every node.
     """
     compute_s, node = place.terms_s["prefill_ms"], place.decode.node
     own_terms = ("local_queue_ms", "adapter_load_ms", "prefill_ms", "beside_ms")
@@ -328,7 +329,7 @@ def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
 def room_wait_s(node: NodeLoad, num_tokens: int) -> float:
     """Return the wait until a decode node has KV room and a place in its batch.
 
-    By Little's law, what is there leaves within a request's mean residence time.
+    By Little's law, all present requests leave within a request's mean residence time.
     """
     if num_tokens <= node.num_room_tokens:
         return 0.0
@@ -337,7 +338,7 @@ def room_wait_s(node: NodeLoad, num_tokens: int) -> float:
     if num_lacking > 0:
         num_held = max(node.num_blocks * node.block_size - node.num_free_tokens, 1)
         wait_s = residence_s * num_lacking / num_held
-    if beat.num_waiting:  # these have their KV and wait for a place in the batch
+    if beat.num_waiting:  # they have their KV and wait for a place in the batch
         ahead = (beat.num_waiting + 1) / max(beat.num_running, 1)
         wait_s = max(wait_s, residence_s * ahead)
     return wait_s

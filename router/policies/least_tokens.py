@@ -8,7 +8,7 @@ from router.policies.base import Placement, RouteQuery
 
 
 class LeastTokens:
-    """Pick the prefill node with the fewest open prompt tokens, and the least loaded decode node.
+    """Pick the prefill node with the fewest open prompt tokens, then the least loaded decode node.
 
     The prefill queue decides the time to first token, so it counts first. Ties go to the node
     with fewer requests, then by name.
@@ -24,5 +24,5 @@ class LeastTokens:
 
 
 def load_with(node: NodeLoad, num_tokens: int) -> tuple[float, int]:
-    """Return a sort key: tokens with this many added, divided by weight; then requests."""
+    """Return a sort key: open tokens plus this number, over the weight; then open requests."""
     return (node.num_open_tokens + num_tokens) / node.weight, node.num_open_requests

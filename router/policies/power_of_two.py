@@ -12,7 +12,9 @@ from router.policies.least_tokens import load_with
 
 
 class PowerOfTwo:
-    """Pick nearly as evenly as by looking at all nodes; several routers do not all pick one node.
+    """Pick the less loaded of two random nodes: nearly as even as the best of all nodes.
+
+    Several routers with equal knowledge do not all pick one node.
 
     Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001.
 

@@ -9,15 +9,15 @@ from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Placement, RouteQuery
 from router.policies.least_tokens import load_with
 
-# A node is too busy if it exceeds the mean by both this factor and this many tokens.
+# A node is too busy if it exceeds the mean load by this factor and by this many tokens.
 MAX_LOAD_FACTOR = 1.5
 MIN_EXCESS_TOKENS = 4096
 
 
 class PrefixAware:
-    """Pick the longest hit among nodes that are not too busy, then the fewest open tokens.
+    """Pick the longest hit among nodes that are not too busy; then the fewest open tokens.
 
-    Busy nodes are found for each request: a busy node loses only its own hits.
+    Load is judged for each request, so a busy node loses only hits of its own.
     """
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:

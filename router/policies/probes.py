@@ -1,11 +1,11 @@
-"""Probes: sometimes pick a more expensive place in order to measure its node again.
+"""Probes: sometimes pick a more expensive node in order to measure it again.
 
 A node that looks slow gets no prompts, so nothing corrects its estimate, which may stem from one
-bad prompt or a busy machine. So a node without prompts for long gets one that is cheap there; the
-longer ago, the more it may cost.
+bad prompt or a busy machine. So a node without prompts for long gets one prompt that is cheap
+there. The longer ago its last prompt, the more the probe may cost.
 
-A node that looks about as fast as the chosen one needs no probe: caches keep prompts away from the
-node, not its estimate. The next prompt of a conversation would be computed again there.
+A node that looks about as fast as the chosen one needs no probe: caches keep prompts away from it,
+not its estimate. A probe would also compute the next prompt of a conversation again.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from router.policies.cost_terms import (
 )
 
 PROBE_AFTER_S = 30.0
-# A probe may cost more than the best place by this share of the time since the node got its last
-# prompt, which bounds the time lost to probes of one node.
+# A probe may cost more than the best place: at most this share of the time since the node's last
+# prompt. This bounds the time lost to probes of one node.
 PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
-DEADLINE_SHARE = 0.1  # fraction of the time until the request's deadline
+DEADLINE_SHARE = 0.1  # most extra cost as a share of the time until the request's deadline
 MAX_LOOKED_AT = 4  # most nodes of each role that a request looks at
-# Estimates are about this exact: a node that looks slower by less needs no probe.
+# Estimates are about this exact: a node needs a probe only if it looks slower by more.
 LEAST_SLOWNESS = 1.25
 
 
 def find_probe(terms: CostTerms, best: Place) -> Place | None:
-    """Return the cheapest place that is due for a measurement and worse than ``best``, or None.
+    """Return the cheapest place that is due for a probe and worse than ``best``, or None.
 
-    A place is due if its node was not asked for long and looks slower than the node of ``best``.
+    A place is due if its node got no prompt for long and looks slower than the node of ``best``.
 
     Args:
-        best: the place to use otherwise.
+        best: place to use without a probe.
     """
     if not terms.now or terms.leaves_room:
         return None
@@ -59,9 +59,9 @@ def find_probe(terms: CostTerms, best: Place) -> Place | None:
 
 
 def _due(terms: CostTerms, nodes: Sequence[NodeLoad], best: Place) -> list[NodeLoad]:
-    """Return idle nodes without a prompt for long, among a few that vary with each request.
+    """Return idle nodes without a prompt for long, from a few nodes that each request draws anew.
 
-    Leaves out nodes that look about as fast as the node which computes the prompt at ``best``.
+    Leaves out nodes that look about as fast as the node that computes the prompt at ``best``.
     """
     if len(nodes) > MAX_LOOKED_AT:
         first = hash(terms.now) % len(nodes)
@@ -83,7 +83,7 @@ def _looks_slower(terms: CostTerms, node: NodeLoad, chosen: NodeLoad) -> bool:
 
 
 def _computing(place: Place) -> NodeLoad:
-    """Return the node that computes the prompt."""
+    """Return the node that computes the prompt at a place."""
     return place.prefill.node if place.prefill else place.decode.node
 
 

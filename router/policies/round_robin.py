@@ -10,7 +10,7 @@ from router.policies.base import Placement, RouteQuery
 
 
 class RoundRobin:
-    """Pick prefill nodes in turn, and the decode nodes they reach in turn; the first by name."""
+    """Pick prefill nodes in turn, and in turn the decode nodes that they reach; ties by name."""
 
     def __init__(self) -> None:
         self._prefill_turns, self._decode_turns = _Turns(), _Turns()
@@ -30,7 +30,7 @@ class _Turns:
         self._now = 0.0
 
     def next_node(self, nodes: Sequence[NodeLoad]) -> NodeLoad:
-        """Return the next node. A node of half the weight uses two turns at once."""
+        """Return the next node. A turn counts double for a node of half the weight."""
         turns = self._turns
         if len(turns) > 2 * len(nodes) + 16:  # most of these nodes have left
             ids = {node.engine_id for node in nodes}

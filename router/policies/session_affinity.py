@@ -1,4 +1,4 @@
-"""SessionAffinity: sends a session's requests to the same nodes, while these keep up."""
+"""SessionAffinity: sends a session's requests to its nodes unless these are overloaded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Placement, RouteQuery
 from router.policies.least_tokens import LeastTokens
 
-# A node with more than this multiple of the mean load is passed over.
+# A node whose load exceeds the mean by this factor is passed over.
 MAX_LOAD_FACTOR = 1.25
 
 
 class SessionAffinity:
-    """Pick by rendezvous hashing with bounded loads; by tokens for requests without a session.
+    """Pick by rendezvous hashing with bounded loads; requests without a session go by tokens.
 
-    When a node goes, only its own sessions move. Thaler and Ravishankar, "Using Name-Based Mappings
-    to Increase Hit Rates", 1998; Mirrokni et al., "Consistent Hashing with Bounded Loads", 2016.
+    When a node leaves, only its own sessions move. Thaler and Ravishankar, "Using Name-Based
+    Mappings to Increase Hit Rates", 1998; Mirrokni et al., "Consistent Hashing with Bounded
+    Loads", 2016.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ def _home(session_id: str, nodes: Sequence[NodeLoad], num_tokens: int) -> NodeLo
     free = [n for n in nodes if n.num_open_tokens == 0 or n.num_open_tokens < limit * n.weight]
     seed = xxhash.xxh3_64_intdigest(session_id.encode())
 
-    def rank(node: NodeLoad) -> tuple[int, str]:  # by name, so that a restart changes nothing
+    def rank(node: NodeLoad) -> tuple[int, str]:  # by name, so a restart changes nothing
         return xxhash.xxh3_64_intdigest(node.node_name.encode(), seed), node.node_name
 
     return max(free or nodes, key=rank)

@@ -1,5 +1,5 @@
-"""GGUF files: a model in one file, presented as a folder in Hugging Face layout.
+"""GGUF files: a model in one file, shown to other code as a folder in Hugging Face layout.
 
-Without torch and numpy, since the router reads them too; `models/loading/gguf_weights.py` reads the
-tensors.
+Imports neither torch nor numpy, because the router reads GGUF files too;
+`models/loading/gguf_weights.py` reads the tensors.
 """

@@ -1,6 +1,6 @@
-"""Architecture: a row describing one GGUF architecture: its config.json fields and tensor names.
+"""Architecture: describes one GGUF architecture by its config.json fields and tensor names.
 
-Knows neither torch nor the list of architectures.
+Knows neither torch nor other architectures.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from baton.checkpoint.gguf.file import GgufFile
 # Placeholders in checkpoint names for a tensor's layer and expert number.
 LAYER, EXPERT = "{layer}", "{expert}"
 _MAX_LAYERS = 2**14
-# Digits that suffice for every 32-bit float, and fewer that suffice for most.
+# Decimal digits that suffice for every 32-bit float, and fewer digits that suffice for most.
 _SHORTEST_DIGITS, _EXACT_DIGITS = 6, 10
-# Part of a layer in a GGUF file -> its name within a checkpoint's layer. EXPERT in a name means
-# that the tensor stacks all experts.
+# Part of a layer in a GGUF file -> its name within a layer of the checkpoint. EXPERT in a name
+# means that the tensor stacks all experts.
 Names = Mapping[str, str]
 COMMON_NAMES: Names = {
     "attn_norm": "input_layernorm",
@@ -40,7 +40,7 @@ COMMON_NAMES: Names = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-# Tensors that join the rows of several parts; split if an architecture has no name for them.
+# Tensors that join the rows of several parts; they are split if an architecture does not name them.
 FUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
@@ -53,7 +53,7 @@ COMMON_OUTER: Mapping[str, str] = {
 
 
 class Change(enum.Enum):
-    """Undo one change that the converter made to a tensor (`models/loading/gguf_changes.py`).
+    """Undo one change that the converter made to a tensor (see `models/loading/gguf_changes.py`).
 
     The first five reorder rows and change no value.
     """
@@ -75,14 +75,14 @@ class Change(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Read a file's metadata whose keys begin with its architecture's name."""
+    """Read a file's metadata; all keys begin with the architecture's name."""
 
     file: GgufFile
     architecture: str
 
     @classmethod
     def of(cls, file: GgufFile) -> Keys:
-        """Read the architecture from the file."""
+        """Make keys with the file's own architecture."""
         return cls(file, str(file.metadata.get("general.architecture")))
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -90,7 +90,7 @@ class Keys:
         return self.file.metadata.get(f"{self.architecture}.{name}", default)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Return an integer; of a list with one per layer, the largest.
+        """Return an integer; from a list with a value per layer, the largest one.
 
         Raises:
             ModelLoadError: the value is missing, of another type, or too small.
@@ -127,7 +127,7 @@ class Keys:
         return value
 
     def num_layers(self) -> int:
-        """Return the number of layers, without multi-token prediction layers."""
+        """Return the number of layers without those of multi-token prediction."""
         count = self.integer("block_count")
         if count > _MAX_LAYERS:
             raise self.wrong("block_count", f"must be at most {_MAX_LAYERS}, got {count}")
@@ -146,9 +146,9 @@ class Keys:
         return [layer for layer in layers if any(self.has(part, layer) for part in parts)]
 
     def rows(self, part: str) -> int:
-        """Return the output rows of the first tensor of this name; raises ModelLoadError if none.
+        """Return the output rows of the first layer's tensor; raises ModelLoadError if missing.
 
-        For stacked experts, the rows of one expert.
+        A tensor of stacked experts counts with the rows of one expert.
         """
         for layer in self.layers_with(part):
             shape = self.file.tensors[f"blk.{layer}.{part}"].shape
@@ -166,7 +166,7 @@ def _is_integer(value: object) -> bool:
 
 
 def whole_heads(keys: Keys) -> Mapping[str, Any]:
-    """Return the head size, for heads that RoPE rotates entirely."""
+    """Return the head size if RoPE rotates heads entirely."""
     size = _head_dim(keys)
     for name in ("attention.value_length", "rope.dimension_count"):
         if (found := keys.integer(name, size)) != size:
@@ -175,7 +175,7 @@ def whole_heads(keys: Keys) -> Mapping[str, Any]:
 
 
 def partly_turning_heads(keys: Keys) -> Mapping[str, Any]:
-    """Return the head size and the share of it that RoPE rotates."""
+    """Return the head size and the part of each head that RoPE rotates."""
     size = keys.integer("attention.key_length", default_head_dim(keys))
     if (found := keys.integer("attention.value_length", size)) != size:
         raise keys.wrong("attention.value_length", f"must be the keys' length {size}, got {found}")
@@ -206,16 +206,16 @@ class Architecture:
 
     Attributes:
         model: name of the architecture in `models/registry.py`.
-        fields: reads the architecture-specific fields of config.json.
+        fields: reads the fields of config.json that only this architecture has.
         heads: reads the fields about head size and rotation.
         prefix: prefix of a layer's names in a checkpoint.
-        outer: names of tensors outside layers, where they differ from `COMMON_OUTER`.
-        names: names of a layer's tensors, where they differ from `COMMON_NAMES`. A key that ends in
-            `.weight` or `.bias` is for that tensor alone, with its complete name.
-        joins: names within a layer, each with the file's tensors whose rows it joins.
-        changes: changes by tensor of the file or by name of ``joins``, in order of application.
+        outer: names of tensors outside layers that differ from `COMMON_OUTER`.
+        names: names of a layer's tensors that differ from `COMMON_NAMES`. A key that ends in
+            `.weight` or `.bias` stands for this tensor alone, and its name is complete.
+        joins: names within a layer, each with the tensors of the file whose rows it joins.
+        changes: changes to undo, in order, by tensor of the file or by name in ``joins``.
         may_have_experts: whether files may have experts.
-        variant: returns another row if a file needs one; None: this row serves all files.
+        variant: returns another row for files that need one; None: this row serves all files.
     """
 
     model: str
@@ -246,5 +246,5 @@ class Architecture:
         return self.prefix + names[part] + kind if part in names else None
 
     def changes_of(self, part: str, kind: str) -> tuple[Change, ...]:
-        """Return the changes to apply to a tensor."""
+        """Return what GGUF converters changed in a tensor, to be undone."""
         return self.changes.get(part + kind) or self.changes.get(part, ())

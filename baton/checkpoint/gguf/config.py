@@ -1,6 +1,6 @@
 """GGUF config: rebuilds config.json from a GGUF file's metadata.
 
-Knows no texts, and no tensors except the few numbers that scale rotary frequencies.
+Knows no texts, and no tensors but the few numbers that scale rotary frequencies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton.checkpoint.gguf.rope import DEFAULT_THETA, rope_scaling
 from baton.checkpoint.gguf.table import architecture_of
 
-# Tokens that end a turn or a text: files name one or two of them by id.
+# Ids of tokens that end a turn or a text; a file gives one or two of them.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TOKENS = frozenset(
     (
@@ -24,7 +24,7 @@ _END_TOKENS = frozenset(
         "sentence\N{FULLWIDTH VERTICAL LINE}>",
     )
 )
-# gpt-oss's end tokens; its <|end|> ends a message within an answer.
+# gpt-oss's end tokens. Its <|end|> only ends a message within an answer.
 _HARMONY = frozenset(("<|return|>", "<|call|>"))
 _MESSAGE_END = "<|end|>"
 _CONTROL, _USER_DEFINED = 3, 4  # values in tokenizer.ggml.token_type
@@ -34,7 +34,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """Return the content of `config.json`; raises ModelLoadError for unsupported models."""
     row, keys = architecture_of(file), Keys.of(file)
     num_heads = keys.integer("attention.head_count")
-    no_size = 1 if keys.get("expert_count") else None  # for models without dense layers
+    no_size = 1 if keys.get("expert_count") else None  # size of missing dense layers
     return {
         "architectures": [row.model],
         "attention_bias": keys.has("attn_q.bias") or keys.has("attn_qkv.bias"),
@@ -62,7 +62,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def generation_config_of(file: GgufFile) -> dict[str, Any]:
-    """Return the content of `generation_config.json`: all tokens that end an output."""
+    """Return the content of `generation_config.json`: all tokens that can end an output."""
     metadata = file.metadata
     ids = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
@@ -80,9 +80,9 @@ def generation_config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Choose the dtype: a 16-bit file's own, else float32, which holds quantized values exactly.
+    """Choose the dtype: that of a 16-bit file, else float32, which holds quantized values exactly.
 
-    Routers and convolutions are stored in float32 in every file.
+    Every file stores routers and convolutions in float32, so these do not count.
     """
     kinds = _matrix_kinds(file)
     if len(kinds) != 1:

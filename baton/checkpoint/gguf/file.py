@@ -1,8 +1,8 @@
 """GGUF files: read metadata and tensor positions, and check them against the file's size.
 
-Not read with the `gguf` package, which takes seconds and gigabytes for a vocabulary and needs
-numpy. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Knows neither the meaning
-of metadata nor tensors' content.
+The `gguf` package is not used: it takes seconds and gigabytes for a vocabulary, and needs numpy.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Knows neither the meaning of
+metadata nor the contents of tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A storage type: blocks of some values in some bytes."""
+    """A storage type: a block holds some values in some bytes."""
 
     name: str
     values_per_block: int
@@ -72,7 +72,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The position of a tensor in its file."""
+    """Where a tensor is in its file."""
 
     path: Path  # the file that contains the tensor
     type_id: int  # a key of TENSOR_TYPES
@@ -83,14 +83,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of a GGUF file, which is everything before the tensors' content.
+    """The header of a GGUF file: all that precedes the tensors' contents.
 
     Attributes:
         path: the file, or the first of its parts.
         metadata: values by key.
-        tensors: positions by name, in all parts.
-        header_bytes: offset of the tensors' content.
-        parts: the files in order.
+        tensors: positions of the tensors in all parts, by name.
+        header_bytes: offset of the tensors' contents.
+        parts: the files that form the model, in order.
     """
 
     path: Path
@@ -104,7 +104,7 @@ class GgufFile:
         """Read the header.
 
         Args:
-            max_header_bytes: most bytes of the header; None: as many as the file has.
+            max_header_bytes: most bytes of the header; None: the file's size.
 
         Raises:
             ModelLoadError: the file is no GGUF, truncated or unsupported.
@@ -178,8 +178,8 @@ class _Cursor:
         return list(struct.unpack_from(code, self.content, self._take(struct.calcsize(code))))
 
     def _texts(self, number: int) -> list[str]:
-        """Read many texts at once: vocabularies are most of a header."""
-        self._check(number * 8)  # each takes at least its length field
+        """Read many texts at once, because vocabularies are most of a header."""
+        self._check(number * 8)  # each text has at least a length field
         content, position, size = self.content, self.position, self._end
         length_at = struct.Struct("<Q").unpack_from
         texts = []
@@ -198,7 +198,7 @@ class _Cursor:
         return texts
 
     def _take(self, num_bytes: int) -> int:
-        """Advance over the next bytes and return their start."""
+        """Advance over the next bytes, and return where they start."""
         self._check(num_bytes)
         start = self.position
         self.position += num_bytes
@@ -253,7 +253,7 @@ def _read(path: Path, content: mmap.mmap, max_header_bytes: int | None) -> GgufF
 
 
 def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse tensors that share bytes, by which a small file could claim any amount of data."""
+    """Refuse tensors that share bytes: with them a small file could claim any amount of data."""
     ordered = sorted(tensors.items(), key=lambda item: item[1].start)
     for (name, one), (other, after) in pairwise(ordered):
         if after.start < one.start + one.num_bytes:
@@ -261,7 +261,7 @@ def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def _printable(name: str) -> str:
-    """Return a name unchanged; raises _BadFileError if it would garble an error message."""
+    """Return a name unchanged; raises _BadFileError if error messages cannot show it."""
     if not name.isprintable():
         raise _BadFileError(f"a name is not printable: {name!r:.100}")
     return name

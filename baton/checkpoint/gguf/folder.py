@@ -1,7 +1,7 @@
-"""GGUF folders: make model folders in Hugging Face layout of GGUF files, in the user's cache.
+"""GGUF folders: makes model folders in Hugging Face layout for GGUF files, in the user's cache.
 
-config.json, tokenizer.json and others are made once from the metadata; a link points to the
-weights. So code that reads model folders also reads GGUF files. Knows no file's content.
+A folder's config.json, tokenizer.json and others are made once from the metadata; a link points to
+the weights. So code for model folders also reads GGUF files. Knows no contents of files.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from baton.checkpoint.gguf.parts import linked, part_files, read_model, read_pla
 from baton.checkpoint.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
 WEIGHTS = "model.gguf"
-# Version of the files made of a header; part of the folder's name.
+# Version of the files that are made from a header; part of the folder's name.
 _FORM = 2
 
 
 def folder_of_gguf(path: Path) -> Path:
-    """Return the model folder of a GGUF file, of one or several parts; makes it if needed.
+    """Return the model folder of a GGUF file, of one or several parts; make it if needed.
 
     Raises:
         ModelLoadError: a file is broken or unsupported, or the cache is unusable.
     """
-    # Links are not followed, because the hub's files are links whose names count.
+    # Links are not followed: the hub's files are links, and the links' names count.
     file = read_places(path.absolute())
     path = file.path
     try:
@@ -51,30 +51,30 @@ def folder_of_gguf(path: Path) -> Path:
 
 
 def read_folder(folder: Path) -> GgufFile:
-    """Return the header, without long lists, of a folder's GGUF file; raises ModelLoadError."""
+    """Return the header of a folder's GGUF file, without long lists; raises ModelLoadError."""
     return read_places(linked(folder / WEIGHTS))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the GGUF files with the weights, in parts; empty for other folders."""
+    """Return the GGUF files with the weights, part by part; empty for other folders."""
     link = folder / WEIGHTS
     return part_files(linked(link)) if link.exists() else []
 
 
 def _header(part: Path, file: GgufFile) -> bytes:
-    """Return the bytes before the tensors' content."""
+    """Return the bytes before the tensors' contents."""
     starts = (tensor.start for tensor in file.tensors.values() if tensor.path == part)
     with part.open("rb") as content:
         return content.read(min(starts, default=file.header_bytes))
 
 
 def _make(folder: Path, file: GgufFile) -> None:
-    """Write the folder under a temporary name and rename it, so that it is never seen half done."""
+    """Write the folder under another name, then rename it, so that nobody sees it half done."""
     contents = {
         "config.json": config_of(file),
         "generation_config.json": generation_config_of(file),
     }
-    if "tokenizer.ggml.tokens" in file.metadata:  # otherwise the model serves token ids only
+    if "tokenizer.ggml.tokens" in file.metadata:  # without tokens the model serves token ids only
         contents["tokenizer.json"] = tokenizer_of(file)
         contents["tokenizer_config.json"] = tokenizer_config_of(file)
     new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
@@ -86,7 +86,7 @@ def _make(folder: Path, file: GgufFile) -> None:
         try:
             new.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was faster
+            if not folder.is_dir():  # if it is, another process was faster
                 raise
     finally:
         shutil.rmtree(new, ignore_errors=True)

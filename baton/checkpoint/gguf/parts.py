@@ -1,7 +1,7 @@
-"""GGUF parts: read a model in several files, as llama.cpp's `gguf-split` writes them.
+"""GGUF parts: reads a model that llama.cpp's `gguf-split` divided into several files.
 
 The first part has the metadata; every part has the number of parts and some tensors. Knows neither
-the meaning of metadata nor tensors' content.
+the meaning of metadata nor the contents of tensors.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from baton.checkpoint.gguf.file import GgufFile, StoredTensor
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _MAX_PARTS = 10**5
-# A file that changes again within one tick of the kernel's clock keeps its times.
+# A file that changes twice within one tick of the kernel's clock keeps its times.
 _YOUNG_NS = 2 * 10**9
 _MOST_VALUES = 4096  # longest list that `read_places` keeps
 _COUNT, _NUMBER, _NUM_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 
 def read_model(path: Path) -> GgufFile:
-    """Return the header of a model's only file, or of all its parts, given any of them.
+    """Return the header of a model's only file, or the joined header of all parts, given any part.
 
     Raises:
         ModelLoadError: a file is broken, a part is missing, or parts do not belong together.
@@ -62,9 +62,9 @@ def read_model(path: Path) -> GgufFile:
 
 
 def read_places(path: Path) -> GgufFile:
-    """Read the same header as `read_model`, but without long lists such as vocabularies.
+    """Return the header as `read_model` does, but without long lists such as vocabularies.
 
-    A process reads the header of unchanged files only once.
+    A process reads the header of an unchanged file only once.
 
     Raises:
         ModelLoadError: see `read_model`.
@@ -79,7 +79,7 @@ def read_places(path: Path) -> GgufFile:
 
 @functools.lru_cache(maxsize=4)
 def _known_places(path: Path, _states: tuple[tuple[int, ...], ...]) -> GgufFile:
-    """Read the files' headers; ``_states`` makes the result of changed files a new one."""
+    """Read the files' headers; ``_states`` keeps the cache from answering for changed files."""
     return _without_lists(path)
 
 
@@ -94,7 +94,7 @@ def _without_lists(path: Path) -> GgufFile:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Return values that change when a file changes, times last; empty: no access to the file."""
+    """Return values that change with a file, its times last; empty if the file is inaccessible."""
     try:
         found = path.stat()
     except OSError:
@@ -103,7 +103,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def linked(path: Path) -> Path:
-    """Return a link's target, one step, because the hub's links have the names that count."""
+    """Return the direct target of a link, because the hub's links have the names that count."""
     try:
         return path.parent / path.readlink() if path.is_symlink() else path
     except OSError as error:
@@ -111,13 +111,13 @@ def linked(path: Path) -> Path:
 
 
 def first_part(path: Path) -> Path:
-    """Return the first part of a part's model; return any other file unchanged."""
+    """Return the first part of the model that a part belongs to; return other files unchanged."""
     found = _PART.fullmatch(path.name)
     return path if found is None else path.with_name(_name(found["stem"], 1, int(found["count"])))
 
 
 def only_first_parts(paths: Sequence[Path]) -> list[Path]:
-    """Replace parts of a model by its first part, whether that exists or not."""
+    """Replace all parts of a model by its first part, even if that part is missing."""
     return sorted({first_part(path) for path in paths})
 
 

@@ -1,7 +1,7 @@
-"""Pre-tokenizers: how byte-level vocabularies split texts before merges, by GGUF's names.
+"""Pre-tokenizers: how byte-level vocabularies split texts before merges, by their GGUF names.
 
-Patterns are from the models' own tokenizers; llama.cpp's `src/llama-vocab.cpp` has the names. Knows
-no vocabulary.
+The patterns are from the models' own tokenizers; llama.cpp's `src/llama-vocab.cpp` has the names.
+Knows no vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 )
-# Like _TEKKEN, but contractions belong to the word before, and digits come in threes.
+# Like _TEKKEN, but contractions belong to the preceding word, and digits form groups of three.
 _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENGLISH}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENGLISH}?"
@@ -65,10 +65,10 @@ class PreTokenizer:
     """How one family of vocabularies splits a text.
 
     Attributes:
-        patterns: patterns that split the text in turn; a match stays whole and is not split again.
-        composes: whether text is normalized first (Unicode's NFC).
-        takes_whole_words: whether a piece that is a token skips merges.
-        begins_texts: default for whether texts begin with a BOS token.
+        patterns: patterns that split the text one after another; a match is not split again.
+        composes: whether to normalize the text first (Unicode's NFC).
+        takes_whole_words: whether a piece that is a token needs no merges.
+        begins_texts: whether texts begin with a BOS token unless the file says otherwise.
     """
 
     patterns: Sequence[str]

@@ -15,13 +15,13 @@ from baton.checkpoint.gguf.architecture import Keys
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 DEFAULT_THETA = 10_000.0
-# Values of Llama 3.1 to 3.3; only the factor differs.
+# Values of Llama 3.1 to 3.3, which differ only in the factor.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTH = 1.0, 4.0, 8192
 _SAME = 1e-4
 
 
 def rope_scaling(keys: Keys) -> Mapping[str, Any] | None:
-    """Return ``rope_scaling``; None: frequencies are unscaled.
+    """Return ``rope_scaling``, or None for unscaled frequencies.
 
     Raises:
         ModelLoadError: an unsupported kind or number.
@@ -45,7 +45,7 @@ def rope_scaling(keys: Keys) -> Mapping[str, Any] | None:
 
 
 def latent_yarn(keys: Keys) -> Mapping[str, Any] | None:
-    """Return DeepSeek's scaling, which also scales dot products."""
+    """Return DeepSeek's scaling of frequencies, which also scales dot products."""
     scaling = rope_scaling(keys)
     if scaling is None or scaling["rope_type"] != "yarn":
         return scaling
@@ -66,7 +66,7 @@ def _longrope(keys: Keys) -> Mapping[str, Any]:
 
 
 def original_length(keys: Keys) -> int:
-    """Return the training context length before scaling."""
+    """Return the context length of the training, before scaling."""
     return keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
 
 
@@ -77,7 +77,7 @@ def _positive(keys: Keys, name: str, factors: Sequence[float]) -> list[float]:
 
 
 def _of_factors(keys: Keys, factors: Sequence[float]) -> Mapping[str, Any]:
-    """Return Llama 3's scaling if these factors match it, else longrope with these factors."""
+    """Return Llama 3's scaling if it gives these factors, else longrope with these factors."""
     values = _positive(keys, ROPE_FACTORS, factors)
     largest = max(values)
     theta = keys.number("rope.freq_base", DEFAULT_THETA)
@@ -91,7 +91,7 @@ def _of_factors(keys: Keys, factors: Sequence[float]) -> Mapping[str, Any]:
             "original_max_position_embeddings": _LLAMA3_LENGTH,
         }
     return {
-        "rope_type": "longrope",  # takes a factor per frequency
+        "rope_type": "longrope",  # the form with a factor per frequency
         "short_factor": values,
         "long_factor": values,
         "attention_factor": 1.0,

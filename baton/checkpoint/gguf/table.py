@@ -1,8 +1,8 @@
-"""Table of GGUF architectures: `general.architecture` -> its row, in a family's file.
+"""Table of GGUF architectures: maps `general.architecture` to a row in a family's file.
 
-To add one, add a row to ``GGUF`` in `models/families/NAME.py`, its name to
-`baton/checkpoint/families.py`, and a row to tests/numerics/gguf_families.py.
-Knows no tensor's content.
+A new architecture needs a row in ``GGUF`` of `models/families/NAME.py`, its name in
+`baton/checkpoint/families.py`, and a row in tests/numerics/gguf_families.py. Knows no contents of
+tensors.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from baton.checkpoint.gguf.architecture import Architecture, Keys
 from baton.checkpoint.gguf.file import GgufFile
 from baton.registry import Registry
 
-# Each entry is a family's whole table, in which the name is looked up again.
+# Each entry is a family's whole table, in which the name must be looked up again.
 ARCHITECTURES: Registry[Mapping[str, Architecture]] = Registry(
     "GGUF architecture", GGUF_ARCHITECTURES
 )
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return a file's row; raises ModelLoadError if there is none."""
+    """Return the row of a file's architecture; raises ModelLoadError if it has none."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES.names():
         raise ModelLoadError(

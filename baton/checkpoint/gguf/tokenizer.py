@@ -25,12 +25,12 @@ _SPECIAL_TOKENS = {
     "pad_token": "padding_token_id",
 }
 _TEMPLATE = "tokenizer.chat_template"
-# Without merges all splits of a token are tried. SentencePiece's own limit is 16.
+# Without merges, all splits of a token are tried, so tokens are limited. SentencePiece allows 16.
 _MAX_TOKEN_CHARS = 1024
 
 
 class _Vocabulary:
-    """Hold the checked lists of a file's vocabulary."""
+    """The checked lists of a file's vocabulary."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -65,14 +65,14 @@ class _Vocabulary:
             return None
         pairs = []
         for merge in self._list("merges", str, length=None):
-            cut = merge.find(" ", 1)  # the first character may itself be a space
+            cut = merge.find(" ", 1)  # a pair's first character may be a space
             if cut < 0 or cut + 1 == len(merge):
                 raise self.wrong("merges", f"{merge!r} is not a pair")
             pairs.append((merge[:cut], merge[cut + 1 :]))
         return pairs
 
     def added_tokens(self) -> list[dict[str, Any]]:
-        """Return tokens that are matched before a text is split, and so stay whole."""
+        """Return the tokens that are matched before a text is split, so that they stay whole."""
         return [
             {
                 "id": token_id,
@@ -212,10 +212,10 @@ def _bpe(
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
-    """Yield the pairs that SentencePiece would join, best token first.
+    """Yield the pairs that SentencePiece would join, best joint token first.
 
     SentencePiece joins the neighbours whose joint token has the highest score, so a pair ranks by
-    the score of its joint token. Pairs with the same joint token rank by their parts' ids.
+    this score. Pairs with the same joint token rank by their parts' ids.
     """
     ids, scores = vocabulary.ids, vocabulary.scores()
     longest = max(map(len, vocabulary.tokens))
@@ -234,7 +234,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
 
 
 def _template(vocabulary: _Vocabulary, *, begins_texts: bool) -> Mapping[str, Any] | None:
-    """Return the template that adds BOS and EOS to a text; None: it adds neither."""
+    """Return the template that adds BOS and EOS to a text, or None if texts get neither."""
     around = {}
     for key, default in (("bos", begins_texts), ("eos", False)):
         if not vocabulary.get(f"add_{key}_token", default):

@@ -8,7 +8,7 @@ from baton.cli.lazy_commands import Entry, lazy_group, registry_of
 _ENTRIES = {
     "nodes": Entry(
         "baton.cli.admin.nodes:nodes",
-        "List the nodes that have joined a router, how busy they are, and whom they reach.",
+        "List the nodes that have joined a router, how busy they are, and which nodes they reach.",
     ),
     "node": Entry("baton.cli.admin.nodes:node", "Show one node."),
     "drain": Entry(
@@ -23,7 +23,7 @@ _ENTRIES = {
     "top": Entry("baton.cli.admin.top:top", "Watch a router and its nodes; Ctrl-C ends it."),
     "stats": Entry(
         "baton.cli.admin.stats:stats",
-        "Show how many requests there were, how they ended, and how long they took.",
+        "Show how many requests came, how they ended, and how long they took.",
     ),
     "requests": Entry(
         "baton.cli.admin.requests:requests",
@@ -43,21 +43,21 @@ _ENTRIES = {
     ),
     "quarantine": Entry(
         "baton.cli.admin.quarantine:quarantine",
-        "List the requests that are refused because nodes died while they computed one like it.",
+        "List the requests that are refused because nodes died while computing an equal one.",
     ),
     "release": Entry("baton.cli.admin.quarantine:release", "Stop refusing a quarantined request."),
     "audit": Entry(
         "baton.cli.admin.audit:audit",
-        "Show who holds the KV blocks of a node, or of all; exit code 5 if a block has no owner.",
+        "Show the owners of KV blocks on a node, or on all; exit code 5 if a block has no owner.",
     ),
     "policy": Entry("baton.cli.admin.tuning:policy", "See or change how requests are placed."),
     "rollout": Entry(
         "baton.cli.admin.rollout:rollout",
-        "See or steer which revisions of nodes get requests, and how much of them.",
+        "See or change which revisions of nodes get requests, and which shares.",
     ),
     "names": Entry(
         "baton.cli.admin.names:names",
-        "See or change what clients may call models, and what each name stands for.",
+        "See or change the model names that clients may use, and what each name stands for.",
     ),
     "adapters": Entry(
         "baton.cli.admin.adapters:adapters",
@@ -65,7 +65,7 @@ _ENTRIES = {
     ),
     "flush-cache": Entry(
         "baton.cli.admin.tuning:flush_cache",
-        "Empty the prefix cache of a node, or of all; requests in progress keep what they have.",
+        "Empty the prefix cache of a node, or of all; running requests keep their blocks.",
     ),
     "log-level": Entry(
         "baton.cli.admin.tuning:log_level",
@@ -86,7 +86,7 @@ app = CommandLine(
     no_args_is_help=True,
     add_completion=False,
     help="Operate a router and its nodes. Exit codes: 0 done, 1 error or unreachable, 2 usage, "
-    "3 no such node or request, 4 the time is up, 5 the audit found orphans.",
+    "3 no such node or request, 4 timed out, 5 the audit found orphans.",
 )
 
 

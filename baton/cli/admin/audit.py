@@ -1,4 +1,4 @@
-"""`baton admin audit`: owners of KV blocks on each node, and blocks without an owner."""
+"""`baton admin audit`: shows the owners of KV blocks on each node, and blocks without owner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from baton.cli.router_access import OperatorAccess
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2
 
-MAX_RANGES = 4  # ranges of a holding shown in the table; JSON has all
+MAX_RANGES = 4  # of each owner, in the table; JSON has all ranges
 _NO_TRANSFER = ("request", "null block", "step in flight")
 
 
@@ -38,9 +38,9 @@ def audit(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Show who holds the KV blocks of a node, or of all; exit code 5 if a block has no owner.
+    """Show the owners of KV blocks on a node, or on all; exit code 5 if a block has no owner.
 
-    On a healthy node, the listed owners hold all references that its block pool counts.
+    On a healthy node, the listed owners hold all references that the node's block pool counts.
     """
     with connection(access) as admin:
         found: admin_pb2.AuditResponse = admin.call("Audit", node=node)
@@ -55,7 +55,7 @@ def audit(
 
 
 def _print(found: admin_pb2.AuditResponse) -> None:
-    """Print a row per holding; a narrow console gets fewer columns."""
+    """Print a row per owner; a narrow console gets fewer columns."""
     wide, narrow = (
         make_table(*columns, right=("epoch", "age"), whole=("request",))
         for columns in (

@@ -1,6 +1,6 @@
 """Options of all admin commands, their connection to the router, and exit codes.
 
-Modules that connect are imported late, so that `--help` is fast.
+Modules that connect are imported late, because `--help` must be fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from baton.v1 import admin_pb2
 
-TIMEOUT_S = 15.0  # the router waits for nodes for up to 10 s
+TIMEOUT_S = 15.0  # more than the router's 10 s for nodes
 _COMPLETION_TIMEOUT_S = 1.0
 
 
@@ -154,9 +154,9 @@ def connection(access: OperatorAccess) -> Iterator[AdminConnection]:
 
 
 def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]:
-    """Yield a connection to each router that the address resolves to, in turn.
+    """Yield connections to all routers that the address resolves to, one after another.
 
-    A name with several addresses means several routers. Nodes join all of them, but each operator's
+    A name with several addresses means several routers. Nodes join all of them, but an operator's
     call reaches only one. Raises AdminError.
     """
     import asyncio

@@ -1,4 +1,4 @@
-"""`baton admin explain`: why a request was placed where it was, or where one would go now."""
+"""`baton admin explain`: why a request was placed as it was, or where one would go now."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def explain(
 ) -> None:
     """Show the places that the routing policy considered, and their costs.
 
-    Also tells why this many draft tokens were computed. With REQUEST_ID, shows the places as they
-    were then; with --prompt or --prompt-tokens, as they are now.
+    Also shows why the request got its number of draft tokens. With REQUEST_ID, costs are those at
+    the time of placement; with --prompt or --prompt-tokens, those of now.
     """
     if sum(map(bool, (request_id, prompt, prompt_tokens))) != 1:
         raise typer.BadParameter("give one of REQUEST_ID, --prompt and --prompt-tokens")

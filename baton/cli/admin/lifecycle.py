@@ -74,9 +74,7 @@ def remove(
     name: NodeArgument,
     force: Annotated[
         bool,
-        typer.Option(
-            "--force", help="Remove it at once; its requests are tried again on other nodes."
-        ),
+        typer.Option("--force", help="Remove it at once; other nodes retry its requests."),
     ] = False,
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 300.0,
@@ -86,8 +84,8 @@ def remove(
 ) -> None:
     """Drain a node and end its process.
 
-    --force removes a node that does not react. It leaves at once, and can join again only after its
-    process was restarted.
+    --force removes a node that does not react: it leaves at once, and can join again only after a
+    restart of its process.
     """
     with connection(access) as admin:
         found = admin.call("Remove", node=name, force=force)
@@ -100,7 +98,7 @@ def remove(
 def _wait(
     admin: AdminConnection, found: _Node, wanted: str, timeout_s: float, *, quiet: bool
 ) -> _Node:
-    """Wait for a node's state ("": gone), showing what is left; raises AdminError."""
+    """Wait for a node's state ("": gone), and show what is left to do; raises AdminError."""
     from rich.console import Console
     from rich.live import Live
 
@@ -119,7 +117,7 @@ def _poll(
     give_up_at: float,
     show: Callable[[_Node], None],
 ) -> _Node:
-    # Compare engine ids, since a restarted node is another node.
+    # Compare engine ids, because a restarted node is another node.
     while not _has_reached(found, wanted):
         show(found)
         if time.monotonic() > give_up_at:
@@ -140,7 +138,7 @@ def _poll(
 
 
 def _has_reached(found: _Node, wanted: str) -> bool:
-    if wanted == "serving":  # warming up and the like count as serving
+    if wanted == "serving":  # states such as warming up count as serving
         return state_of(found) not in ("draining", "drained", "lost")
     return state_of(found) == wanted
 

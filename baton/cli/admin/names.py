@@ -1,4 +1,4 @@
-"""`baton admin names`: what clients may call models, and what each name stands for."""
+"""`baton admin names`: which model names clients may use, and what each name stands for."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _USAGE = 2
 names = CommandLine(
     no_args_is_help=True,
     add_completion=False,
-    help="See or change what clients may call models. A change is atomic: running requests end as "
-    "they began. It lasts until the router's end, or beyond it with --names-file.",
+    help="See or change the model names that clients may use. A change is atomic: running requests "
+    "end as they began. It lasts until the router's end, or beyond it with --names-file.",
 )
 
 
@@ -39,7 +39,7 @@ def list_names(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE
 
 @names.command("alias")
 def alias(
-    name: Annotated[str, typer.Argument(help="New, or one that is to stand for something else.")],
+    name: Annotated[str, typer.Argument(help="A new name, or one to change.")],
     target: Annotated[
         str, typer.Argument(help="A served name, or a base model as given to --model.")
     ],
@@ -61,7 +61,7 @@ def alias(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Let a name stand for what another name, or a base model, stands for now."""
+    """Let a name stand for a base model, or for what another name stands for now."""
     fields: dict[str, Any] = {"adapter": adapter, "request_defaults": request_defaults}
     if chat_template is not None:
         fields["chat_template"] = _read_template(chat_template)

@@ -1,4 +1,4 @@
-"""`baton admin nodes` and `node`: joined nodes, their load and their peers."""
+"""`baton admin nodes` and `node`: joined nodes with their load and their peers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nodes(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """List the nodes that have joined a router, how busy they are, and whom they reach."""
+    """List the nodes that have joined a router, how busy they are, and which nodes they reach."""
     with connection(access) as admin:
         response = admin.call("ListNodes")
     if is_json(output):
@@ -87,7 +87,7 @@ def role_of(found: admin_pb2.NodeDescription) -> str:
 
 
 def state_of(found: admin_pb2.NodeDescription) -> str:
-    """Return a node's state for its router, in one word."""
+    """Return a node's state as its router sees it, in one word."""
     if found.lost:
         return "lost"
     serving_state = enum_field(found.beat, "serving_state")
@@ -117,7 +117,7 @@ def nodes_table(
 ) -> Table:
     """Return a table with a row per node."""
     numbers = ("open", "run", "wait")
-    # The column is useless unless nodes have several ranks.
+    # Without nodes of several ranks this column would be useless.
     has_ranks = any(num_ranks(one) > 1 for one in found)
     columns = ["node", "role", *(["ranks"] if has_ranks else []), "state", *numbers, "KV in use"]
     more = ["peers"] if peers else []
@@ -147,7 +147,7 @@ def nodes_table(
 
 
 def print_problems(console: Console, found: Sequence[admin_pb2.NodeDescription]) -> None:
-    """Print each pair's problem once, and nodes' health problems, as whole sentences."""
+    """Print the problem of each pair once, and nodes' health problems, in sentences."""
     for problem in sorted({peer.problem for one in found for peer in one.peers}):
         if problem:
             console.print(f"not paired: {escape(problem)}", style="yellow", soft_wrap=True)

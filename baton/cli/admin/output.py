@@ -1,6 +1,6 @@
 """Output of admin commands: tables for people, JSON with raw units for programs.
 
-Modules that print are imported late, so that `--help` is fast.
+Modules that print are imported late, because `--help` must be fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_ENOUGH = 1000  # columns, wide enough for all tables
+_ENOUGH = 1000  # columns, enough for all tables
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
@@ -34,7 +34,7 @@ def make_console() -> Console:
 
 
 def make_table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
-    """Return an empty table whose last column takes long values.
+    """Return an empty table whose last column has room for long values.
 
     Args:
         right: right-aligned columns, for numbers.
@@ -51,7 +51,7 @@ def make_table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...
 
 
 def fits(console: Console, table: Table, *, breaks_lines: bool = True) -> bool:
-    """Return whether a table fits a console without breaking a word.
+    """Return whether a table fits a console without breaking words.
 
     Args:
         breaks_lines: whether values with several words may take several lines.
@@ -63,7 +63,7 @@ def fits(console: Console, table: Table, *, breaks_lines: bool = True) -> bool:
 
 
 def print_first_that_fits(console: Console, *tables: Table, breaks_lines: bool = True) -> None:
-    """Print the first table that fits the console, as `fits` says, else the last one."""
+    """Print the first table that fits the console (see `fits`), or else the last one."""
     fitting = (one for one in tables[:-1] if fits(console, one, breaks_lines=breaks_lines))
     console.print(next(fitting, tables[-1]))
 
@@ -76,7 +76,7 @@ def make_grid() -> Table:
 
 
 def escape(text: str) -> str:
-    """Escape untrusted text, so that it is shown as it is."""
+    """Escape untrusted text, so that it is shown literally."""
     from rich.markup import escape as escape_markup
 
     return escape_markup(printable(text))
@@ -93,7 +93,7 @@ def is_json(output: OutputFormat) -> bool:
 
 
 def to_plain(message: Message) -> dict[str, Any]:
-    """Return a message as JSON values; every field is present, absent ones are null.
+    """Return a message as JSON values with all fields; absent ones are null.
 
     (`json_format` would write 64-bit numbers as strings, for JavaScript.)
     """
@@ -126,7 +126,7 @@ def enum_field(message: Message, name: str) -> str:
 
 
 def enum_word(name: str) -> str:
-    """Return ``prefill`` for NODE_ROLE_PREFILL: all our enums have a prefix of two words."""
+    """Return ``prefill`` for NODE_ROLE_PREFILL: names in our enums begin with two prefix words."""
     word = name.split("_", 2)[-1].lower()
     return "serving" if name == "SERVING_STATE_UNSPECIFIED" else word
 

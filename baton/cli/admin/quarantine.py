@@ -36,7 +36,7 @@ _SHOWN_CHARS = 12
 
 
 def quarantine(*, access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
-    """List the requests that are refused because nodes died while they computed one like it."""
+    """List the requests that are refused because nodes died while computing an equal one."""
     with connection(access) as admin:
         found = admin.call("ListQuarantine")
     if is_json(output):

@@ -1,4 +1,4 @@
-"""`baton admin requests`, `trace` and `abort`: what happened to requests; ending one."""
+"""`baton admin requests`, `trace` and `abort`: list, follow and end requests."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _decode_account(found: admin_pb2.RequestTrace) -> str:
 
 
 def _push_account(push: types_pb2.PushReceipt) -> str:
-    """Describe what KV the decode node received, and how."""
+    """Describe how much KV the decode node received, and how."""
     if not push.num_blocks:
         return "got no KV blocks from another node"
     by = f" by {escape(push.transport)}" if push.transport else ""

@@ -38,7 +38,7 @@ _WITHOUT_NAME = "(none)"
 rollout = CommandLine(
     no_args_is_help=True,
     add_completion=False,
-    help="See or steer which revisions of nodes get requests. If a router's name has several "
+    help="See or change which revisions of nodes get requests. If a router's name has several "
     "addresses, all these routers are asked.",
 )
 
@@ -94,14 +94,14 @@ def undo(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Place nothing new on a revision as long as another one is complete, until `resume`."""
+    """Place no new requests on a revision while another one is complete, until `resume`."""
     named = {"revision": revision} if revision else {}
     answers = _ask_all(access, "ChangeRollout", action=Action.UNDO.value, model=base_model, **named)
     _show(answers, output)
 
 
 def _ask_all(access: OperatorAccess, method: str, **fields: Any) -> list[_Answer]:
-    """Call all routers; an error of one does not stop the others."""
+    """Call all routers; one router's error does not stop the other calls."""
     answers: list[_Answer] = []
     for router, admin in connections(access):
         try:
@@ -112,7 +112,7 @@ def _ask_all(access: OperatorAccess, method: str, **fields: Any) -> list[_Answer
 
 
 def _show(answers: Sequence[_Answer], output: OutputFormat) -> None:
-    """Print each router's answer; raises the error of one that failed."""
+    """Print each router's answer; raises the error of a router that failed."""
     told = [(router, found) for router, found, _ in answers if found is not None]
     if is_json(output):
         _print_json(told)

@@ -1,4 +1,4 @@
-"""`baton admin stats`: a router's figures since its start, and of its last minute."""
+"""`baton admin stats`: a router's figures since its start, and for its last minute."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stats(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Show how many requests there were, how they ended, and how long they took."""
+    """Show how many requests came, how they ended, and how long they took."""
     with connection(access) as admin:
         found = admin.call("GetStats", window_s=window_s, model=base_model)
     if is_json(output):

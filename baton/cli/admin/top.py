@@ -44,7 +44,7 @@ def top(
     access: OperatorAccess,
 ) -> None:
     """Watch a router and its nodes; Ctrl-C ends it."""
-    # Set the handler even if Ctrl-C was ignored from the start, as in background jobs of scripts.
+    # Set the handler even if Ctrl-C is ignored from the start, as in background jobs of scripts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     console = make_console()
     with connection(access) as admin:

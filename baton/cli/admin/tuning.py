@@ -73,7 +73,7 @@ def flush_cache(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Empty the prefix cache of a node, or of all; requests in progress keep what they have."""
+    """Empty the prefix cache of a node, or of all; running requests keep their blocks."""
     with connection(access) as admin:
         found = admin.call("FlushCache", node=node)
     if is_json(output):
@@ -118,8 +118,8 @@ def profile(
 ) -> None:
     """Show where a node's engine, or the router (named `router`), spends its time.
 
-    Samples the thread's stack 200 times a second while it serves. Time in C code (torch's, too)
-    counts for the Python function that called it.
+    Samples the thread's stack 200 times a second while it serves. Time in C code, such as
+    torch's, counts for the Python function that called it.
     """
     node = "" if name == ROUTER else name
     with connection(access) as admin:

@@ -1,1 +1,1 @@
-"""`baton doctor`: checks what this machine offers Baton, with advice for problems."""
+"""`baton doctor`: checks whether this machine suits Baton, with advice for problems."""

@@ -35,7 +35,7 @@ def doctor(
 
 
 def look() -> Iterator[Finding]:
-    """Run all checks, the most basic first."""
+    """Run all checks, the most basic ones first."""
     kernels = find_kernels()
     yield installation.look_at_packages()
     yield machine.look_at_cpu()
@@ -68,7 +68,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
-    """Say in one line whether `baton up` works here, and which parts keep it from that."""
+    """Say in one line whether `baton up` works here, and which parts prevent or slow it."""
     bad, slow = (
         ", ".join(one.part for one in findings if one.grade is grade)
         for grade in (Grade.BAD, Grade.SLOW)

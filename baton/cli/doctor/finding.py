@@ -1,4 +1,4 @@
-"""Finding: state of one part of a machine, with advice."""
+"""Finding: the state of one part of a machine, with advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        part: name of a part of the machine, in a word or two.
+        part: name of the part of the machine, in a word or two.
         value: state of that part.
         advice: remedy, in one line; empty: none.
     """

@@ -34,7 +34,7 @@ def version_of(package: str) -> str:
 
 
 def look_at_packages() -> Finding:
-    """Check the packages that only nodes need."""
+    """Check the packages that nodes need and other programs do not."""
     found = {name: version_of(name) for name in _OF_NODES}
     value = f"Baton {__version__}, Python {platform.python_version()}"
     value += "".join(f", {name} {number}" for name, number in found.items() if number)
@@ -49,7 +49,7 @@ def look_at_packages() -> Finding:
 
 
 def look_at_compiler(kernels: KernelState) -> Finding:
-    """Check the compiler for native kernels, which is needed if these are not built."""
+    """Check for a compiler, which is needed unless native kernels are built already."""
     try:
         compiler = find_compiler()
         shown = run_tool([*compiler, "--version"]).partition("\n")[0]

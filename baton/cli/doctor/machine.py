@@ -1,6 +1,6 @@
 """Checks of the machine: CPU, cores, memory, shared memory, network devices, GPUs.
 
-Paths to read are parameters, so that tests can describe other machines.
+Paths are parameters, so that tests can describe other machines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAST_DESCRIPTORS = 4096
 _NET = Path("/sys/class/net")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ADDRESS_OF_DEVICE = 0x8915  # SIOCGIFADDR
-# Named as text, because `baton` does not import the engine.
+# Given as text, because `baton` must not import the engine.
 _READERS: Registry[Any] = Registry(
     "figure", {"memory": "engine.worker.host.host_memory:read_host_memory"}
 )
@@ -51,7 +51,7 @@ def look_at_cpu(features: frozenset[str] | None = None) -> Finding:
 
 
 def look_at_cores() -> Finding:
-    """Check the number of cores that this process may use."""
+    """Check how many cores this process may use."""
     usable, all_of_them = len(usable_cores()), os.cpu_count() or 1
     value = f"{usable} of {all_of_them}" if usable < all_of_them else str(usable)
     if usable > 1:
@@ -101,7 +101,7 @@ def look_at_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
 
 
 def look_at_network(folder: Path = _NET) -> Finding:
-    """List network devices that are up, except loopback, with IPv4 addresses."""
+    """List the IPv4 addresses of network devices that are up, without loopback."""
     try:
         names = sorted(path.name for path in folder.iterdir() if _is_up(path))
     except OSError:
@@ -153,7 +153,7 @@ def _gpu_names(files: Sequence[Path]) -> list[str]:
 
 
 def _is_up(device: Path) -> bool:
-    try:  # some virtual devices say "unknown" and work
+    try:  # some virtual devices say "unknown" although they work
         return (device / "operstate").read_text(encoding="ascii").strip() in ("up", "unknown")
     except OSError:
         return False

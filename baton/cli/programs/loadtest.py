@@ -1,4 +1,4 @@
-"""`baton loadtest`: runs its two commands from their options to their exit codes."""
+"""`baton loadtest`: runs its two commands, from options to exit codes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _root() -> None:
 def run(options: RunOptions) -> None:
     """Play one load against one server and measure it.
 
-    Exit codes: 0: success; 1: the load could not be run, or no request succeeded; 3: the generator
-    could not keep up, so that the numbers are useless; 130: stopped.
+    Exit codes: 0: success; 1: the load could not run, or no request succeeded; 3: the load
+    generator could not keep up, so the figures are useless; 130: stopped.
     """
 
     async def main() -> int:
@@ -82,9 +82,9 @@ def run(options: RunOptions) -> None:
 def compare(options: CompareOptions) -> None:
     """Compare deployments, disaggregated or not, with the same requests on the same cores.
 
-    Restarts each deployment for each repeat. With --find-max-goodput, starts each only once, and
-    compares them at the highest rate that each sustains. Goodput within --slo decides; the effects
-    on ITL and TTFT are shown, too. Exit codes are those of run.
+    Restarts each deployment before each repeat. With --find-max-goodput, starts each only once and
+    compares them at the highest rate that each sustains. Goodput within --slo decides; effects on
+    ITL and TTFT are shown too. Exit codes are the same as for `run`.
     """
 
     async def main() -> int:

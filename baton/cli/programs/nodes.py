@@ -19,7 +19,7 @@ from prefill_node.options import PrefillOptions
 if TYPE_CHECKING:
     from baton.text.grammar_trials import EarlyGrammars
 
-# Named as text, so that torch is imported only when a node is made.
+# Given as text, so that torch is imported only to make a node.
 _PROGRAMS: Registry[MakeProgram[Any]] = Registry(
     "node program",
     {"prefill": "prefill_node.program:make_program", "decode": "decode_node.program:make_program"},
@@ -59,6 +59,6 @@ def _run(role: str, options: NodeOptions) -> NoReturn:
     for name, value in THREAD_VARIABLES.items():  # before torch and NumPy are loaded
         os.environ.setdefault(name, value)
     use_one_heap()
-    # Forked while this process has one thread, and before torch is imported.
+    # Forked before torch is imported, and while this process has only one thread.
     grammars = _EARLY.load("grammars")(options.model)
     raise typer.Exit(run_node(role, options, load, grammars))

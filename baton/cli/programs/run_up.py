@@ -1,4 +1,4 @@
-"""Run a deployment on this machine until told to stop, and restart what dies."""
+"""Runs a deployment on this machine until told to stop, and restarts processes that die."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.kernel_library.state import BUILDING, SLOWER
 
 _CHECK_S = 0.5  # seconds between checks that all processes run
 _STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
-# A process that ends this often within this time ends the deployment: restarts do not help.
+# If a process ends this often within this time, the deployment ends: restarts do not help.
 MAX_RESTARTS = 5
 RESTARTS_WITHIN_S = 600.0
 _KEYS = ("--api-keys-file", "--admin-token", "--node-token")
@@ -29,12 +29,12 @@ def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
     told = False
 
     def stop(number: int, frame: object) -> None:
-        # A plain flag: this handler runs on the main thread, which may hold an event's lock.
+        # A plain flag: the handler interrupts the main thread, which may hold an event's lock.
         nonlocal told
         told = True
         raise KeyboardInterrupt
 
-    # Set the handlers even if SIGINT was ignored from the start, as in background jobs of scripts.
+    # Set the handlers even if SIGINT is ignored from the start, as in background jobs of scripts.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     console = Console(highlight=False)
@@ -65,7 +65,7 @@ class _Keeper:
         self._deployment = deployment
         self._console = console
         self._deaths: collections.defaultdict[str, list[float]] = collections.defaultdict(list)
-        self._starting: set[str] = set()  # names of restarted processes that are not ready yet
+        self._starting: set[str] = set()  # restarted processes that are not ready yet
 
     def check(self) -> None:
         """Restart processes that have died; raises ConfigError after too many deaths."""
@@ -108,7 +108,7 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _say_ready(deployment: LocalDeployment, console: Console) -> None:
-    """Print how to reach the deployment, and notices for its user."""
+    """Print how to reach the deployment, and notices for the user."""
     config = deployment.config
     tls = _client_options(config.tls_of("client"))
     key = "BATON_API_KEY=KEY " if set(_KEYS) & set(config.router_args) else ""
@@ -116,7 +116,7 @@ def _say_ready(deployment: LocalDeployment, console: Console) -> None:
     console.print(f'[green]ready[/]  {key}baton generate {at} "def add(a, b):"', soft_wrap=True)
     chat = f'baton chat {at} --system "Answer in one short sentence."'
     console.print(f"       {key}{chat}", soft_wrap=True)
-    # A random port is shown in the log only.
+    # A random port is only in the log.
     if config.http_listen and not config.http_listen.endswith(":0"):
         root = f"{'https' if tls else 'http'}://{config.http_listen}"
         console.print(f"       OpenAI API:  {root}/v1", soft_wrap=True)
@@ -136,14 +136,14 @@ def _client_options(tls: TlsOptions) -> str:
 
 def wait_ready(deployment: LocalDeployment, console: Console, timeout_s: float) -> None:
     """Wait for all nodes, showing their states; raises BatonError."""
-    if not console.is_terminal:  # the table comes at the end
+    if not console.is_terminal:  # the table is printed at the end
         names = ", ".join(child.name for child in deployment.children)
         _say(console, f"starting {names}")
     with Live(_table(deployment.children), console=console, transient=False) as live:
         try:
             deployment.wait_ready(timeout_s, lambda children: live.update(_table(children)))
         finally:
-            if not console.is_terminal:  # the table then lacks its end of line
+            if not console.is_terminal:  # the table has no end of line then
                 live.stop()
                 console.print()
 

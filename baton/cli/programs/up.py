@@ -1,4 +1,4 @@
-"""`baton up`: options, and arguments for the processes it starts."""
+"""`baton up`: its options, and the arguments of the processes that it starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FOR_NODES = (
     "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
     "speculative_model", "adapter_root",
 )  # fmt: skip
-_MAX_ADAPTERS = 8  # in each node's memory, if there is a folder of adapters
+_MAX_ADAPTERS = 8  # in each node's memory, with a folder of adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +119,8 @@ class UpOptions:
 def up(options: UpOptions, context: typer.Context) -> None:
     """Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.
 
-    The machine's cores are divided between the nodes. All of them read --config. With Ray, nodes
-    run where it puts them.
+    The machine's cores are divided between the nodes. All processes read --config. With Ray, the
+    nodes run on the machines that Ray chooses.
     """
     # Imported here, so that `--help` is fast.
     from baton.cli.programs.run_up import run_up
@@ -145,7 +145,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         num_prefill=options.prefill,
         num_decode=options.decode,
         router_args=[
-            # A repeated option's last value counts.
+            # The last value of a repeated option counts.
             *(*file_args, *_keys_in(path), *passed_on(context, _FOR_ROUTER)),
             *options.router_args.split(),
         ],
@@ -167,7 +167,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
 
 
 def _adapter_slots(options: UpOptions) -> list[str]:
-    """Return the nodes' argument for the number of adapters in memory; empty: none are."""
+    """Return the nodes' argument for the number of adapters in memory; empty if they hold none."""
     if options.max_adapters is None and not options.adapter_root:
         return []
     return ["--max-adapters", str(options.max_adapters or _MAX_ADAPTERS)]
@@ -176,8 +176,7 @@ def _adapter_slots(options: UpOptions) -> list[str]:
 def _kv_memory(options: UpOptions) -> list[str]:
     """Return the nodes' option that divides a given KV memory among several base models.
 
-    Without this option, each node measures at its start how much of the machine's memory the others
-    left.
+    Without this option, each node measures at its start how much memory the other nodes left.
     """
     num_models = 1 + len(options.more_models)
     if num_models == 1 or options.kv_cache_memory == "auto":
@@ -187,7 +186,7 @@ def _kv_memory(options: UpOptions) -> list[str]:
 
 
 def _keys_in(path: Path | None) -> list[str]:
-    """Return the router's option for API keys if the file sets it, so that nodes get keys too."""
+    """Return the option for API keys if the router's file sets it, so that nodes get keys too."""
     if path is None:
         return []
     found = {

@@ -1,1 +1,1 @@
-"""Guard gRPC: accept connections, limit their HTTP/2 frames, and pass these on."""
+"""Guards gRPC: accepts connections, limits their HTTP/2 frames, and passes frames on."""

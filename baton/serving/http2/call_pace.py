@@ -1,4 +1,4 @@
-"""CallPace: limit how many calls begin in each interval, and let connections take turns."""
+"""CallPace: limits how many calls begin per interval, and lets connections take turns."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-# 64 calls in 20 ms are 3,200 a second, more than a router can serve. A burst begins within a few
-# intervals.
+# 64 calls in 20 ms are 3,200 a second, more than a router can serve. A burst of calls begins within
+# a few intervals.
 MAX_AT_ONCE, MIN_AT_ONCE = 64, 16
 INTERVAL_S = 0.02
 _MORE_AT_ONCE = 8
 
 
 class CallPace:
-    """Hand out turns to begin or to cancel a call, at most a given number in each interval.
+    """Gives out turns to begin or cancel a call, at most a given number per interval.
 
-    The event loop's other work runs between two intervals, however many calls there are.
-    Connections take turns, so many calls on one connection hardly delay a call on another one.
-    When the loop is late, the next interval has half as many turns, but at least `MIN_AT_ONCE`.
+    Between intervals the event loop does its other work, however many calls there are.
+    Connections take turns, so many calls on one connection hardly delay calls on another one.
+    After the loop was late, an interval has half as many turns, but at least `MIN_AT_ONCE`.
     """
 
     def __init__(self, max_at_once: int = MAX_AT_ONCE, interval_s: float = INTERVAL_S) -> None:
@@ -38,19 +38,19 @@ class CallPace:
         return True
 
     def wait_turn(self, begin: Callable[[], None]) -> None:
-        """Call ``begin`` once, when one more call may begin or be cancelled."""
+        """Call ``begin`` once when it is its turn to begin or cancel a call."""
         self._waiting.append(begin)
         self._start_timer()
 
     def close(self) -> None:
-        """Hand out no more turns."""
+        """Give out no more turns."""
         self._waiting.clear()
         self._num_left = 0
         if self._timer is not None:
             self._timer.cancel()
 
     def _start_timer(self, began_at: float | None = None) -> None:
-        """Start an interval, at ``began_at`` or now, unless one is running."""
+        """Start an interval at ``began_at``, or now, unless one is running."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._began_at = loop.time() if began_at is None else began_at

@@ -1,8 +1,8 @@
-"""FrameGuard: read the frames that an HTTP/2 client sends, and decide which may be passed on.
+"""FrameGuard: reads the frames of an HTTP/2 client and decides which may be passed on.
 
-gRPC's core takes in headers of any length and answers every SETTINGS and PING before any Python
-code knows of a call. So the guard reads first. Header blocks and control frames pass when they
-are whole and within limits; the bytes of messages pass unread. Frames that break a rule end the
+gRPC's core accepts headers of any length, and answers every SETTINGS and PING before any Python
+code learns of a call. So the guard reads first. Header blocks and control frames pass if they are
+complete and within limits; the bytes of messages pass unread. Frames that break a rule end the
 connection; frames that come too fast wait. While a call waits for its turn, PING and WINDOW_UPDATE
 overtake it. The guard does no I/O, and knows no gRPC.
 """
@@ -23,14 +23,14 @@ _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE = 0, 1, 3, 4, 5
 _PING, _GOAWAY, _CONTINUATION = 6, 7, 9
 _WINDOW_UPDATE, _PING_BYTES, _WINDOW_UPDATE_BYTES = 8, 8, 4
 _ACK, _END_HEADERS, _PADDED, _PRIORITY = 0x1, 0x4, 0x8, 0x20
-# Costs, in WINDOW_UPDATE frames. gRPC answers PING and SETTINGS, and for new settings looks at each
-# open stream. A client sends both a few times a second.
+# Costs of frames, in WINDOW_UPDATE frames. gRPC answers PING and SETTINGS, and looks at each open
+# stream when settings change. Clients send both only a few times a second.
 _COSTS = {_SETTINGS: 32.0, _PING: 4.0}
-# A node sends its router a message for every step, thousands a second; the shortest has 16 bytes.
+# A node sends a message to its router in every step, thousands a second, of at least 16 bytes.
 _TINY_DATA_BYTES, _SHORT_DATA_BYTES = 16, 256
 _SHORT_DATA_COST = 1 / 4
 _PROTOCOL_ERROR, _CANCEL = 1, 8
-_KEPT_STREAMS = 2048  # as many as may be open at once
+_KEPT_STREAMS = 2048  # as many streams as may be open at the same time
 
 
 class Http2Error(Exception):
@@ -42,19 +42,20 @@ class FrameLimits:
     """Limits of what one client may send.
 
     A small frame is DATA of less than 256 bytes, or a frame that is neither DATA nor part of a
-    header block. Reading a small frame costs more than sending it. The unit of cost is one
-    WINDOW_UPDATE, or DATA of less than 16 bytes. Longer DATA costs a quarter, as a node sends one
-    message of 16 bytes or more for each step. PING costs 4, SETTINGS 32, an acknowledgement 1.
+    header block; reading it costs more than sending it. The unit of cost is one WINDOW_UPDATE, or
+    DATA of less than 16 bytes. Longer small DATA costs a quarter, because a node sends a message of
+    16 bytes or more in each step. PING costs 4, SETTINGS 32, an acknowledgement 1.
 
     Attributes:
-        max_block_bytes: bytes of a header block as sent, with the heads of its frames.
-        max_header_bytes: bytes of the decoded headers, plus 32 for each header.
-        max_continuations: CONTINUATION frames of one block.
-        max_control_bytes: payload of a frame that is neither DATA nor part of a header block.
+        max_block_bytes: most bytes of a header block as sent, with its frames' heads.
+        max_header_bytes: most bytes of the decoded headers, plus 32 for each header.
+        max_continuations: most CONTINUATION frames of one block.
+        max_control_bytes: longest payload of a frame that is neither DATA nor part of a header
+            block.
         small_burst: cost of the small frames that may come at once.
-        small_per_s: cost of the small frames that may come each second after that.
-        sent_bytes_per_small: bytes from the server for which the client may send small frames of
-            cost 1 more, as clients answer data with WINDOW_UPDATE.
+        small_per_s: cost of the small frames that may come in each later second.
+        sent_bytes_per_small: bytes that the server sends to allow one more unit of cost, because
+            clients answer data with WINDOW_UPDATE.
     """
 
     max_block_bytes: int = 2**14
@@ -77,14 +78,14 @@ class FrameGuard:
     """Check the frames of one client.
 
     Args:
-        may_open: asked before each header block. After False the guard holds back the block and
-            the frames after it until `feed` is called again. PING, and WINDOW_UPDATE of open
-            streams, still pass. Without an answer to its PING, each side closes the connection
-            after a minute; without window updates, answers to earlier calls stall.
+        may_open: asked before each header block. After a False the guard holds back the block and
+            all later frames until the next `feed`. PING, and WINDOW_UPDATE of open streams, still
+            pass: without an answer to its PING, each side closes the connection after a minute;
+            without window updates, answers to earlier calls stall.
         clock: returns seconds.
 
     Attributes:
-        hold: why the next frame is held back; None when all whole frames have passed.
+        hold: why the next frame is held back; None if all complete frames have passed.
         is_up: whether the client's preface and settings have passed.
         streams: ids of the latest streams that the client opened; some may have ended.
     """
@@ -104,14 +105,14 @@ class FrameGuard:
         self._has_preface = False
         self._held = b""
         self.streams = deque[int](maxlen=_KEPT_STREAMS)
-        self._num_searched = 0  # bytes of the held frames in which nothing may overtake
-        self._last_stream = 0  # highest id of an opened stream
-        self._num_data_bytes = 0  # bytes of a DATA frame still to come
-        self._budget = float(self._limits.small_burst)  # cost of small frames that may come now
+        self._num_searched = 0  # bytes of the held frames that were searched for overtaking ones
+        self._last_stream = 0  # highest id of any opened stream
+        self._num_data_bytes = 0  # bytes that a DATA frame still lacks
+        self._budget = float(self._limits.small_burst)  # cost of the small frames that may come now
         self._refilled_at = clock()
 
     def feed(self, data: bytes) -> bytes:
-        """Add what the client sent; return what may be passed on to the server now.
+        """Add bytes that the client sent; return the bytes that may be passed on now.
 
         Raises:
             Http2Error: a frame breaks a rule; close the connection.
@@ -137,7 +138,7 @@ class FrameGuard:
         return len(self._held)
 
     def note_sent(self, num_bytes: int) -> None:
-        """Allow the client more small frames, because the server sent it bytes."""
+        """Allow the client more small frames, because the server has sent it bytes."""
         limits = self._limits
         allowed = self._budget + num_bytes / limits.sent_bytes_per_small
         self._budget = min(allowed, limits.small_burst)
@@ -150,9 +151,9 @@ class FrameGuard:
         return len(PREFACE) if self._has_preface else 0
 
     def _check_frames(self, data: bytes, at: int) -> int:
-        """Return the end of the frames that may pass; the first frame begins at ``at``.
+        """Return the end of the frames that may pass; the first one begins at ``at``.
 
-        The end lies beyond ``data`` while the rest of a DATA frame is still to come.
+        The end is beyond ``data`` if a DATA frame is incomplete.
         """
         self.hold = None
         while at + _HEAD_BYTES <= len(data):
@@ -166,7 +167,7 @@ class FrameGuard:
                     self.hold = Hold.CALL
                     break
                 stream = int.from_bytes(data[at + 5 : at + 9], "big")
-                if stream > self._last_stream:  # otherwise trailers
+                if stream > self._last_stream:  # a known stream's block has trailers
                     self._last_stream = stream
                     self.streams.append(stream)
                 at, block = found
@@ -187,7 +188,7 @@ class FrameGuard:
         return at
 
     def _take_overtaking(self) -> bytes:
-        """Remove the frames that may overtake a held call from the held ones, and return them."""
+        """Remove the frames that may overtake a held call from the held bytes; return them."""
         data, at, taken = self._held, self._num_searched, b""
         while at + _HEAD_BYTES <= len(data):
             end = at + _HEAD_BYTES + int.from_bytes(data[at : at + 3], "big")
@@ -208,7 +209,7 @@ class FrameGuard:
         return taken
 
     def _may_overtake(self, one_frame: bytes) -> bool:
-        """Return whether a frame means the same before the held call as after it."""
+        """Return whether a frame means the same if it comes before the held call."""
         kind, num_bytes = one_frame[3], len(one_frame) - _HEAD_BYTES
         if kind == _PING:
             return num_bytes == _PING_BYTES
@@ -229,7 +230,7 @@ class FrameGuard:
             )
 
     def _may_spend(self, cost: float) -> bool:
-        """Take the cost of a small frame from the budget, or return False if too little is left."""
+        """Take the cost of a small frame from the budget; return False if too little is left."""
         if self._budget < cost:
             limits, now = self._limits, self._clock()
             allowed = self._budget + (now - self._refilled_at) * limits.small_per_s
@@ -240,9 +241,9 @@ class FrameGuard:
         return True
 
     def _read_block(self, data: bytes, at: int) -> tuple[int, bytes] | None:
-        """Return the end of the header block that begins here, and the block.
+        """Return the header block that begins here, after the position of its end.
 
-        Returns None while the block is incomplete.
+        Returns None if the block is incomplete.
         """
         limits, stream, start, block = self._limits, data[at + 5 : at + 9], at, b""
         for number in range(limits.max_continuations + 1):
@@ -269,7 +270,7 @@ class FrameGuard:
 
 
 def _cost(kind: int, flags: int, num_bytes: int) -> float:
-    """Return what a frame costs, see `FrameLimits`; 0 for long DATA."""
+    """Return the cost of a frame (see `FrameLimits`); 0 for long DATA."""
     if kind == _DATA:
         if num_bytes < _TINY_DATA_BYTES:
             return 1.0
@@ -278,7 +279,7 @@ def _cost(kind: int, flags: int, num_bytes: int) -> float:
 
 
 def _fragment(frame: bytes) -> bytes:
-    """Return the part of a header block that a HEADERS or CONTINUATION frame holds."""
+    """Return the part of a header block in a HEADERS or CONTINUATION frame."""
     flags = frame[4] if frame[3] == _HEADERS else 0
     start, end = _HEAD_BYTES, len(frame)
     if flags & _PADDED:
@@ -294,7 +295,7 @@ def _fragment(frame: bytes) -> bytes:
 
 
 def goodbye(why: str) -> bytes:
-    """Return all that a server sends to a client that it refuses: SETTINGS and GOAWAY."""
+    """Return the bytes that a server sends to a client that it refuses: SETTINGS and GOAWAY."""
     payload = struct.pack(">II", 0, _PROTOCOL_ERROR) + why.encode()
     head = struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", _GOAWAY, 0, 0)
     return bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)) + head + payload

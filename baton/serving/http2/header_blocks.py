@@ -1,22 +1,22 @@
-"""HeaderMeter: bound the decoded size of an HTTP/2 header block without decoding it.
+"""HeaderMeter: bounds the decoded size of an HTTP/2 header block without decoding it.
 
-HPACK (RFC 7541) can repeat a whole earlier header with one byte, so a block of 3 KB can decode to
-12 MB. The meter remembers only the sizes of earlier headers.
+In HPACK (RFC 7541) one byte can repeat a whole earlier header, so a block of 3 KB can decode to
+12 MB. The meter remembers only sizes of earlier headers.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-# Bytes that a header counts in addition to its characters (RFC 7541, section 4.1).
+# Bytes that each header counts in addition to its characters (RFC 7541, section 4.1).
 _ENTRY_BYTES = 32
 _NUM_STATIC = 61
-# The longest name in the static table has 27 characters, and the longest entry 28.
+# Longest name and longest entry in the static table: 27 and 28 characters.
 _STATIC_NAME_BYTES = 27
 _STATIC_ENTRY_BYTES = _ENTRY_BYTES + 28
-# Most entries in a dynamic table of 4,096 bytes, the size that gRPC offers.
+# Most entries of a dynamic table with 4,096 bytes, the size that gRPC offers.
 _MAX_DYNAMIC = 4096 // _ENTRY_BYTES
-# Most bytes of an integer. No length or index within a block needs more.
+# Most bytes of an integer; no length or index in a block needs more.
 _MAX_INTEGER_BYTES = 4
 
 
@@ -25,18 +25,18 @@ class HeaderBlockError(Exception):
 
 
 class HeaderMeter:
-    """Measure the header blocks of one connection, in the order in which they come.
+    """Measures the header blocks of one connection, in order of arrival.
 
-    Sizes are upper bounds: text in Huffman code counts as 1.6 times its bytes, and an entry that
-    the decoder may have evicted still counts with its size.
+    Sizes are upper bounds: text in Huffman code counts as 1.6 times its bytes, and an entry counts
+    even if the decoder may have evicted it.
     """
 
     def __init__(self) -> None:
-        # For each entry, the length of its name and its size; the newest entry comes first.
+        # Per entry the length of its name and its size, newest entry first.
         self._dynamic: deque[tuple[int, int]] = deque(maxlen=_MAX_DYNAMIC)
 
     def measure(self, block: bytes, max_bytes: int) -> int:
-        """Return an upper bound of the bytes that a block decodes to, plus 32 for each header.
+        """Return an upper bound of a block's decoded bytes, plus 32 for each header.
 
         Raises:
             HeaderBlockError: the bound exceeds ``max_bytes``, or the block is malformed.
@@ -53,18 +53,18 @@ class HeaderMeter:
         return total
 
     def _field(self, block: bytes, at: int) -> tuple[int, int]:
-        """Return the size of the field that begins at this byte, and where the next one begins."""
+        """Return the size of the field that begins at this byte, and the start of the next."""
         first = block[at]
         if first & 0x80:
             index, at = _integer(block, at, 0x7F)
             return self._sizes_of(index)[1], at
-        if first & 0xE0 == 0x20:  # another size of the dynamic table
+        if first & 0xE0 == 0x20:  # a new size of the dynamic table
             _, at = _integer(block, at, 0x1F)
             return 1, at
         is_inserted = bool(first & 0x40)
         index, at = _integer(block, at, 0x3F if is_inserted else 0x0F)
         if index:
-            # Clients refer to the name alone, again and again, with a new value each time.
+            # Clients often refer to a name alone, with a new value each time.
             name_bytes, _ = self._sizes_of(index)
         else:
             name_bytes, at = _string(block, at)
@@ -88,7 +88,7 @@ class HeaderMeter:
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
-    """Read an integer with this prefix mask; returns the integer and the next position."""
+    """Read an integer with this prefix mask; return the integer and the next position."""
     value = block[at] & mask
     at += 1
     if value < mask:
@@ -103,7 +103,7 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
 
 
 def _string(block: bytes, at: int) -> tuple[int, int]:
-    """Return an upper bound of a string's length, and the position after the string."""
+    """Return an upper bound of a string's length, and the position after it."""
     is_huffman = block[at] & 0x80
     num_bytes, at = _integer(block, at, 0x7F)
     end = at + num_bytes

@@ -1,11 +1,11 @@
-"""RpcFront: accept the connections of a gRPC server, and pass on what `FrameGuard` lets through.
+"""RpcFront: accepts a gRPC server's connections, and passes on what `FrameGuard` lets through.
 
     client --TCP, or TLS--> Listener -> FrameGuard --private socket--> gRPC's core
-           <---------------------- as it is ---------------------------
+           <------------------------ unchanged -------------------------
 
 gRPC's core parses what a client sends before any code of Baton runs, and lacks limits for much of
 it. Only this user can open the folder of the private socket. The name of the connection's near end
-tells gRPC the address of the client.
+tells the client's address to gRPC.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from baton.serving.http2.frames import FrameGuard, Hold, Http2Error, cancel_fram
 
 logger = logging.getLogger(__name__)
 
-# Longest name of a connection to the private socket: an IPv6 address with a number.
+# Longest name of a connection to the private socket: an IPv6 address and a number.
 _MAX_NAME_CHARS = 60
 _PREFIX = "baton-rpc-"
 # Longest path of the folder. macOS allows 104 characters for the whole address, Linux 108.
 _MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
-_MAX_SENT_BYTES = 2**17  # bytes that wait for a client before gRPC must wait
-_FEW_STREAMS = 16  # most calls that gRPC may cancel at once
-# Most bytes read while a call waits for its turn, to find acknowledgements after it.
+_MAX_SENT_BYTES = 2**17  # bytes that may wait for a client before gRPC must wait
+_FEW_STREAMS = 16  # most calls that gRPC may have to cancel at once
+# Most bytes read while a call waits for its turn, to find acknowledgements behind it.
 _MAX_HELD_BYTES = 2**18
 
 
@@ -48,7 +48,7 @@ class RpcFront:
 
     Args:
         limits: limits of the server's connections.
-        tls: context of the public side; None for no TLS.
+        tls: context of the public side; None: no TLS.
 
     Raises:
         ConfigError: no folder can be made for the private socket.
@@ -108,7 +108,7 @@ class RpcFront:
         self._folder.close()
 
     def add(self, side: _ClientSide) -> None:
-        """Remember a connection that has come up."""
+        """Remember a connection that came up."""
         self._sides.add(side)
         self._is_empty.clear()
 
@@ -119,7 +119,7 @@ class RpcFront:
             self._is_empty.set()
 
     def connect(self, address: str) -> socket.socket:
-        """Connect to the private socket in the name of a client; raises OSError.
+        """Connect to the private socket under a client's name; raises OSError.
 
         Args:
             address: the client's IP address, without a port.
@@ -140,11 +140,11 @@ class RpcFront:
 
 
 class _ClientSide(asyncio.Protocol):
-    """A client's connection: frames pass the guard, and then go to gRPC.
+    """A client's connection, whose frames pass the guard before they go to gRPC.
 
-    While gRPC does not read or small frames come too fast, nothing more is read from the client.
-    While a call waits for its turn, some more is read, to find frames that may overtake it. While
-    the client does not read, none of its calls begins.
+    If gRPC does not read, or small frames come too fast, nothing more is read from the client.
+    While a call waits for its turn, a little more is read, to find frames that may overtake it.
+    While the client does not read, none of its calls begins.
     """
 
     def __init__(self, front: RpcFront) -> None:
@@ -154,7 +154,7 @@ class _ClientSide(asyncio.Protocol):
         self._client: asyncio.Transport | None = None
         self._server: asyncio.Transport | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._unsent = b""  # waits for the connection to gRPC
+        self._unsent = b""  # bytes that wait for the connection to gRPC
         self._is_client_full = self._is_server_full = False
         self._has_turn = self._waits_turn = self._is_refused = False
         self._at_work = contextlib.ExitStack()
@@ -192,7 +192,7 @@ class _ClientSide(asyncio.Protocol):
     # ------------------------------------------------------------------ said by gRPC's side
 
     def connected_to_server(self, transport: asyncio.Transport) -> None:
-        """Send the bytes that have waited for the connection to gRPC."""
+        """Send the bytes that waited for the connection to gRPC."""
         self._server = transport
         if self._client is None:
             transport.abort()
@@ -208,16 +208,16 @@ class _ClientSide(asyncio.Protocol):
             self._client.write(data)
 
     def pause_passing(self, is_full: bool) -> None:
-        """Stop reading from the client while gRPC is full; continue after that."""
+        """Stop reading from the client while gRPC is full; go on afterwards."""
         self._is_server_full = is_full
         self._read_or_pause()
 
     def end(self) -> None:
-        """Close the client's connection once all is sent, as gRPC closed its side."""
+        """Close the client's connection once all is sent, because gRPC has closed its side."""
         self._server = None
         if self._client is not None:
             self._client.close()
-            self._at_work.close()  # idle from now on: cut off if it does not take the rest in time
+            self._at_work.close()  # idle now: cut off if it does not read the rest in time
         self._front.remove(self)
 
     def abort(self) -> None:
@@ -248,7 +248,7 @@ class _ClientSide(asyncio.Protocol):
         self._read_or_pause()
 
     def _wait_if_held(self) -> None:
-        """If frames are held, check them again as soon as they may pass."""
+        """If frames are held back, check them again as soon as they may pass."""
         if self._guard.hold is Hold.RATE:
             loop = asyncio.get_running_loop()
             loop.call_later(_RATE_PAUSE_S, self._pass_on, b"")
@@ -285,7 +285,7 @@ class _ClientSide(asyncio.Protocol):
         assert self._client is not None
         self._is_refused = True
         self._front.listener.note_refused(self, f"a connection to gRPC is closed: it {why}")
-        if self._connecting is None:  # nothing was sent yet, so no frame is cut in two
+        if self._connecting is None:  # so far nothing was sent, so no frame is cut in two
             self._client.write(goodbye(why))
             self._client.close()
         else:
@@ -294,10 +294,10 @@ class _ClientSide(asyncio.Protocol):
     # ------------------------------------------------------------------ a client that is gone
 
     def _cancel_calls(self) -> None:
-        """Cancel the calls of a client that is gone one by one, then close gRPC's side.
+        """Cancel the calls of a client that is gone one by one; then close gRPC's side.
 
-        gRPC cancels all calls of a closed connection at once. Thousands of them would stop the
-        event loop for seconds.
+        On a closed connection, gRPC would cancel all calls at once; thousands of them would stop
+        the event loop for seconds.
         """
         if self._server is None:
             return
@@ -322,14 +322,14 @@ class _ClientSide(asyncio.Protocol):
         try:
             sock = self._front.connect(address)
             await loop.create_unix_connection(functools.partial(_ServerSide, self), sock=sock)
-        except OSError as error:  # no descriptor is left, or the server has stopped
+        except OSError as error:  # without descriptors, or after the server has stopped
             logger.warning("a connection to gRPC is closed: %s", error.strerror)
             self.abort()
             self._front.remove(self)
 
 
 class _ServerSide(asyncio.Protocol):
-    """The connection to gRPC that belongs to one client's connection."""
+    """The connection to gRPC on behalf of one client's connection."""
 
     def __init__(self, client: _ClientSide) -> None:
         self._client = client

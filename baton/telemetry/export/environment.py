@@ -1,7 +1,7 @@
-"""Checks the OTEL_* variables that the exporter of spans reads.
+"""Checks the OTEL_* variables that the span exporter reads.
 
-The SDK raises exceptions for some invalid values, logs a traceback for others, and accepts the
-rest, but then sends nothing. The checks here give one line that names the variable and its limits.
+For some invalid values the SDK raises exceptions, for others it logs a traceback, and others it
+accepts and then sends nothing. These checks give one line that names the variable and its limits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.options import LONGEST_S
 COMPRESSIONS = ("gzip", "none")
 _HEADER_NAME = re.compile(r"[a-z0-9_.-]+")
 _PREFIX, _OF_TRACES = "OTEL_EXPORTER_OTLP_", "OTEL_EXPORTER_OTLP_TRACES_"
-# Variables of sampling and sending that Baton ignores, and what replaces them.
+# Variables of sampling and sending that Baton ignores, and what decides instead.
 IGNORED = {
     "OTEL_SDK_DISABLED": "traces are off without --trace-endpoint",
     "OTEL_TRACES_SAMPLER": "--trace-ratio says which requests are traced",
@@ -29,11 +29,11 @@ IGNORED = {
 
 
 def endpoint_problem(endpoint: str) -> str:
-    """Return what is wrong with a collector's URL; empty: it is valid."""
+    """Return what is wrong with a collector's URL; empty if it is valid."""
     try:
         url = urlsplit(endpoint)
         is_right = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # the port is not a number, or too large
+    except ValueError:  # the port is no number, or too large
         is_right = False
     if is_right and endpoint.isascii() and endpoint.isprintable() and " " not in endpoint:
         return ""
@@ -59,7 +59,7 @@ def check_environment(environment: Mapping[str, str]) -> list[str]:
 
 
 def chosen(environment: Mapping[str, str], name: str) -> str:
-    """Return a variable's value for traces, else its value for all signals; empty: not set."""
+    """Return a variable's value for traces, or else its value for all signals; empty: not set."""
     return environment.get(_OF_TRACES + name) or environment.get(_PREFIX + name) or ""
 
 
@@ -88,7 +88,7 @@ def _file_problem(value: str) -> str:
 
 
 def _headers_problem(value: str) -> str:
-    """Return what is wrong with headers, without showing them: they may contain secrets."""
+    """Return what is wrong with headers; shows no header, because they may hold secrets."""
     for item in filter(str.strip, value.split(",")):
         name, separator, text = item.partition("=")
         name, text = unquote(name).strip().lower(), unquote(text).strip()

@@ -1,8 +1,8 @@
-"""Encodes spans as OTLP messages. Imports OpenTelemetry, so only the exporter imports it.
+"""Encodes spans as OTLP messages. Imports OpenTelemetry, so only the exporter imports this.
 
-Ids and times are packed into protobuf's byte format directly. Names and attributes, which repeat
-often, are encoded once and cached. Joining such encoded parts gives a valid message. Building an
-object for each span takes four times as long, which would slow down a router.
+Ids and times are packed into protobuf's byte format directly. Names and attributes repeat often, so
+they are encoded once and cached. Such encoded parts, joined, are a valid message. An object per
+span would take four times as long, and slow down a router.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from baton.telemetry.spans import Attribute, Span
 from baton.version import __version__
 
-# Parts of a span with their tags: trace_id and span_id; kind, begin and end.
+# Fixed-size parts of a span, tags included: trace_id and span_id; kind, begin and end.
 _IDS = struct.Struct("<2s16s2s8s")
 _TIMES = struct.Struct("<BBBQBQ")
 _TRACE_ID, _SPAN_ID, _PARENT_ID = b"\x0a\x10", b"\x12\x08", b"\x22\x08"
 _KIND, _BEGIN, _END = 0x30, 0x39, 0x41
-_FLAGS = OtlpSpan(flags=1).SerializeToString()  # the trace is sampled
+_FLAGS = OtlpSpan(flags=1).SerializeToString()  # flags that say that the trace is sampled
 _SPAN = b"\x12"  # tag of a span in ScopeSpans
 _KEPT_CHARS = 64  # longer texts rarely repeat, and are not cached
 
@@ -41,7 +41,7 @@ def make_request(
     """Make one message of many spans.
 
     Args:
-        data: spans, each with the UNIX time of its clock's 0, in nanoseconds.
+        data: spans, each with the UNIX time at which its clock showed 0, in nanoseconds.
         resource: attributes of the spans' process.
     """
     parts = [_scope()]
@@ -75,7 +75,7 @@ def _encode(span: Span, zero_ns: int) -> bytes:
 
 
 def _rest(span: Span, zero_ns: int) -> OtlpSpan:
-    """Return a message with the fields that few spans have."""
+    """Return a message with those fields that few spans have."""
     made = OtlpSpan(trace_state=span.context.state)
     for linked, how in span.links:
         made.links.add(

@@ -1,9 +1,9 @@
-"""SpanExporter: sends spans to an OpenTelemetry collector from a separate thread.
+"""SpanExporter: sends spans to an OpenTelemetry collector, from a thread of its own.
 
 Callers queue their spans and do not wait. Spans that the collector does not accept in time are
 dropped and counted. The SDK sends the messages, with certificates, headers, compression and retries
-as OTEL_EXPORTER_OTLP_* say. The messages are encoded here from plain spans, which takes a fourth of
-the time that the SDK's own spans take (ADR 0050).
+as set by OTEL_EXPORTER_OTLP_*. Messages are encoded here, from plain spans, in a fourth of the time
+that the SDK's own spans take (ADR 0050).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from baton.version import __version__
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 2**15  # spans; about ten megabytes
-# Spans in one message; encoding them blocks this process for a millisecond or two.
+# Spans in one message: encoding them blocks this process for a millisecond or two.
 _MOST_AT_ONCE = 256
 _INTERVAL_S = 0.5
 _CLOSE_TIMEOUT_S = 3.0
-_TELL_INTERVAL = 1000  # log a warning once per this many dropped spans
+_TELL_INTERVAL = 1000  # dropped spans between two warnings
 
 
 class SpanExporter:
@@ -40,7 +40,7 @@ class SpanExporter:
         resource: more attributes for all spans of this process.
 
     Attributes:
-        num_exported, num_dropped: spans since the start.
+        num_exported, num_dropped: numbers of spans since the start.
 
     Raises:
         ConfigError: OpenTelemetry is not installed, the endpoint is not a URL, or an environment
@@ -73,7 +73,7 @@ class SpanExporter:
         self._thread.start()
 
     def take(self, spans: Sequence[Span], zero_ns: int) -> None:
-        """Queue spans to be sent; a `SpanSink`."""
+        """Queue spans for sending; this is a `SpanSink`."""
         if self._num_waiting >= MAX_WAITING:
             self.num_dropped += len(spans)
             return
@@ -85,7 +85,7 @@ class SpanExporter:
         self._closing.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._waiting.clear()
-        self._sender.shutdown()  # ends its retries
+        self._sender.shutdown()  # ends the sender's retries
         self._thread.join()
 
     def _run(self) -> None:
@@ -112,7 +112,7 @@ class SpanExporter:
         """Send spans; return whether the collector accepted them."""
         try:
             return bool(self._sender.export(batch).value == 0)
-        except Exception:  # the thread must survive any answer of a collector
+        except Exception:  # the thread must survive whatever a collector answers
             if not self._has_failed:
                 self._has_failed = True
                 logger.warning("spans could not be sent (logged once)", exc_info=True)
@@ -120,9 +120,9 @@ class SpanExporter:
 
 
 def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:
-    """Make the SDK's exporter with our own encoding of messages."""
+    """Make the SDK's exporter, with messages encoded by Baton."""
     for name in [name for name, value in os.environ.items() if name[:5] == "OTEL_" and not value]:
-        del os.environ[name]  # the SDK would read an empty value; here it counts as not set
+        del os.environ[name]  # the SDK would use an empty value; here it counts as not set
     from grpc import Compression
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import OTELResourceDetector

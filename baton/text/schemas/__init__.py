@@ -1,1 +1,1 @@
-"""Schemas: JSON schemas in words that the grammar library enforces."""
+"""Schemas: rewrites JSON schemas so that the grammar library enforces them."""

@@ -1,11 +1,11 @@
-"""Schema conditions: `if`, `not`, `dependentRequired` and the like, as alternatives of a value.
+"""Schema conditions: rewrites `if`, `not`, `dependentRequired` and others as alternatives.
 
 if A then B else C  ->  anyOf: [A and B, not A and C]
-not A               ->  anyOf: what else a value may be
+not A               ->  anyOf: all other values
 
-The grammar library knows alternatives, but no negation. What a schema excludes is written out by
-keywords: the other listed values, the numbers on the other side of a limit, a property that is
-absent. A condition that cannot be written out stays as it is, and is refused by name.
+The grammar library knows alternatives but no negation. So the values that a schema excludes are
+written out, keyword by keyword: the other listed values, the numbers beyond a limit, a property
+that is absent. A condition that cannot be written out stays, and is refused by name.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TELLING = ("type", "const", "enum")
 _MAX_EXCLUDED_CHARS = 1_000
 _MAX_WAYS = 8
 _MAX_DEPTH = 8
-_MAX_SCHEMAS = 300  # within one condition; references may name one schema many times
-# A limiting keyword, its opposite, and the types of values that both limit.
+_MAX_SCHEMAS = 300  # in one condition; references may name one schema many times
+# A limiting keyword, its opposite, and the types of values that the two limit.
 _NUMBERS, _TEXTS, _LISTS = ("integer", "number"), ("string",), ("array",)
 _OPPOSITES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "minimum": ("exclusiveMaximum", 0, _NUMBERS),
@@ -42,11 +42,11 @@ class _UnknownOppositeError(Exception):
 
 
 def without_conditions(schema: Schema, root: Schema, beside: Schema) -> Schema:
-    """Return a schema whose own conditions are alternatives, as far as these can be written out.
+    """Return a schema whose conditions are written as alternatives, as far as possible.
 
     Args:
-        root: the whole schema, which `$ref`s point into.
-        beside: what else the value fits; see `said_beside`.
+        root: the whole schema, into which `$ref`s point.
+        beside: other requirements on the value; see `said_beside`.
     """
     found = _without_dependencies(schema)
     for rewrite in (_if, _not, _one_of):
@@ -65,7 +65,7 @@ def said_beside(schema: Schema, beside: Schema) -> Schema:
 
 
 def _and(schema: Schema, ways: Sequence[Any]) -> Schema:
-    """Add alternatives to a schema; a value must also fit one of them."""
+    """Add alternatives to a schema, one of which a value must also fit."""
     if True in ways:
         return schema
     more = ways[0] if len(ways) == 1 else {"anyOf": list(ways)}
@@ -73,13 +73,13 @@ def _and(schema: Schema, ways: Sequence[Any]) -> Schema:
 
 
 def _all(*schemas: Any) -> Any:
-    """Return one schema that a value fits if it fits all the given ones."""
+    """Return one schema for the values that fit all given schemas."""
     told = [one for one in schemas if one not in (True, {})]
     return {"allOf": told} if len(told) > 1 else told[0] if told else True
 
 
 def _without_dependencies(schema: Schema) -> Schema:
-    """Write dependencies as alternatives: a property is absent, or what it requires holds."""
+    """Write dependencies as alternatives: a property is absent, or its requirements hold."""
     found, needs = dict(schema), list[tuple[str, Any]]()
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         needs += found.pop(keyword, {}).items()
@@ -94,7 +94,7 @@ def _if(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
     found = dict(schema)
     then, otherwise = found.pop("then", True), found.pop("else", True)
     if "if" not in found:
-        return found  # no alternative is unconditional
+        return found  # one of the alternatives accepts everything
     condition = found.pop("if")
     ways = [_all(condition, then)]
     ways += [_all(one, otherwise) for one in opposites.of(condition, beside)]
@@ -112,7 +112,7 @@ def _not(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
 
 
 def _one_of(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
-    """Make alternatives exclude each other, where they limit only properties."""
+    """Rewrite oneOf: make alternatives that limit only properties exclude each other."""
     ways = schema.get("oneOf")
     if not isinstance(ways, list) or not 1 < len(ways) <= _MAX_WAYS:
         return schema
@@ -132,7 +132,7 @@ def _one_of(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
 
 
 class _Opposites:
-    """Writes out what schemas exclude.
+    """Writes out the values that schemas exclude.
 
     Args:
         root: the whole schema.
@@ -143,10 +143,10 @@ class _Opposites:
         self._num_left = _MAX_SCHEMAS
 
     def of(self, schema: Any, beside: Any, depth: int = 0) -> list[Any]:
-        """Return alternatives of values that do not fit a schema.
+        """Return alternatives for all values that do not fit a schema.
 
         Args:
-            beside: a schema that the values fit, too.
+            beside: a schema that the values must fit.
 
         Raises _UnknownOppositeError.
         """
@@ -194,9 +194,7 @@ class _Opposites:
         raise _UnknownOppositeError
 
     def _of_properties(self, properties: Any, beside: Schema, depth: int) -> list[Any]:
-        """Return, for each property, the schema of objects in which that property's value does not
-        fit.
-        """
+        """Return, for each property, a schema of objects whose value of it does not fit."""
         declared = beside.get("properties", {})
         ways = []
         for name, one in properties.items():
@@ -207,7 +205,7 @@ class _Opposites:
 
 
 def _typed(ways: Sequence[Schema], types: Sequence[str]) -> list[Any]:
-    """Limit alternatives to the types that a keyword checks; other types always pass it."""
+    """Limit alternatives to the types that a keyword checks, because other types always pass."""
     return [{"type": list(types), **way} for way in ways] if types else []
 
 
@@ -216,7 +214,7 @@ def _any(ways: Sequence[Any]) -> Any:
 
 
 def _types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the types that values of a schema may have, as far as its own keywords say."""
+    """Return the types that values of a schema may have, by its own keywords."""
     kind = schema.get("type")
     if isinstance(kind, str):
         return (kind,)
@@ -226,7 +224,7 @@ def _types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
 def _other_types(kind: Any, types: Sequence[str]) -> list[Any]:
     excluded = {kind} if isinstance(kind, str) else set(kind)
     if "integer" in excluded and "number" in types and "number" not in excluded:
-        raise _UnknownOppositeError  # a number with a fraction is no type of its own
+        raise _UnknownOppositeError  # JSON Schema has no type for numbers with a fraction
     if "number" in excluded:
         excluded.add("integer")
     left = [one for one in types if one not in excluded]
@@ -234,7 +232,7 @@ def _other_types(kind: Any, types: Sequence[str]) -> list[Any]:
 
 
 def _unlisted(values: Sequence[Any], beside: Mapping[str, Any]) -> list[Any]:
-    """Return alternatives for all values but the given ones."""
+    """Return alternatives for all values except the given ones."""
     excluded = {_key(value) for value in values}
     if "const" in beside or "enum" in beside:
         listed = [beside["const"]] if "const" in beside else beside["enum"]
@@ -260,7 +258,7 @@ def _unlisted(values: Sequence[Any], beside: Mapping[str, Any]) -> list[Any]:
 
 
 def _key(value: Any) -> str:
-    """Return a text that is the same for values that JSON Schema calls equal."""
+    """Return a text that is equal for values that JSON Schema counts as equal."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)
@@ -279,14 +277,14 @@ def _other_integers(values: Sequence[int]) -> list[Schema]:
 
 
 def _other_texts(texts: Sequence[str]) -> str:
-    """Return a pattern that matches all texts but the given ones."""
+    """Return a pattern for all texts except the given ones."""
     if sum(map(len, texts)) > _MAX_EXCLUDED_CHARS:
         raise _UnknownOppositeError
     return f"^{_behind(frozenset(texts))}$"
 
 
 def _behind(texts: frozenset[str]) -> str:
-    """Return a regex for the rest of a text that must differ from all the given texts."""
+    """Return a regex for the rest of a text that must not be any of the given texts."""
     firsts = sorted({text[0] for text in texts if text})
     if not firsts:
         return "(?s:.+)"

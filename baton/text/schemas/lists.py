@@ -1,7 +1,7 @@
-"""Schema lists: `uniqueItems` and `contains`, as lists that are written out.
+"""Schema lists: writes out the lists that `uniqueItems` and `contains` allow.
 
-The grammar library counts items, but compares none. Lists of a few listed values are written out
-in every order. A list that has an item of a kind is written for each place of this item.
+The grammar library counts items but does not compare them. Lists of a few given values are written
+out in every order. For `contains`, one list is written for each place of the contained item.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 from baton.text.schemas.references import ANNOTATIONS, Schema, is_of, resolved
 
-MAX_LISTED = 5  # values of a list whose items are all different
-_MAX_LISTS = 400  # all orders of all choices of five values are 326
+MAX_LISTED = 5  # most values of a list whose items must differ
+_MAX_LISTS = 400  # five values have 326 orders of all their choices
 _MAX_CHARS = 20_000
-# In a list without a maximum length, a contained item is among this many first items.
+# In a list without a maximum length, the contained item must be among this many first items.
 MAX_PLACES = 8
 
 
 def written_out(schema: Schema, root: Schema) -> Schema:
-    """Return a schema of lists without ``uniqueItems`` and ``contains``, where that can be written.
+    """Return a schema whose ``uniqueItems`` and ``contains`` are written out as far as possible.
 
     Args:
-        root: the whole schema, to which references point.
+        root: the whole schema, into which references point.
     """
     return _contains(_unique(dict(schema), root))
 
@@ -55,7 +55,7 @@ _OF_ITEMS = frozenset({"uniqueItems", "items", "minItems", "maxItems"})
 
 
 def _listed(schema: Any, root: Schema) -> list[Any] | None:
-    """Return the values that a schema lists, each once; None if there are others."""
+    """Return the values that a schema lists, each once; None if others are possible."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return None

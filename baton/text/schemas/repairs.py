@@ -1,11 +1,11 @@
 """Schema repairs: close gaps through which the grammar library would let wrong outputs pass.
 
-* A class of characters that contains control characters but not ``"`` or ``\\`` (such as
-  ``[^"]``) also matches the escaped form of the excluded ones. It is narrowed to match no
-  control characters.
-* With open names, a name may come twice, and ``minProperties`` would count it twice. Such
-  a schema is refused.
-* A keyword that neither the library nor a rewriting enforces is refused with its place.
+* A class of characters that contains control characters but not ``"`` or ``\\``, such as ``[^"]``,
+  also matches the escapes of the excluded characters. It is narrowed to match no control
+  characters.
+* With open names, a name may occur twice, and ``minProperties`` would count it twice. Such a
+  schema is refused.
+* A keyword that neither the library nor a rewriting enforces is refused, with its place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.text.schemas.rewrites import rewritten
 _OF_NAMES = ("properties", "$defs", "definitions", "dependentSchemas")
 _OF_THE_SAME = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 _VALUES = ("enum", "const")
-# Keywords that constrain values but are not enforced unless rewritten, each with advice.
+# Keywords that limit values and are not enforced unless rewritten, with advice on each.
 _UNENFORCED = {
     "uniqueItems": f": list at most {MAX_LISTED} values in enum, or leave maxItems at 1",
     "contains": f": give type array, and items as a schema; of maxItems, {MAX_PLACES} are tried",
@@ -41,23 +41,23 @@ _UNENFORCED = {
     "$dynamicRef": ": use $ref",
     "$recursiveRef": ": use $ref",
 }
-_MAX_WRITTEN = 5_000  # schemas and listed values that rewriting may add
+_MAX_WRITTEN = 5_000  # most schemas and listed values that rewriting may add
 _MAX_PATH_CHARS = 200
-# Class syntax that Python's `re` reads differently than the library.
+# Syntax of classes that Python's `re` and the library read differently.
 _ANOTHER_SYNTAX = re.compile(r"\[|&&|--|~~|\\[pPhHuxQ]")
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|.)")
 _CONTROL = "".join(map(chr, range(0x20)))
 
 
 def enforceable_schema(text: str) -> str:
-    """Narrow a JSON Schema to what can be enforced; raises InvalidRequestError if nothing can."""
+    """Narrow a JSON Schema to one that can be enforced; raises InvalidRequestError if none can."""
     root = json.loads(text)
     try:
         found = _Repairs(root).repaired(root, "#")
     except (TypeError, AttributeError, ValueError, KeyError) as error:
         if isinstance(error, InvalidRequestError):
             raise
-        raise _invalid(f"is not a JSON schema: {error}") from None  # a keyword has a wrong value
+        raise _invalid(f"is not a JSON schema: {error}") from None  # of a keyword's value
     if found is False:
         raise _invalid("no output can match it")
     return json.dumps(found, separators=(",", ":"))
@@ -68,7 +68,7 @@ def _invalid(problem: str) -> InvalidRequestError:
 
 
 class _Repairs:
-    """Repairs one schema and all schemas within it.
+    """Repairs a schema and all schemas inside it.
 
     Args:
         root: the whole schema.
@@ -82,8 +82,8 @@ class _Repairs:
         """Return a schema that can be enforced.
 
         Args:
-            path: place of the schema in the whole one, as references have it.
-            beside: what else the value fits; see `said_beside`.
+            path: place of the schema in the whole one, as a reference would give it.
+            beside: other requirements on the value; see `said_beside`.
 
         Raises InvalidRequestError.
         """
@@ -109,7 +109,7 @@ class _Repairs:
         return {
             key: self._value(key, value, f"{path}/{key}", inner)
             for key, value in schema.items()
-            if key not in ANNOTATIONS  # a description can be most of a schema's text
+            if key not in ANNOTATIONS  # descriptions can be most of a schema's text
         }
 
     def _value(self, key: str, value: Any, path: str, beside: Any) -> Any:
@@ -119,7 +119,7 @@ class _Repairs:
             return repair_pattern(value)
         if key in _OF_NAMES and isinstance(value, dict):
             return {name: self.repaired(one, f"{path}/{name}") for name, one in value.items()}
-        if key == "components" and isinstance(value, dict):  # OpenAPI's place of definitions
+        if key == "components" and isinstance(value, dict):  # OpenAPI's place for definitions
             return {
                 kind: self._value("$defs", ones, f"{path}/{kind}", None)
                 for kind, ones in value.items()
@@ -133,7 +133,7 @@ class _Repairs:
 
 
 def _size_of(value: Any) -> int:
-    """Count the mappings, the lists and the items of lists in a value."""
+    """Return the number of mappings, lists and list items in a value."""
     if isinstance(value, list):
         return 1 + len(value) + sum(map(_size_of, value))
     return 1 + sum(map(_size_of, value.values())) if isinstance(value, dict) else 0
@@ -145,7 +145,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
         return
     is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
     properties, required = schema.get("properties"), schema.get("required")
-    num_certain = 1  # any first name is new
+    num_certain = 1  # a first name cannot be a repetition
     if isinstance(properties, dict) and isinstance(required, list):
         num_certain += sum(isinstance(name, str) and name in properties for name in required)
     if is_open and wanted > num_certain:
@@ -158,7 +158,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
 
 
 def repair_pattern(pattern: str) -> str:
-    """Narrow a regex's classes so that they match no escapes of excluded characters."""
+    """Narrow a regex's classes so that they match no escape of an excluded character."""
     parts: list[str] = []
     position = 0
     while position < len(pattern):
@@ -183,7 +183,7 @@ def _narrowed(one: str) -> str:
 
 
 def end_of_class(pattern: str, start: int) -> int:
-    """Return the end of a class, after its closing bracket; classes may be nested."""
+    """Return the position after a class's closing bracket; classes may be nested."""
     depth, position = 0, start
     while position < len(pattern):
         sign = pattern[position]
@@ -193,7 +193,7 @@ def end_of_class(pattern: str, start: int) -> int:
             depth += 1
             if pattern[position + 1 : position + 2] == "^":
                 position += 1
-            if pattern[position + 1 : position + 2] == "]":  # a first bracket is a character
+            if pattern[position + 1 : position + 2] == "]":  # a bracket at the start is a character
                 position += 1
         elif sign == "]":
             depth -= 1
@@ -205,7 +205,7 @@ def end_of_class(pattern: str, start: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _may_leak(one: str) -> bool:
-    """Return whether a class matches control characters but not both characters with escapes."""
+    """Return whether a class matches control characters but lacks a character with an escape."""
     if _ANOTHER_SYNTAX.search(one, 1):
         return True
     try:
@@ -214,5 +214,5 @@ def _may_leak(one: str) -> bool:
         return True
     if matches('"') and matches("\\"):
         return False
-    # A class that lists a few control characters, such as `[a-z\n]`, but not DEL does no harm.
+    # A class that lists a few control characters, such as `[a-z\n]`, does no harm without DEL.
     return any(map(matches, _CONTROL)) and matches("\x7f") is not None

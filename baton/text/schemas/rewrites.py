@@ -1,7 +1,7 @@
-"""Schema rewrites: express schemas of pydantic and zod with keywords that the library supports.
+"""Schema rewrites: express pydantic's and zod's schemas in keywords that the library supports.
 
-A rewritten schema accepts at most what the original accepts. A keyword without a rewriting stays,
-and the library refuses it by name.
+A rewritten schema accepts at most the values that the original accepts. A keyword that cannot be
+rewritten stays, and the library refuses it by name.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from baton.text.schemas.conditions import without_conditions
 from baton.text.schemas.lists import written_out
 from baton.text.schemas.references import ANNOTATIONS, Schema, resolved
 
-# Formats about a string's meaning or display, which do not constrain its text.
+# Formats about a text's meaning or display, which do not limit the text.
 _NO_CONSTRAINT = {
     "password", "binary", "path", "file-path", "directory-path", "text", "textarea", "multiline",
     "markdown", "html", "int32", "int64", "float", "double", "decimal",
 }  # fmt: skip
-# Formats replaced by an equal or narrower one.
+# Formats that are replaced by an equal or narrower one.
 _NARROWER = {
     "idn-email": "email",
     "name-email": "email",
@@ -52,15 +52,15 @@ _MONTH_DAY = (
 _OF_FOUR = "(0[48]|[2468][048]|[13579][26])"  # multiples of 4, except 0
 _DAY = f"({_YEAR}-{_MONTH_DAY}|([0-9]{{2}}{_OF_FOUR}|{_OF_FOUR}00)-02-29)"
 _HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
-# Leap seconds are left out: they exist only at the ends of some days.
+# Leap seconds are left out, because only the ends of some days have them.
 _CLOCK = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+\-]{_HOUR})"
 
 _ATOM = "[A-Za-z0-9_+\\-]"
-# At most 64 characters come before the @, because mail servers take no more.
+# At most 64 characters precede the @, because mail servers accept no more.
 _MAILBOX = rf"({_ATOM}{{1,31}}(\.{_ATOM}{{1,31}})?|{_ATOM}{{1,15}}(\.{_ATOM}{{1,15}}){{1,3}})"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
 
-# Formats as patterns; network formats allow full addresses only.
+# Patterns of formats; those for networks allow only full addresses.
 _PATTERNS = {
     "date": f"^{_DAY}$",
     "time": f"^{_CLOCK}$",
@@ -91,7 +91,7 @@ _PATTERNS = {
 _SECONDS = "[0-9]+([.,][0-9]+)?S"
 _TIME = f"T([0-9]+H([0-9]+M)?({_SECONDS})?|[0-9]+M({_SECONDS})?|{_SECONDS})"
 _DATE = "([0-9]+Y([0-9]+M)?([0-9]+D)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
-# zod's patterns with look-around, and equivalents without; host names have three labels at most.
+# zod's patterns with look-around, and equal ones without; host names have at most three labels.
 _EQUAL = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+"
     r"[A-Za-z]{2,}$": r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@"
@@ -115,7 +115,7 @@ _MAX_DIGITS = 64
 
 
 def rewritten(schema: Schema, root: Schema, beside: Schema | None = None) -> Schema | bool:
-    """Rewrite one schema's own keywords, not those of nested schemas.
+    """Rewrite the keywords of one schema, but not those of schemas inside it.
 
     Args:
         root: the whole schema, for references.
@@ -130,9 +130,9 @@ def rewritten(schema: Schema, root: Schema, beside: Schema | None = None) -> Sch
 
 
 def _multiple(schema: Schema, root: Schema) -> None:
-    """Require integers where values must be multiples of a whole number.
+    """Require integers if values must be multiples of a whole number.
 
-    The library panics where a special token follows a number of this kind, written ``95.0`` or not.
+    The library panics if a special token follows such a number, written ``95.0`` or not.
     """
     step, kind = schema.get("multipleOf"), schema.get("type")
     if isinstance(step, bool) or not isinstance(step, int | float) or step != step // 1:
@@ -153,7 +153,7 @@ def _format(schema: Schema, root: Schema) -> None:
         del schema["format"]
     elif kind in _PATTERNS:
         del schema["format"]
-        if "pattern" in schema:  # zod writes the format's own pattern too; both must hold
+        if "pattern" in schema:  # zod also writes the format's own pattern; both must hold
             schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _PATTERNS[kind]}]
         else:
             schema["pattern"] = _PATTERNS[kind]
@@ -166,13 +166,13 @@ def _pattern(schema: Schema, root: Schema) -> None:
     if pattern in _EQUAL:
         schema["pattern"] = _EQUAL[pattern]
     elif (found := _DECIMAL.fullmatch(pattern)) and (numbers := _decimal(found.groupdict())):
-        # At least one digit is needed, as the look-ahead demanded.
+        # At least one digit, as the look-ahead demanded.
         schema["pattern"] = f"^[+-]?{numbers}$"
         schema["allOf"] = [*schema.get("allOf", ()), {"pattern": "[0-9]"}]
 
 
 def _decimal(limits: Mapping[str, str | None]) -> str:
-    """Return a pattern of an unsigned number within digit limits; empty if they are too large."""
+    """Return a pattern of unsigned numbers with at most these digits; empty if too many digits."""
     given = {name: int(value) for name, value in limits.items() if value and value.isdigit()}
     if max(given.values(), default=0) > _MAX_DIGITS:
         return ""
@@ -218,7 +218,7 @@ def _names(schema: Schema, root: Schema) -> None:
 
 
 def _name_pattern(said: Mapping[str, Any]) -> str | None:
-    """Return a pattern equivalent to constraints on a name, or None."""
+    """Return a pattern equal to the constraints on a name, or None."""
     if set(said) == {"pattern"}:
         return str(said["pattern"])
     if set(said) == {"format"}:
@@ -230,14 +230,14 @@ def _name_pattern(said: Mapping[str, Any]) -> str | None:
 
 
 def _unevaluated(schema: Schema, root: Schema) -> None:
-    """Rewrite ``unevaluatedProperties`` if only the schema itself names properties."""
+    """Rewrite ``unevaluatedProperties`` if no other schema can name properties."""
     others = {"allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef"}
     if "unevaluatedProperties" in schema and others.isdisjoint(schema):
         schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
 
 
 def _alternatives(schema: Schema, root: Schema) -> None:
-    """Require the tag of tagged alternatives; a default had made it optional."""
+    """Require the tag of tagged alternatives, which a default had made optional."""
     ways = schema.get("oneOf")
     if not isinstance(ways, list) or len(ways) < 2:
         return
@@ -256,7 +256,7 @@ def _alternatives(schema: Schema, root: Schema) -> None:
 
 
 def _tags(way: Any, root: Schema) -> dict[str, frozenset[str]]:
-    """Return the enumerated values of an alternative's properties."""
+    """Return the listed values of an alternative's properties."""
     found = resolved(way, root)
     properties = found.get("properties") if isinstance(found, Mapping) else None
     if not isinstance(properties, Mapping):

@@ -1,4 +1,4 @@
-"""Thought marks: how a model marks thoughts, and what an engine needs to know for a prompt.
+"""Thought marks: how models mark thoughts, and the part of this that an engine must know.
 
 prompt ... <|im_start|>assistant <think> | thought | </think> | answer     opened by the prompt
 prompt ... <|im_start|>assistant | <think> thought | </think> | answer     the model may open it
@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 from baton.api.errors import InvalidRequestError
 from baton.api.thinking import Thinking
 
-if TYPE_CHECKING:  # `baton -h` reads this file and must not wait for the library
+if TYPE_CHECKING:  # `baton -h` reads this file, and must not wait for the library
     from baton.text.tokenizer import Tokenizer
 
 _PROMPT_END_TOKENS = 8
-_MAX_PROMPT_END_TOKENS = 8_192  # takes a millisecond
+_MAX_PROMPT_END_TOKENS = 8_192  # reading this many takes a millisecond
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """Texts around a model family's thoughts.
+    """The texts around a model family's thoughts.
 
     Attributes:
         open, close: enclose a thought.
         always_thinks: whether the model thinks from the start, without an opening mark.
         may_reopen: whether an output may have several thoughts.
         role: text between the closing mark and a call.
-        answer: text between the closing mark, or ``role``, and the answer.
-        within: special tokens that thoughts and their marks may contain.
+        answer: text between the closing mark (or ``role``) and the answer.
+        within: special tokens that may occur in thoughts and their marks.
     """
 
     open: str
@@ -42,7 +42,7 @@ class ThoughtMarks:
     within: tuple[str, ...] = ()
 
     def place_of(self, prompt_end: str) -> tuple[bool, bool]:
-        """Return whether a prompt's end leaves a thought open, and whether it has ended one."""
+        """Return whether a prompt's end leaves a thought open, and whether it has closed one."""
         begun = prompt_end.rfind(self.open)
         ended = max(prompt_end.rfind(mark) for mark in (self.close, self.answer or self.close))
         is_open = begun > ended or (self.always_thinks and ended < 0)
@@ -68,7 +68,7 @@ HARMONY = ThoughtMarks(
     answer="<|channel|>final<|message|>",
     within=("<|channel|>", "<|message|>", "<|constrain|>"),
 )
-# Marks with signs of the family in chat templates; the first match wins.
+# Marks, each with signs in the family's chat templates; the first match counts.
 _BY_SIGNS = (
     (HARMONY, ("<|channel|>",)),
     (SEED_THINK, ("<seed:think>",)),
@@ -77,9 +77,9 @@ _BY_SIGNS = (
 
 
 def find_marks(tokenizer: Tokenizer) -> ThoughtMarks:
-    """Return the marks of a checkpoint's thoughts, by its chat template or its tokens.
+    """Return a checkpoint's thought marks, found by its chat template or its tokens.
 
-    Raises InvalidRequestError if there are none.
+    Raises InvalidRequestError if it has none.
     """
     template = tokenizer.chat_template
     source = "" if template is None else template.source(with_tools=True)
@@ -93,7 +93,7 @@ def find_marks(tokenizer: Tokenizer) -> ThoughtMarks:
 
 
 class ThoughtFinder:
-    """Find an output's position in a thought from its prompt.
+    """Finds an output's position in its thought from its prompt.
 
     Args:
         tokenizer: the checkpoint's tokenizer.
@@ -104,14 +104,14 @@ class ThoughtFinder:
         self._tokenizer = tokenizer
         self._marks = marks
         inner = map(tokenizer.special_token_id, marks.within)
-        # Tokens that no answer contains.
+        # Tokens that cannot occur in an answer.
         self._outer_ids = tokenizer.special_token_ids.difference(inner)
 
     def prompt_end(self, prompt: list[int]) -> str:
-        """Return the part of a prompt that belongs to the answer: a mark, or a thought's beginning.
+        """Return the end of a prompt that belongs to the answer: a mark, or a thought's beginning.
 
-        The answer begins after the last special token that is no mark. A prompt without one, apart
-        from its first token, is taken to end with a few tokens of the answer.
+        The answer begins after the last special token that is no mark. In a prompt without such a
+        token, except as its first one, the last few tokens count as the answer's.
         """
         start, first = len(prompt), max(len(prompt) - _MAX_PROMPT_END_TOKENS, 1)
         while start > first and prompt[start - 1] not in self._outer_ids:
@@ -128,18 +128,18 @@ class ThoughtFinder:
         must_open: bool = False,
         before_calls: bool = False,
     ) -> Thinking | None:
-        """Return an engine's parameters for the thought, or None if the prompt allows none.
+        """Return the engine's parameters for the thought; None if the prompt allows no thought.
 
         Args:
             must_open: whether the output must begin with a thought (`Thinking`).
-            before_calls: whether a grammar of calls in the family's form follows, and no answer.
+            before_calls: whether the grammar after the thought is of calls in the family's form.
         """
         marks = self._marks
         is_open, is_over = marks.place_of(self.prompt_end(prompt))
         if is_over:
             return None
         opens, gaps = [marks.open], list[str]()
-        if not marks.answer:  # models write newlines around these marks
+        if not marks.answer:  # models write newlines around their marks
             opens, gaps = [marks.open, "\n" + marks.open], ["\n", "\n\n"]
         gap_marks = map(self._encode, gaps)
         return Thinking(

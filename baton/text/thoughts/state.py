@@ -1,6 +1,6 @@
-"""ThoughtState: an output's position in the thought before its answer, from its tokens.
+"""ThoughtState: follows an output's tokens through the thought before its answer.
 
-    opening     the output may or must begin with an opening mark
+    opening     an opening mark may or must come first
     open        any tokens, until the closing mark comes or the budget is used up
     behind      fixed tokens between the closing mark and the answer
     gap         the answer begins, perhaps after a newline
@@ -22,7 +22,7 @@ NO_LIMIT = sys.maxsize
 
 
 class Phase(Enum):
-    """Part of an output, in the order in which the parts come."""
+    """Parts of an output, in their order."""
 
     OPENING = 0
     OPEN = 1
@@ -32,16 +32,16 @@ class Phase(Enum):
 
 
 class ThoughtState:
-    """Follow one output through its thought.
+    """Follows one output through its thought.
 
     Args:
-        thinking: parameters with marks filled in.
-        guides_answer: whether a grammar constrains the answer. Then tokens before the answer must
-            follow the form; otherwise only the budget and `Thinking.must_open` constrain tokens.
+        thinking: parameters with the marks filled in.
+        guides_answer: whether a grammar constrains the answer. If so, tokens before the answer must
+            have the right form; if not, only budget and `Thinking.must_open` constrain them.
 
     Attributes:
         phase: phase of the next token.
-        num_tokens: tokens of the thought so far, including a possible part of the closing mark.
+        num_tokens: tokens of the thought so far, also those that may begin the closing mark.
     """
 
     def __init__(self, thinking: Thinking, *, guides_answer: bool) -> None:
@@ -52,22 +52,22 @@ class ThoughtState:
         self._guides_answer = guides_answer
         self._thinking = thinking
         self._budget = NO_LIMIT if thinking.budget_tokens is None else thinking.budget_tokens
-        self._place = 0  # position in the current mark or fixed tokens
+        self._place = 0  # position in the current mark, or in the fixed tokens
         self._chosen: tuple[tuple[int, ...], ...] = thinking.open_marks
 
     def copy(self) -> ThoughtState:
-        """Return an independent copy."""
+        """Return a copy that does not follow this state's changes."""
         return copy.copy(self)
 
     @property
     def must_begin(self) -> bool:
-        """Return whether the next token must be the first one of the thought, and not its end."""
+        """Return whether the next token must be the thought's first, and may not end it."""
         is_empty = self.phase is Phase.OPEN and not self.num_tokens
         return self._thinking.must_open and is_empty and self._budget > 0
 
     @property
     def num_free(self) -> int:
-        """Number of next tokens that need no mask."""
+        """Number of next tokens that no mask needs to constrain."""
         if self.must_begin:
             return 0
         left = max(self._budget - self.num_tokens, 0)
@@ -87,7 +87,7 @@ class ThoughtState:
 
     @property
     def choices(self) -> Sequence[int]:
-        """Fixed tokens that may come next; empty where any token may."""
+        """Fixed tokens of which one must come next; empty if any token may."""
         thinking = self._thinking
         match self.phase:
             case Phase.OPENING:
@@ -103,18 +103,18 @@ class ThoughtState:
 
     @property
     def closing_token_id(self) -> int:
-        """Next token of the closing mark."""
+        """The closing mark's next token."""
         return self._thinking.close_token_ids[self._place]
 
     @property
     def may_answer(self) -> bool:
-        """Return whether the next token may be the first of the answer."""
+        """Return whether the answer may begin with the next token."""
         if self.phase is Phase.OPENING:
             return not (self._place or self._thinking.must_open)
         return self.phase in (Phase.GAP, Phase.OVER)
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; return False if the token belongs to the answer."""
+        """Advance by one token; return False if the token belongs to the answer."""
         match self.phase:
             case Phase.OPENING:
                 return self._accept_opening(token_id)
@@ -164,7 +164,7 @@ class ThoughtState:
 
 
 def _matched(mark: tuple[int, ...], num_matched: int, token_id: int) -> int:
-    """Return how many leading tokens of a mark the output ends with.
+    """Return how many leading tokens of a mark the output now ends with.
 
     Args:
         num_matched: number of matched tokens before this token.

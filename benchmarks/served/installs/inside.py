@@ -1,8 +1,8 @@
-"""Starts `baton up` in a fresh system, asks one question and prints what happened as a JSON line.
+"""Starts `baton up` in a fresh system, asks one question and prints the results as a JSON line.
 
     python inside.py MODEL COMMAND...
 
-COMMAND starts `baton`. `fresh_installs.py` runs this file in the system that it made, with Debian's
+COMMAND starts `baton`. `fresh_installs.py` runs this file inside the system, with Debian's
 interpreter.
 """
 
@@ -32,7 +32,7 @@ def main(model: str, baton: Sequence[str]) -> int:
     command = [*baton, "up", "--model", model, "--log-folder", str(LOGS)]
     command += ["--ready-timeout-s", str(READY_TIMEOUT_S)]
     if model == TOY:
-        command += ["--dtype", "float32"]  # to compare its tokens on all machines
+        command += ["--dtype", "float32"]  # so that tokens are comparable between machines
     began = time.monotonic()
     with OUTPUT.open("w", encoding="utf-8") as output:
         up = subprocess.Popen(
@@ -70,7 +70,7 @@ def main(model: str, baton: Sequence[str]) -> int:
 
 
 def ask(*, is_chat: bool) -> dict[str, object]:
-    """Send the question over HTTP, without sampling; return the answer's text and token ids."""
+    """Ask the question over HTTP, without sampling; return the answer's text and token ids."""
     model = fetch(f"{API}/models")["data"][0]["id"]
     body: dict[str, object] = {"model": model, "temperature": 0, "max_tokens": 24}
     body["return_token_ids"] = True
@@ -84,7 +84,7 @@ def ask(*, is_chat: bool) -> dict[str, object]:
 
 
 def fetch(url: str, body: object = None) -> Any:
-    """Send a request, with a JSON body if given; return the answer's JSON."""
+    """Send a request, with a JSON body if given; return the parsed answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as response:
@@ -92,14 +92,14 @@ def fetch(url: str, body: object = None) -> Any:
 
 
 def memory_mib() -> int:
-    """Return the memory of all processes of this system but this one; shared pages count once."""
+    """Return the memory of this system's processes except this one; shared pages count once."""
     kib = 0
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) in (os.getpid(), os.getppid()):
             continue
         try:
             text = (process / "smaps_rollup").read_text(encoding="ascii")
-        except OSError:  # has ended, or belongs to the kernel
+        except OSError:  # the process has ended, or belongs to the kernel
             continue
         kib += sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
     return kib // 1024

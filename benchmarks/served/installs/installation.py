@@ -1,4 +1,4 @@
-"""One fresh system: makes it, installs Baton in it as the quickstart says, and asks a question."""
+"""Fresh system: makes one, installs Baton in it by the quickstart, and asks a question."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ UNPACKED = (
     "libffi8,libgcc-s1,libgmp10,liblzma5,libncursesw6,libpcre2-8-0,libreadline8,libselinux1,"
     "libsqlite3-0,libssl3,libstdc++6,libuuid1,media-types,python3,tzdata,zlib1g"
 )
-# How to run programs for aarch64, as a package of Debian says it to the kernel.
+# Debian's setting that tells the kernel how to run programs for aarch64.
 EMULATION = "/usr/lib/binfmt.d/qemu-aarch64.conf"
-# Emulated systems show this machine's features; QEMU's own CPU for aarch64 has these and more.
+# Emulated systems would show this machine's features; QEMU's CPU for aarch64 has at least these.
 FEATURES = "fp asimd fphp asimdhp asimddp i8mm bf16"
 CPUINFO = "".join(f"processor\t: {core}\nFeatures\t: {FEATURES}\n\n" for core in (0, 1))
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -38,15 +38,15 @@ INSTALL_TIMEOUT_S, RUN_TIMEOUT_S = 1800, 1500
 
 
 class Installation:
-    """Makes one system, installs Baton in it and asks its question.
+    """Makes one system, installs Baton in it and asks a question.
 
     Args:
-        system: system to make.
-        work: empty folder for it.
-        wheels: folder of Baton's wheels.
-        torch_wheels: folder of torch's wheels for CPUs.
-        python: folder of the interpreter to copy.
-        kept: folder in which unused systems and uv's cache are kept.
+    system: system to make.
+    work: empty folder for the system.
+    wheels: folder with Baton's wheels.
+    torch_wheels: folder with torch's wheels for CPUs.
+    python: folder of the interpreter to copy.
+    kept: folder that keeps unused systems and uv's cache for later runs.
     """
 
     def __init__(
@@ -93,22 +93,22 @@ class Installation:
         return row
 
     def _make(self) -> None:
-        """Make the system's folder, or copy one that was made before."""
+        """Make the system's folder, or copy an earlier one."""
         system, root, kept = self._system, self._root, self._kept
         base = kept / f"{system.suite}-{system.debian_machine}" if kept else None
         if base is None or not base.exists():
-            # QEMU would take long to configure packages, so a foreign system's are only unpacked.
+            # QEMU would configure packages slowly, so emulated systems only unpack them.
             variant, packages = ("extract", UNPACKED) if self._is_foreign else ("minbase", PACKAGES)
             run_command([
                 "mmdebstrap", f"--variant={variant}", f"--architectures={system.debian_machine}",
-                # Mirrors may lag behind for testing's list.
+                # Mirrors can have an outdated package list of testing.
                 "--aptopt=Acquire::Check-Valid-Until false", f"--include={packages}",
                 system.suite, str(base or root),
             ])  # fmt: skip
         if base is not None:
             run_command(["cp", "--archive", "--reflink=auto", str(base), str(root)])
         for name in ("/etc/resolv.conf", "/etc/hosts", os.environ.get("PIP_CERT", "")):
-            if name and Path(name).exists():  # names and certificates of this network
+            if name and Path(name).exists():  # this network's names and certificates
                 copy = root / name.lstrip("/")
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(name, copy)
@@ -121,7 +121,7 @@ class Installation:
         shutil.copy(PROGRAM, root / "inside.py")
 
     def _trust(self, certificate: bytes) -> None:
-        """Send the system to the stand-in for PyTorch's index, and pin torch to its release."""
+        """Direct the system to the stand-in for PyTorch's index, and pin torch to its release."""
         with (self._root / "etc" / "hosts").open("a", encoding="utf-8") as hosts:
             hosts.write(f"\n{ADDRESS} {HOST}\n")
         with (self._root / CERTIFICATES.lstrip("/")).open("ab") as certificates:
@@ -129,11 +129,11 @@ class Installation:
         python = f"cp{self._system.python.replace('.', '')}"
         (wheel,) = (self._torch_wheels or Path()).glob(f"torch-*-{python}-*.whl")
         version = wheel.name.split("-")[1].partition("+")[0]
-        # The real index has PyPI's newest release, too, and pip prefers it there.
+        # The real index has PyPI's newest release, too, which pip would prefer.
         (self._root / "torch.txt").write_text(f"torch=={version}\n", encoding="utf-8")
 
     def _install(self) -> float:
-        """Run the tool's command and fetch the model; return the seconds that the command took."""
+        """Run the tool's command, and download the model; return the command's seconds."""
         system = self._system
         command, after = system.command, f"{'uv ' * (system.tool == 'uv')}pip install --no-deps"
         if system.tool == "pipx":
@@ -151,7 +151,7 @@ class Installation:
         return seconds
 
     def _install_foreign(self) -> float:
-        """Install from outside with uv, as nothing must run for that; return the seconds."""
+        """Install from outside with uv, which runs nothing in the system; return the seconds."""
         system = self._system
         (wheel,) = self._wheels.glob(f"*manylinux*_{system.machine}.whl")
         began = time.monotonic()
@@ -166,7 +166,7 @@ class Installation:
     def _run_inside(self, command: str) -> None:
         """Run a command in the system, with this machine's network.
 
-        Packages that uv fetches are kept outside of the system, unless they are the installation.
+        uv's cache lies outside of the system, unless it is part of the installation.
         """
         environment = {
             **{name: text for name, text in os.environ.items() if name.endswith("_proxy")},
@@ -190,7 +190,7 @@ class Installation:
         run_command(["unshare", "--mount", "/bin/sh", "-ec", script])
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables that commands in the system have."""
+        """Return the environment variables of commands in the system."""
         environment = {
             "PATH": "/opt/baton/bin:/usr/bin:/bin",
             "HOME": "/root",
@@ -207,7 +207,7 @@ class Installation:
         return environment
 
     def _ask(self) -> dict[str, object]:
-        """Start `baton up` in the system and ask one question; return what the program tells."""
+        """Start `baton up` in the system and ask one question; return the program's output."""
         system, root = self._system, self._root
         model, baton, python = MODEL, "baton", "/usr/bin/python3"
         environment = {**self._environment(), "UV_OFFLINE": "1"}
@@ -218,11 +218,11 @@ class Installation:
             (found,) = (root / "models").rglob("*.gguf")
             model = f"/{found.relative_to(root)}"
         if self._is_foreign:
-            # The toy model where each instruction is emulated.
+            # Emulated machines are slow, so they get the toy model.
             model, python = TOY, system.interpreter
             baton = f"{python} -m baton"
             environment |= {"PYTHONPATH": "/opt/baton/site", "BATON_NATIVE_KERNELS": system.kernels}
-            alone += ["--user", "--map-root-user"]  # with emulated programs of its own
+            alone += ["--user", "--map-root-user"]  # with its own setting for emulated programs
             (root / "mnt").mkdir(exist_ok=True)  # none of the unpacked packages has it
             (root / "cpuinfo").write_text(CPUINFO, encoding="utf-8")
             emulate = f"""
@@ -252,7 +252,7 @@ def size_of(folder: Path) -> int:
 
 
 def expected_token_ids() -> Sequence[int]:
-    """Return the token ids that the toy model gives on this machine, computed by torch."""
+    """Return the token ids that torch computes on this machine with the toy model."""
     program = f"""
 from baton.api.sampling_params import SamplingParams
 from engine import LLM

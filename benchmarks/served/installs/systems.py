@@ -1,6 +1,6 @@
-"""The fresh systems: their Debian, Python and torch, and the commands that install Baton there.
+"""Fresh systems: their Debian, Python and torch, and the commands that install Baton.
 
-The commands are those of docs/quickstart.md, read from the page.
+The commands are read from docs/quickstart.md.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 @dataclass(frozen=True)
 class System:
-    """A system to install in.
+    """System in which to install.
 
     Attributes:
         name: name for `--only`.
         suite: Debian's code name.
-        python: version of the interpreter.
-        tool: tool that installs; the quickstart has a command of each.
-        torch: where torch comes from.
-        debian_machine: Debian's name of the machine type; a foreign one is emulated by QEMU.
-        more: further requirements.
+    python: version of the interpreter.
+    tool: installer; the quickstart has a command for each.
+    torch: index of torch.
+    debian_machine: Debian's name of the machine type; QEMU emulates foreign ones.
+    more: additional requirements.
         kernels: value of `BATON_NATIVE_KERNELS`.
-        is_copied: whether the interpreter is copied from this machine; otherwise it is Debian's.
+        is_copied: whether the interpreter is copied from this machine; else Debian's is used.
     """
 
     name: str
@@ -47,7 +47,7 @@ class System:
 
     @property
     def machine(self) -> str:
-        """Return the machine type as Python names it."""
+        """Return Python's name of the machine type."""
         return _MACHINES[self.debian_machine]
 
     @property
@@ -57,13 +57,13 @@ class System:
 
     @property
     def command(self) -> str:
-        """Return the quickstart's command for the tool, without its index if torch is PyPI's."""
+        """Return the quickstart's command for the tool, without an index if torch is PyPI's."""
         command = documented_commands()[self.tool]
         return command if self.torch == CPU_BUILD else _CPU_INDEX.sub("", command)
 
 
 def documented_commands() -> dict[str, str]:
-    """Return the commands of the quickstart that install Baton, by tool."""
+    """Return the quickstart's commands that install Baton, by tool."""
     found = _COMMANDS.search(PAGE.read_text(encoding="utf-8"))
     assert found is not None, f"{PAGE}: no commands that install"
     lines = [line.partition("  #")[0].strip() for line in found[1].splitlines()]
@@ -71,7 +71,7 @@ def documented_commands() -> dict[str, str]:
 
 
 def _emulated(kernels: str) -> System:
-    # The last release whose package for this machine type is built for CPUs alone.
+    # The last release whose package for this machine type is built for CPUs only.
     torch = ("torch==2.9.1",)
     name = f"debian12-python3.11-{kernels}"
     return System(

@@ -1,7 +1,7 @@
-"""A stand-in for PyTorch's index of CPU builds: serves wheels of a folder under the index's name.
+"""Stand-in for PyTorch's index of CPU builds: serves local wheels under the index's name.
 
-Systems reach the stand-in through their hosts file and trust its certificate. So commands that name
-PyTorch's index run as they are written, also where that index cannot be reached.
+Systems find the stand-in through their hosts file and trust its certificate. So commands that name
+PyTorch's index run unchanged, even if that index cannot be reached.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from baton.access.dev_certificates import DevCA, Holder
 
 HOST = "download.pytorch.org"
-ADDRESS = "127.0.0.77"  # on loopback, like every address that begins with 127
+ADDRESS = "127.0.0.77"  # a loopback address
 PREFIX = "/whl/cpu"
 
 
 @contextlib.contextmanager
 def torch_index(wheels: Path) -> Iterator[bytes]:
-    """Serve a folder's wheels meanwhile; yield the PEM of the certificate to trust.
+    """Serve a folder's wheels inside the block; yield the PEM of the certificate to trust.
 
     Raises OSError if port 443 cannot be bound.
     """
@@ -51,14 +51,14 @@ def torch_index(wheels: Path) -> Iterator[bytes]:
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Answers with a project's page of links, or with a wheel."""
+    """Answers with a page of links to a project's wheels, or with a wheel."""
 
     def __init__(self, wheels: Path, *arguments: Any) -> None:
         self._wheels = wheels
         super().__init__(*arguments, directory=str(wheels))
 
     def translate_path(self, path: str) -> str:
-        """Return the wheel's file, which has no folders."""
+        """Return the path of a wheel, which lies in no subfolder."""
         return super().translate_path(f"/{path.rpartition('/')[2]}")
 
     def do_GET(self) -> None:

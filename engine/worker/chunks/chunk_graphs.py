@@ -1,8 +1,8 @@
 """CUDA graphs of steps with prompts: one per layer, so that a layer's KV can be sent early.
 
 For a few hundred tokens, launching a layer's kernels from Python takes longer than running them.
-The launches of such a step depend only on its size, provided that attention finds its tiles at a
-fixed place. So a step is padded to the next captured size::
+The launches of a step depend only on its size if attention finds its tiles at a fixed place. So a
+step is padded to the next captured size::
 
     embedding, layer 0 | layer 1 | ... | layer n - 1 | last norm
                        ^         ^     ^             ^ callbacks: a layer's KV can go to peers
@@ -29,12 +29,12 @@ from engine.worker.inputs.prepared_step import ModelInput
 from models.base import ForwardContext
 from models.parallel.group import Ranks
 
-# Captures a body in pieces. The body, which may run several times, calls its argument between two
-# pieces. Returns one function per piece that repeats the piece; call these in order.
+# Captures a body in pieces: the body, which may run several times, calls its argument between
+# pieces. Returns one function per piece, which repeats it; call these in order.
 CapturePieces = Callable[[Callable[[Callable[[], None]], None]], Sequence[Callable[[], None]]]
 
-LEAST_SIZE = 128  # tokens; fewer take a GPU equally long
-MAX_NUM_REQUESTS = 16  # each takes a tile at least, and a spare tile costs time
+LEAST_SIZE = 128  # tokens; a GPU takes as long for fewer
+MAX_NUM_REQUESTS = 16  # each request takes at least one tile, and a spare tile costs time
 
 
 def chunk_sizes(most: int) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ def chunk_sizes(most: int) -> tuple[int, ...]:
 def reason_against_chunks(
     config: EngineConfig, device: torch.device, backend_names: BackendNames, ranks: Ranks
 ) -> str | None:
-    """Return why steps with prompts are not captured, as a phrase for the log; None: they are."""
+    """Return why steps with prompts cannot be captured, as a phrase for the log; None: they can."""
     if not config.cuda_graph_max_chunk:
         return "switched off"
     if ranks.everyone.size > 1:
@@ -56,10 +56,10 @@ def reason_against_chunks(
 
 
 class CapturedAttention(Protocol):
-    """An attention backend whose steps can be captured before their requests are known."""
+    """An attention backend that can capture steps before their requests are known."""
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
-        """Plan a step whose lengths are given before each replay."""
+        """Plan a step whose lengths `fill_captured` gives before each replay."""
         ...
 
     def fill_captured(
@@ -71,7 +71,7 @@ class CapturedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A captured size: its pieces, and the layer that ends each piece except the last."""
+    """A captured size: its pieces, and the last layer of each piece but the last."""
 
     pieces: Sequence[Callable[[], None]]
     layers: Sequence[int]
@@ -101,7 +101,7 @@ class ChunkGraphs:
         return [cast("CapturedAttention", backend) for backend in self._context.backends]
 
     def capture(self, size: int) -> None:
-        """Capture a size; larger ones first, as smaller ones reuse their memory."""
+        """Capture a size; call with larger sizes first, as smaller ones reuse their memory."""
         inputs, context = self._inputs, self._context
         metadata = inputs.metadata(size)
         backends = cast("Sequence[AttentionBackend]", context.backends)

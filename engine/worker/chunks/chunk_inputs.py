@@ -1,6 +1,6 @@
 """ChunkInputs: the device tensors that captured chunks read; copies a step into them.
 
-A step with fewer tokens than captured ends in padding: stale tokens without a slot, in no tile.
+The captured size beyond a step's tokens is padding: stale tokens, without a slot or a tile.
 Refuses to know: graphs, how a step's tensors were made.
 """
 
@@ -18,7 +18,7 @@ _NO_SLOT = -1
 
 
 class ChunkInputs:
-    """Static inputs of all captured sizes; smaller ones are views of the largest one's.
+    """Static inputs of all captured sizes; those of smaller sizes are views of the largest's.
 
     Args:
         sizes: captured numbers of tokens, ascending.
@@ -54,7 +54,7 @@ class ChunkInputs:
         self._block_tables = [
             zeros(max_num_requests, max_blocks, dtype=torch.int32) for _ in range(num_groups)
         ]
-        for slot_mapping in self._slot_mappings:  # capturing also computes the step
+        for slot_mapping in self._slot_mappings:  # capturing also computes
             slot_mapping.fill_(_NO_SLOT)
 
     def size_for(self, inputs: ModelInput) -> int | None:
@@ -76,7 +76,7 @@ class ChunkInputs:
             step = inputs.groups[group]
             assert isinstance(step, AttentionMetadata)
             num_requests, num_blocks = step.block_table.shape
-            if not group:  # groups share lengths
+            if not group:  # groups have equal lengths
                 to += [self._query_start_loc[: num_requests + 1], self._seq_lens[:num_requests]]
                 source += [step.query_start_loc, step.seq_lens]
             to += [slots[:num_tokens], table[:num_requests, :num_blocks]]

@@ -1,4 +1,4 @@
-"""Drafting: what a model runner needs of a drafter, and the part of a step that a drafter reads."""
+"""Drafting: a model runner's interface to a drafter; DraftingStep: its input."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ Sampled = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class DraftingStep:
-    """The part of a step's plan that a drafter reads, by request, in the order of the plan.
+    """The part of a step's plan that a drafter reads; requests are in the plan's order.
 
-    All values are copied when the step is prepared. A later plan may assign rows to other requests
-    before this step has been computed.
+    All values are copies, made when the step is prepared: a later plan may assign its rows to other
+    requests before this step has been computed.
 
     Attributes:
-        num_drafts: number of drafts to make behind each request's last sampled token.
-        new_rows: rows that belonged to another request before.
+        num_drafts: number of drafts to make after each request's last sampled token.
+        new_rows: rows that the plan has assigned to other requests.
         request_ids: ids of the requests.
         rows, starts, num_tokens, num_known: `[num_requests]`; see `StepPlan.shares`.
         token_ids: computed tokens of all requests; see `StepPlan`.
         behind: `[num_requests]`; see `StepPlan`.
         parameters: `[num_requests]` of `PARAMETERS`.
         block_tables: one per KV cache group, `[num_requests, max_blocks]`.
-        num_held: `[num_requests]`, tokens that the blocks have room for.
-        undrafted: rows of requests that are not drafted for, hence not read.
-        is_silent: whether every request computes just its last known token and no drafts are
-            wanted; values that only drafting needs (parameters, block tables, room) are left out.
+        num_held: `[num_requests]`, number of tokens that the blocks have room for.
+        undrafted: rows of requests that the drafter neither reads nor drafts for.
+        is_silent: whether no drafts are wanted and every request computes just its last known
+            token; values for drafting (parameters, block tables, room) are then missing.
     """
 
     num_drafts: int
@@ -68,7 +68,7 @@ FOR_NOBODY = DraftingStep(
 
 
 class Drafting(Protocol):
-    """Makes drafts behind a step, once the step is computed and its tokens are known.
+    """Makes drafts after a step, once the step is computed and its tokens are known.
 
     Attributes:
         chooser: samples the drafts.
@@ -83,11 +83,11 @@ class Drafting(Protocol):
         sampled: Sampled,
         after_layer: Callable[[int], None] | None = None,
     ) -> Drafts:
-        """Return drafts behind the sampled tokens of a step, by request id.
+        """Return drafts after the sampled tokens of a step, by request id.
 
         Args:
-            states: `[num_tokens, ...]`, the states of the model that the drafter reads, of all
-                computed tokens.
+            states: `[num_tokens, ...]`, states of all computed tokens, from the layers that the
+                drafter reads.
             sampled: the step's sampled tokens, by request id
                 (`ModelRunnerOutput.sampled_token_ids`).
             after_layer: called with the number of each layer of the drafter once its KV is written.
@@ -95,15 +95,15 @@ class Drafting(Protocol):
 
 
 class DraftChooser:
-    """Samples drafts, and remembers their distributions if rejection sampling needs these.
+    """Samples drafts, and keeps their distributions if rejection sampling needs them.
 
-    Penalties and grammars are ignored: where they change the result, the draft is wrong.
+    Penalties and grammars are ignored: drafts that they forbid turn out wrong.
 
     Args:
         rejects: whether drafts are accepted by rejection sampling (`engine/sampling/rejection.py`).
             If so, drafts are sampled with their own noise. If not, drafts are sampled with the
-            noise of their positions' tokens: a draft equals its token if the two distributions are
-            close enough.
+            noise of the tokens at their positions: a draft equals its token if both distributions
+            are close enough.
     """
 
     def __init__(self, *, rejects: bool = False) -> None:
@@ -128,7 +128,7 @@ class DraftChooser:
         """
         token_ids: list[int]
         if not parameters["temperature"].any():
-            # No randomness is needed; numpy on the host takes a fraction of torch's time.
+            # Greedy: on the host, numpy takes a fraction of torch's time.
             host = logits.float().cpu().numpy()
             token_ids = host.argmax(axis=-1).tolist()
         else:
@@ -136,7 +136,7 @@ class DraftChooser:
             keys = counter_words(parameters["seed"], places)
             if self._rejects:
                 keys = salted(keys, DRAFT)
-            # NaN logits give an arbitrary draft, which the model will not accept.
+            # NaN logits give an arbitrary draft, which the model will reject.
             token_ids = choose(logits.float(), parameters, keys).clip(min=0).tolist()
         if self._rejects:
             drawn_from = probabilities(logits.float(), parameters)
@@ -148,7 +148,7 @@ class DraftChooser:
     def pop_distributions(self, step: DraftingStep) -> dict[int, Floats]:
         """Return the distributions of a step's drafts, by index of the sampled token.
 
-        Drafts that another node made are left out, as their distributions are unknown.
+        Drafts of another node are left out, as their distributions are unknown.
         """
         found: dict[int, Floats] = {}
         offset = sampled = 0
@@ -166,15 +166,15 @@ class DraftChooser:
         return found
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Drop the drafts of rows that now belong to other requests."""
+        """Drop the drafts of rows that have been assigned to other requests."""
         for row in rows:
             self._drawn.pop(row, None)
 
 
 def accepted_end(step: DraftingStep, index: int, sampled: Sampled) -> int:
-    """Return the position behind a request's computed tokens that are right.
+    """Return the position after the request's last computed token that is right.
 
-    If the request samples, this is the position of its newest token, which is not computed yet.
+    If the request samples, its newest token, not computed yet, has this position.
     """
     token_ids = sampled.get(step.request_ids[index])
     if token_ids is None:

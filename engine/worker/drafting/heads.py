@@ -1,4 +1,4 @@
-"""HeadsDrafting: makes each draft with a separate head over one state. Keeps no KV."""
+"""HeadsDrafting: makes each draft with a separate head over the same state. No KV."""
 
 from __future__ import annotations
 

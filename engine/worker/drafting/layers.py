@@ -1,15 +1,15 @@
 """LayersDrafting: makes drafts one by one, with a drafter that has its own KV.
 
-The drafter's KV lies in the requests' blocks, beside the model's, and keeps up with it:
+The drafter's KV lies in the requests' blocks, after the model's, and keeps up with it:
 
     model      computes   t0 t1 t2 | t3           step: samples t4
     drafter    reads      t0 t1 t2 | t3 t4        then t4 -> draft 1 -> draft 2 ...
     or, for a drafter that continues from the model's states (h):
                reads      h0+t1 h1+t2 | h2+t3 h3+t4   then -> draft 1 -> draft 2 ...
 
-KV written for drafts is overwritten once the right tokens are known. Prompts are read in the step
-that computes them, so that their KV is complete when it travels or is cached. Tokens of outputs
-are read later, when the drafter makes drafts again.
+KV of wrong drafts is overwritten once the right tokens are known. Prompts are read in the step that
+computes them, so that their KV is complete when it is sent or cached. Output tokens are read later,
+when the drafter makes drafts again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.worker.drafting.base import DraftChooser, DraftingStep, Drafts, Samp
 from engine.worker.drafting.passes import MANY_TOKENS, Passes
 from models.drafters.base import GreedyDrafter, LayersDrafter
 
-# Most unread tokens of an output, whose states take memory. Older ones are skipped, which only
+# Most unread tokens of an output, as their states take memory. Older ones are skipped, which only
 # makes drafts worse.
 MAX_UNREAD = 256
 
@@ -37,10 +37,9 @@ class _Row:
 
     Attributes:
         position: position of the next token to read.
-        token_ids: unread tokens from that position on.
-        states: the states of these tokens, if the drafter reads states: tensors `[n, ...]` in
-            order.
-        drafts: drafts read behind ``position``, whose KV is in the cache.
+        token_ids: unread tokens, from ``position`` on.
+        states: these tokens' states, if the drafter reads states: tensors `[n, ...]` in order.
+        drafts: drafts that the drafter has read after ``position``; their KV is in the cache.
     """
 
     position: int
@@ -59,9 +58,9 @@ class LayersDrafting:
         max_model_len: most tokens of one request.
         chooser: samples the drafts.
         read_states: returns states between the model's layers in the latest step, if the drafter
-            needs those; None: it uses the states after the last norm.
-        greedy: the drafter, if it has a fast way to make greedy drafts for one request; None: it
-            has none, or drafts are accepted by rejection sampling.
+            reads these; None: it reads the states after the last norm.
+        greedy: the drafter, if one call can make a request's greedy drafts; None: it cannot, or
+            drafts are accepted by rejection sampling.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class LayersDrafting:
         self._shift = int(drafter.reads_states)
         self._greedy = greedy
         self._rows: dict[int, _Row] = {}
-        # Steps that are read only once drafts are wanted again.
+        # Steps to read later, when drafts are wanted again.
         self._unseen: deque[tuple[DraftingStep, Tensor, Sampled]] = deque(maxlen=MAX_UNREAD)
 
     def after_step(
@@ -115,10 +114,10 @@ class LayersDrafting:
     def _note(
         self, step: DraftingStep, states: Tensor, sampled: Sampled, gone: Set[int] = frozenset()
     ) -> list[int]:
-        """Note what a step made known; return the requests to read now.
+        """Note the tokens of a step; return the requests to read now.
 
         Args:
-            gone: rows that now belong to another request.
+            gone: rows that have been assigned to other requests.
         """
         offset, wanted = 0, []
         for index, row_number in enumerate(step.rows):
@@ -145,21 +144,21 @@ class LayersDrafting:
     def _extend(
         self, row: _Row, start: int, end: int, known: Sequence[int], states: Tensor
     ) -> None:
-        """Append a step's tokens and states to the unread ones.
+        """Append a step's tokens and states to the unread tokens.
 
         Args:
             known: tokens of positions ``start`` to ``end``. The last one is missing if the request
-                sampled no token and the drafter does not read states.
+                sampled no token and the drafter reads no states.
             states: states of the positions from ``start`` on.
         """
         shift = self._shift
         next_position = row.position + len(row.token_ids)
-        if start > next_position:  # some steps were not noted
+        if start > next_position:  # the steps between were not noted
             row.token_ids.clear()
             row.states.clear()
             row.drafts = []
             row.position = next_position = start + 1 - shift
-        if row.drafts:  # some drafts that were read turned out right
+        if row.drafts:  # the drafter has read some of these tokens as drafts
             num_right = 0
             for token_id, draft in zip(known[next_position - start :], row.drafts, strict=False):
                 if token_id != draft:
@@ -175,7 +174,7 @@ class LayersDrafting:
             self._skip(row)
 
     def _skip(self, row: _Row) -> None:
-        """Skip the oldest unread token."""
+        """Skip the oldest unread token of a request."""
         row.token_ids.popleft()
         row.position += 1
         if self._shift:
@@ -186,9 +185,9 @@ class LayersDrafting:
     # ------------------------------------------------------------------ passes
 
     def _draft(self, step: DraftingStep, wanted: list[int], sampled: Sampled) -> Drafts:
-        """Read all unread tokens, and make drafts behind them."""
+        """Read all unread tokens, and make drafts after them."""
         rows = [self._rows[step.rows[index]] for index in wanted]
-        # The newest token has no KV yet, and may have no block either.
+        # The newest token has no KV yet, and maybe no block either.
         lens = [
             min(len(row.token_ids), step.num_held[index] - row.position, self._room(row))
             for index, row in zip(wanted, rows, strict=True)
@@ -208,7 +207,7 @@ class LayersDrafting:
             for place, index in enumerate(wanted)
             if step.num_drafts
             and step.request_ids[index] in sampled
-            and not rows[place].token_ids  # nothing is unread
+            and not rows[place].token_ids  # all tokens are read
         ]
         if not going:
             return {}
@@ -223,7 +222,7 @@ class LayersDrafting:
     def _may_draft_greedily(
         self, step: DraftingStep, index: int, row: _Row, num_unread: int, sampled: Sampled
     ) -> bool:
-        """Return whether one call can make all drafts of a request, without randomness."""
+        """Return whether one call can make all drafts of a request, greedily."""
         end = row.position + num_unread + step.num_drafts - 1
         return (
             self._greedy is not None
@@ -235,7 +234,7 @@ class LayersDrafting:
         )
 
     def _draft_greedily(self, step: DraftingStep, index: int, row: _Row, num_unread: int) -> Drafts:
-        """Make drafts of one request in one call, as many small calls are slow in Python."""
+        """Make a request's drafts in one call, as many small calls are slow in Python."""
         assert self._greedy is not None
         context = self._passes.in_a_row(
             step.block_tables, index, row.position, num_unread, step.num_drafts
@@ -274,12 +273,12 @@ class LayersDrafting:
     def _go_on(
         self, step: DraftingStep, wanted: list[int], rows: list[_Row], hidden: Tensor
     ) -> Drafts:
-        """Make drafts one after the other; each is read for the next."""
+        """Make drafts one after the other; the drafter reads each to make the next."""
         drafts: list[list[int]] = [[] for _ in wanted]
         going = list(range(len(wanted)))
         for num_done in range(step.num_drafts):
             logits = self._drafter.compute_logits(hidden)
-            # The first draft follows the newest token, which is the last one read.
+            # The first draft follows the newest token, which was read last.
             positions = np.array([rows[p].position + self._shift + num_done for p in going])
             indices = [wanted[p] for p in going]
             token_ids = self.chooser.choose(

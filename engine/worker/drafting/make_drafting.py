@@ -35,7 +35,7 @@ def load_drafter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AnyDrafter | None:
-    """Load the drafter that the options name; None: no drafter with weights.
+    """Load the drafter that the options name; None: they name none with weights.
 
     Raises:
         ModelLoadError: its folder is missing, incomplete or unsupported.
@@ -51,7 +51,7 @@ def load_drafter(
         model=model,
         dtype=dtype,
         device=device,
-        # Drafts change no token, as batch_invariant refuses rejection sampling.
+        # Without rejection sampling, drafts change no token.
         packer=choose_packer(replace(config, batch_invariant=False), device, dtype),
         ops=choose_ops(config, device),
         max_model_len=config.max_model_len,
@@ -60,7 +60,7 @@ def load_drafter(
 
 
 def fit_num_drafts(config: EngineConfig, drafter: AnyDrafter | None) -> EngineConfig:
-    """Limit drafts to the number of heads; raises ConfigError if a user asked for more."""
+    """Limit drafts to the number of heads; raises ConfigError if the user asked for more."""
     num_heads = getattr(drafter, "num_heads", None)
     if num_heads is None:
         return config
@@ -73,7 +73,7 @@ def fit_num_drafts(config: EngineConfig, drafter: AnyDrafter | None) -> EngineCo
 
 
 def layers_of(drafter: AnyDrafter | None) -> tuple[LayerKV, ...]:
-    """Return what the layers of a drafter keep of earlier tokens."""
+    """Return what a drafter's layers keep of earlier tokens."""
     return () if drafter is None else tuple(getattr(drafter, "kv_layers", ()))
 
 

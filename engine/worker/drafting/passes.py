@@ -1,8 +1,8 @@
 """Passes: makes the forward contexts in which a drafter computes tokens of some requests.
 
 A pass with few tokens per request becomes a decode step: each token counts as a request with the
-same blocks. This works, as each layer writes the KV of all tokens before it reads any. On a CPU,
-such a step can be replayed from a tape.
+same blocks, as each layer writes the KV of all tokens before it reads any. On a CPU, a tape can
+replay such a step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from engine.worker.drafting.base import Ints
 from models.base import ForwardContext, LayerCache
 
-MANY_TOKENS = 33  # tokens of a request in a pass; more than any number of drafts
-_MOST_ROWS = 64  # most rows of a pass that becomes a decode step, without prompts
+MANY_TOKENS = 33  # a request's tokens in a large pass; more than any number of drafts
+_MOST_ROWS = 64  # most rows of a pass without prompts that becomes a decode step
 
 
 class Passes:
@@ -54,7 +54,7 @@ class Passes:
         starts: Sequence[int],
         lens: Sequence[int],
     ) -> ForwardContext:
-        """Describe a pass that computes tokens from ``starts`` on, at least one of each request.
+        """Describe a pass that computes tokens from ``starts`` on, at least one per request.
 
         Args:
             block_tables: one per group, `[num_requests, max_blocks]`.
@@ -116,13 +116,13 @@ class Passes:
         num_tokens: int,
         num_passes: int,
     ) -> ForwardContext:
-        """Describe passes over one request: first ``num_tokens`` tokens, then one token per pass.
+        """Describe passes over one request: ``num_tokens`` tokens, then one token per pass.
 
         Args:
             block_tables: one per group, `[num_requests, max_blocks]`.
             request: the request's row of the block tables.
             start: position of the first token.
-            num_tokens: tokens of the first pass, each of which counts as a request.
+            num_tokens: tokens of the first pass, each as a separate request.
             num_passes: number of passes; each has its own groups in the result, in order.
         """
         total = num_tokens + num_passes - 1

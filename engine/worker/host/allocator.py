@@ -11,15 +11,15 @@ import mmap
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # parameters of mallopt(3)
 _HUGE_PAGE = 2**21
 KEPT_BYTES = 2**30
-_ROOM = KEPT_BYTES // 2  # larger free space would be given back
+_ROOM = KEPT_BYTES // 2  # glibc gives back larger free space
 
 
 def keep_freed_memory() -> bool:
     """Keep freed memory in the process, and get new memory in huge pages.
 
-    By default, activations of some MiB are given back after each layer and come as new pages. The
-    kernel clears these, which takes a tenth of some prompts' time. Up to `KEPT_BYTES` of free
-    memory at the heap's end are kept. Has no effect with other C libraries (musl, macOS).
+    By default, glibc gives back activations of some MiB after each layer and gets new pages for the
+    next. The kernel clears these, which takes a tenth of some prompts' time. Up to `KEPT_BYTES` of
+    free memory at the heap's end are kept. Has no effect with other C libraries (musl, macOS).
 
     Returns:
         Whether the allocator could be set up.
@@ -32,17 +32,16 @@ def keep_freed_memory() -> bool:
     malloc.restype = ctypes.c_void_p
     malloc.argtypes, free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    # One heap for all threads: heaps per thread hold little and are given back once empty.
+    # One heap for all threads: a thread's own heap holds little and is given back once empty.
     for option, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, KEPT_BYTES)):
         if not mallopt(option, value):
             return False
-    # The heap grows by this much address space and keeps it. Memory that was never written takes no
-    # pages.
+    # Reserve this much address space at the heap's end; memory never written takes no pages.
     room = malloc(_ROOM)
     if not room:
         return False
     begin = -(-room // _HUGE_PAGE) * _HUGE_PAGE
     end = (room + _ROOM) // mmap.PAGESIZE * mmap.PAGESIZE
-    madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # only advice to the kernel
+    madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # only advice: may fail
     free(room)
     return True

@@ -1,4 +1,4 @@
-"""Cores of this process: number of computing threads, and where they may run.
+"""Cores of this process: how many threads compute, and where they may run.
 
 Refuses to know: the computation.
 """
@@ -18,7 +18,7 @@ from baton.kv.manifest import shard
 
 
 def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
-    """Pin this thread and those it starts, and set the number of computing threads.
+    """Pin this thread and later ones it starts, and set the number of computing threads.
 
     Args:
         config: options of all ranks together.
@@ -38,7 +38,7 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
             os.sched_setaffinity(0, cores)
         except (OSError, AttributeError) as error:
             raise ConfigError(f"cpu_list: {config.cpu_list!r} cannot be used: {error}") from error
-        if os.sched_getaffinity(0) != cores:  # the kernel silently drops missing cores
+        if os.sched_getaffinity(0) != cores:  # the kernel ignores missing cores silently
             allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(f"cpu_list: must be among {allowed}, got {config.cpu_list!r}")
     num_threads = config.num_threads or len(cores)
@@ -49,15 +49,15 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
 
 
 def allowed_cores() -> frozenset[int]:
-    """Return where this thread may run; empty: the machine does not say."""
+    """Return the cores where this thread may run; empty: the machine does not say."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
 
 
 def cores_of_rank(config: EngineConfig, rank: int) -> frozenset[int]:
-    """Return a rank's share of the allowed cores, if no option sets the cores.
+    """Return a rank's share of the allowed cores.
 
     Separate cores keep ranks that wait for each other from sharing one. Empty if there are fewer
-    cores than ranks, or if the option is set.
+    cores than ranks, or if an option sets the cores.
     """
     allowed = allowed_cores()
     if config.cpu_list or len(allowed) < config.num_ranks:
@@ -86,7 +86,7 @@ def on_cores(cores: frozenset[int]) -> Iterator[None]:
 
 
 def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) -> frozenset[int]:
-    """Return the cores of a rank: of one NUMA node, or of several if there are fewer ranks.
+    """Return a rank's cores: one NUMA node's, or several nodes' if there are fewer ranks.
 
     Ranks on one node divide its cores, if there are enough. Empty: the machine has no NUMA nodes.
     """
@@ -99,7 +99,7 @@ def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) ->
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
-    """Return the cores that this process may use, of each NUMA node, in order."""
+    """Return the cores that this process may use, by NUMA node."""
     allowed = os.sched_getaffinity(0)
     files = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
     found = [parse_cpu_list(path.read_text(encoding="ascii").strip()) & allowed for path in files]

@@ -1,4 +1,4 @@
-"""Host memory: how much this process may use, and the peak of a call. Linux.
+"""Host memory: how much this process may use, and the peak during a call. Linux.
 
 Refuses to know: models, caches, devices other than the CPU.
 """
@@ -46,7 +46,7 @@ def read_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory
         if limit is None or used is None:
             continue
         statistics = _named_numbers(group / "memory.stat")
-        # The kernel drops inactive file pages before it kills a process.
+        # The kernel can drop inactive file pages, so they are available.
         reclaimable = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
         total = min(total, limit)
         available = min(available, max(limit - used + reclaimable, 0))
@@ -54,9 +54,9 @@ def read_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory
 
 
 def peak_growth(call: Callable[[], None], proc: Path = _PROC) -> int:
-    """Run ``call``, and return the most bytes by which the resident set grew meanwhile.
+    """Run ``call``; return the most bytes by which the resident set grew during the call.
 
-    The kernel's peak of the resident set is reset before (proc_pid_clear_refs(5)). Where that is
+    The kernel's peak of the resident set is reset first (proc_pid_clear_refs(5)). If that is
     forbidden, the peak counts from the process's start, and the result is an upper bound.
 
     Args:
@@ -86,7 +86,7 @@ def _memory_groups(proc: Path, cgroups: Path) -> Iterator[Path]:
         if controllers and "memory" not in controllers.split(","):
             continue
         mount = cgroups / "memory" if controllers else cgroups
-        # In a container, the path may be the host's, with only the mount itself visible.
+        # In a container, the path may be the host's, while only the mount is visible.
         group = mount / path.strip("/")
         yield group
         while group != mount:
@@ -105,7 +105,7 @@ def _named_numbers(path: Path) -> dict[str, int]:
 
 
 def _first_number(folder: Path, *names: str) -> int | None:
-    """Return the number in the first file that holds one; ``max`` is no number."""
+    """Return the number in the first file that has one; ``max`` is no number."""
     for name in names:
         try:
             text = (folder / name).read_text(encoding="utf-8").strip()

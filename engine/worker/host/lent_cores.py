@@ -1,13 +1,13 @@
 """Idle cores of a node, lent to other nodes on the machine.
 
-    0-7.busy    in a shared folder: locked by the owner of the cores while it has work. Its first
-                byte is 1 meanwhile, its second one while the borrower computes on the cores
-    0-7.lent    locked by the node that computes on the cores meanwhile
+    0-7.busy    in a shared folder: locked by the cores' owner while it has work. Byte 0 is 1
+                while the owner has work, byte 1 while the borrower computes on the cores
+    0-7.lent    locked by the node that borrows the cores
 
-The borrower reads the first byte before each part of a step that threads divide, and leaves the
-cores when it is set. An owner with new work waits until such a part has ended, which takes some
-milliseconds. Otherwise a thread on the borrowed core may get no turn for a second, where Linux
-divides cores between sessions. Locks end with their process, so a dead node leaves none.
+The borrower reads byte 0 before each part of a step that threads divide, and leaves the cores when
+it is 1. An owner with new work waits until such a part has ended, some milliseconds: otherwise,
+where Linux divides cores between sessions, a thread on the borrowed core may get no turn for a
+second. Locks end with their process, so a dead node leaves none.
 
 Refuses to know: the computation, nodes.
 """
@@ -35,8 +35,8 @@ from baton_kernels.native.ops import NativeOps
 logger = logging.getLogger(__name__)
 
 _BUSY, _LENT = ".busy", ".lent"
-_IS_BUSY, _IS_USED = 0, 1  # bytes of the file
-# Threads of the kernels keep addresses of these bytes, so no mapping may end before the process.
+_IS_BUSY, _IS_USED = 0, 1  # indices of the file's bytes
+# Kernel threads keep addresses of these bytes, so mappings last as long as the process.
 _MAPPED: list[ctypes.Array[ctypes.c_int8]] = []
 _MOST_SHARES = 64  # MOST_LENDERS in team.c
 _LONGEST_WAIT_S = 0.02
@@ -48,12 +48,12 @@ AfterLayer = Callable[[int], None]
 class LentCores:
     """One node's part: its own cores, and other nodes' cores that it borrows.
 
-    Used by the thread that computes, whose number of threads it sets. Its own cores are
-    lent until the first `borrow`.
+    Used by the computing thread, whose number of threads it sets. The node's cores are lent until
+    the first `borrow`.
 
     Args:
         folder: the machine's folder of locks, which must exist.
-        own: the node's cores, also the name of their locks, such as ``0-7``.
+        own: list of the node's cores, such as ``0-7``; also the name of their locks.
         ops: native kernels that place threads.
 
     Raises OSError when the folder cannot be written to.
@@ -73,11 +73,11 @@ class LentCores:
         self._borrowed: list[_Share] = []
 
     def borrow(self) -> None:
-        """Mark this node's cores as busy, and compute on the cores of idle nodes as well."""
+        """Mark this node's cores as busy, and compute on idle nodes' cores as well."""
         if not self._is_busy:
             give_up_at = time.monotonic() + _LONGEST_LOCK_S
             while not (is_locked := _lock(self._busy)) and time.monotonic() < give_up_at:
-                pass  # another node checks the lock, for microseconds
+                pass  # another node tests the lock, for microseconds
             self._is_busy = is_locked
             self._bytes[_IS_BUSY] = 1
             self._wait_for_borrower()
@@ -90,7 +90,7 @@ class LentCores:
         self._use(kept + list(itertools.islice((one for one in new if one.borrow()), num_more)))
 
     def rest(self) -> None:
-        """Lend this node's cores, as there is nothing to compute; give back borrowed cores."""
+        """Lend this node's cores while there is nothing to compute; give back borrowed cores."""
         self._use([])
         if self._is_busy:
             self._bytes[_IS_BUSY] = 0
@@ -105,7 +105,7 @@ class LentCores:
         return False
 
     def between_layers(self, after_layer: AfterLayer | None) -> AfterLayer:
-        """Return a callback for after each layer: calls `borrow`, then ``after_layer``."""
+        """Return a callback after layers: calls `borrow`, then ``after_layer``."""
 
         def borrow_too(layer: int) -> None:
             self.borrow()
@@ -124,22 +124,22 @@ class LentCores:
         self._others.clear()
 
     def _wait_for_borrower(self) -> None:
-        """Wait until no other node computes on the own cores, but not for long."""
+        """Wait a limited time until no other node computes on this node's cores."""
         give_up_at = time.monotonic() + _LONGEST_WAIT_S
         while self._bytes[_IS_USED] and time.monotonic() < give_up_at:
-            if not self.are_taken():  # the borrower died while it computed
+            if not self.are_taken():  # the borrower died while computing
                 self._bytes[_IS_USED] = 0
             time.sleep(_POLL_S)
 
     def _use(self, shares: list[_Share]) -> None:
-        """Compute on these cores and on this node's own cores from now on."""
+        """Compute on these and on this node's own cores from now on."""
         if shares == self._borrowed:
             return
         for share in self._borrowed:
             if share not in shares:
                 share.give_back()
         self._borrowed = shares
-        self._ops.watch_lenders(self._num_own_threads, [])  # all threads have to be placed
+        self._ops.watch_lenders(self._num_own_threads, [])  # until all threads have been placed
         lent = frozenset[int]().union(*(share.cores for share in shares))
         if lent and not self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent):
             logger.warning("may not run on borrowed cores: computing on its own cores only")
@@ -172,10 +172,10 @@ class LentCores:
 
 
 class _Share:
-    """Another node's cores.
+    """Another node's cores, which this node may borrow.
 
     Attributes:
-        address: address of the bytes in the file of the owner's lock.
+        address: address of the two bytes of the owner's file.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -190,10 +190,10 @@ class _Share:
         self.address = ctypes.addressof(self._bytes)
 
     def is_busy(self) -> bool:
-        """Return whether the owner of the cores computes."""
+        """Return whether the owner of the cores has work."""
         if not _lock(self._busy, fcntl.LOCK_SH):
             return True
-        self._bytes[_IS_BUSY] = 0  # an owner that died while it computed has left 1
+        self._bytes[_IS_BUSY] = 0  # reset: an owner that died left 1
         fcntl.flock(self._busy, fcntl.LOCK_UN)
         return False
 
@@ -235,14 +235,14 @@ def _open(path: Path) -> int:
 
 def _map_bytes(descriptor: int) -> ctypes.Array[ctypes.c_int8]:
     """Return the two bytes of a file, shared with all processes that map the file."""
-    os.posix_fallocate(descriptor, 0, 2)  # a hole would need a page when it is written
+    os.posix_fallocate(descriptor, 0, 2)  # a hole in the file would need a page on the first write
     mapped = (ctypes.c_int8 * 2).from_buffer(mmap.mmap(descriptor, 2))
     _MAPPED.append(mapped)
     return mapped
 
 
 def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock a file; return False if another process holds the lock, or locking fails."""
+    """Lock a file; return False if another process holds the lock, or the kernel fails."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:  # held by another process, or no kernel memory

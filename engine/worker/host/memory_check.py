@@ -20,7 +20,7 @@ def check_memory(
 ) -> None:
     """Raise ConfigError, one line, if weights and KV cache do not fit this machine's memory.
 
-    A KV cache without a configured size is not counted, as it gets the remaining memory.
+    A KV cache without a configured size gets the remaining memory, so it is not counted.
 
     Args:
         model_folder: the model to load on a CPU.
@@ -41,7 +41,7 @@ def check_memory(
     )
     kv_cache = config.kv_cache_bytes or 0
     if config.num_blocks is not None:
-        # Where layers have windows, a block may belong to only some of the layers.
+        # With windows, a block may belong to only some of the layers.
         kv_cache = (
             0
             if any(layer.mixer.kv.retained_tokens is not None for layer in model.layers)

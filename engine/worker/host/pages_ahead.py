@@ -1,7 +1,7 @@
 """PagesAhead: populates memory of never-used KV blocks while a node is idle.
 
-The kernel allocates and clears a block's memory when it is first written. A prompt on such blocks
-takes up to a quarter longer, on both sides of a hand-off.
+The kernel allocates and clears a block's memory on the first write, which makes a prompt up to a
+quarter slower, on both sides of a hand-off.
 Refuses to know: which block goes to which request.
 """
 
@@ -16,14 +16,14 @@ from engine.worker.host.host_memory import read_host_memory
 
 logger = logging.getLogger(__name__)
 
-AHEAD_BYTES = 2**26  # most bytes beyond the used blocks: a lightly used node stays small
+AHEAD_BYTES = 2**26  # most populated bytes beyond the used blocks, so that an idle node stays small
 SHARE = 8  # at most this fraction of the machine's available memory
 STEP_BYTES = 2**21  # a huge page; takes a fraction of a millisecond
 _POPULATE_WRITE = 23  # advice for madvise, since Linux 5.14; missing in Python's mmap
 
 
 class PagesAhead:
-    """Populates one cache's memory, whose blocks are first used in order of their ids.
+    """Populates the memory of a cache whose blocks are first used in order of their ids.
 
     Args:
         cache: `[num_blocks, ...]` from `allocate_kv_cache`, aligned to a page.

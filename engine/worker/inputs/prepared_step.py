@@ -1,4 +1,4 @@
-"""PreparedStep: the tensors that a step's forward and sampler read; StagedStep: for a replay."""
+"""PreparedStep: the tensors that a step reads; StagedStep: a step staged for a replay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelInput:
 
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
-    last_token_rows: Tensor  # [num_sampling] int64, rows of tokens whose logits are needed
+    last_token_rows: Tensor  # [num_sampling] int64, rows of tokens that need logits
     groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
     adapters: tuple[AdapterSpan, ...] = ()  # tokens that adapters are computed for
 
@@ -28,12 +28,11 @@ class ModelInput:
 class PreparedStep:
     """Inputs of a step's forward and sampler.
 
-    The tensors are views of buffers, which are overwritten when the step after the next one is
-    prepared.
+    The tensors are views of buffers that are overwritten two steps later.
 
     Attributes:
-        sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a row that
-            samples behind drafts occurs several times.
+        sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a request with
+            drafts has several entries.
         unknown: `(places, rows)`, int64 on the device: places in ``input_ids`` of tokens that the
             previous step samples, and their rows in ``last_tokens``; None: all are known.
     """
@@ -46,7 +45,7 @@ class PreparedStep:
 
     @property
     def has_prompts(self) -> bool:
-        """Return whether some computed tokens sample no next token, as in prompts."""
+        """Return whether some computed tokens, such as a prompt's, sample no next token."""
         return len(self.model.input_ids) > len(self.model.last_token_rows)
 
 
@@ -54,7 +53,7 @@ class PreparedStep:
 class StagedStep:
     """A step of one token per request, staged on the host for a replay.
 
-    Its bytes are overwritten when the step after the next one is staged.
+    The staged bytes are overwritten two steps later.
     """
 
     sampling: SamplingInput

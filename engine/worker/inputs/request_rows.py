@@ -1,4 +1,4 @@
-"""RequestRows: what the sampler must know of the request in each row of an input batch."""
+"""RequestRows: the sampler's knowledge of the request in each row of an input batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RequestRows:
 
     Attributes:
         parameters: `[num_rows]` of `PARAMETERS`, sampling parameters of each row.
-        kernel_parameters: the parameters in the sampling kernel's layout; only for staged steps.
+        kernel_parameters: the parameters as the sampling kernel takes them; only for staged steps.
         request_ids: ids by row; empty: the row was never used.
         num_placed: row assignments since the start.
         undrafted: rows without drafts.
@@ -45,7 +45,7 @@ class RequestRows:
         self._random_words = WordTable(num_rows)
         self._rows: dict[int, NewRow] = {}
         self._adapters: dict[int, str] = {}  # digests, by row; of rows with an adapter
-        # All known tokens of rows whose sampling looks back at them, by row.
+        # All known tokens, by row; of rows whose sampling looks back at them.
         self._known: dict[int, list[int]] = {}
 
     @property
@@ -74,14 +74,14 @@ class RequestRows:
         self._random_words.clear(row)
 
     def note_computed(self, plan: StepPlan) -> None:
-        """Add computed tokens to the known ones."""
+        """Add computed tokens to the known tokens."""
         shares, offset = plan.shares, 0
         for index in range(0, len(shares), SHARE):
             row, start, num_tokens, num_known = shares[index : index + SHARE]
             known = self._known.get(row)
             if known is not None:
                 known[start : start + num_tokens] = plan.token_ids[offset : offset + num_tokens]
-                del known[max(num_known, start + num_tokens) :]  # drafts of the previous step
+                del known[max(num_known, start + num_tokens) :]  # drop the previous step's drafts
             offset += num_tokens
 
     def adapter_spans(self, columns: StepColumns) -> tuple[AdapterSpan, ...]:
@@ -100,10 +100,10 @@ class RequestRows:
         return tuple(span for span in spans if span.adapter)
 
     def sampling_input(self, columns: StepColumns) -> SamplingInput:
-        """Return what the sampler needs for the step's sampled tokens."""
+        """Return the sampler's input for the step's sampled tokens."""
         sampling = columns.sampling
         rows = columns.rows[sampling]
-        # `take` copies structs as bytes; indexing with an array copies field by field.
+        # `take` copies whole structs, while indexing with an array copies field by field.
         parameters = self.parameters.take(rows)
         places = columns.sampled_at - parameters["num_prompt_tokens"]
         as_list, by_row = rows.tolist(), self.request_ids
@@ -124,8 +124,8 @@ class RequestRows:
         )
 
     def sample_again(self, before: SamplingInput, rows: Ints, sampled_at: Ints) -> SamplingInput:
-        """Return the sampler's input of a step with the same requests as the step before."""
-        if before.is_greedy:  # a greedy input depends on no position
+        """Return the sampler's input of a step with the same requests as the previous one."""
+        if before.is_greedy:  # greedy sampling reads no position
             return before
         parameters = before.parameters
         places = sampled_at - parameters["num_prompt_tokens"]
@@ -140,17 +140,17 @@ class RequestRows:
         )
 
     def _snapshot(self, row: int, num_tokens: int) -> RequestSnapshot:
-        """Return what the token behind the first ``num_tokens`` of a row depends on."""
+        """Return what a row's token after its first ``num_tokens`` depends on."""
         request, known = self._rows[row], self._known.get(row, [])
         return RequestSnapshot(
             request.sampling_params,
             known if len(known) == num_tokens else known[:num_tokens],
-            request.num_prompt_tokens if known else 0,  # other rows need the mask only
+            request.num_prompt_tokens if known else 0,  # unused without known tokens
             request.stop_token_ids,
         )
 
     def prompt_rows(self, columns: StepColumns, index: int, first_row: int) -> PromptRows:
-        """Return the prompt tokens that need logprobs in this step; none after the first output."""
+        """Return the prompt tokens whose logprobs this step computes; none once there is output."""
         request = self._rows[int(columns.rows[index])]
         first = int(columns.starts[index]) + 1
         end = min(first + int(columns.query_lens[index]), request.num_prompt_tokens)

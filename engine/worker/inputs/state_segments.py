@@ -16,13 +16,13 @@ from engine.worker.inputs.step_columns import Ints, StepColumns
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Segments: runs of tokens of one request within one block. Tensors have one entry for each.
+    """Runs of tokens of one request within one block. Tensors have one entry per run.
 
     Attributes:
         num_requests: number of requests in the step.
         block_size: tokens per block.
         rows: row of the input batch.
-        starts: position of the first token.
+        starts: position of the run's first token.
         blocks: logical block that contains the run.
         lens: number of tokens of the run.
     """
@@ -60,7 +60,7 @@ def state_metadata(
     group: int,
     to_device: Callable[[Tensor], Tensor],
 ) -> StateMetadata:
-    """Return which states the segments read and write, in one group."""
+    """Return which states of one group the segments read and write."""
     num_segments = len(segments.lens)
     reads, writes = buffers.state_slots[group]
     before = np.maximum(segments.starts - 1, 0) // segments.block_size

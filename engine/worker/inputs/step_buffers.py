@@ -1,4 +1,4 @@
-"""StepBuffers: the host memory of one step's inputs, and the decode step that may be in it."""
+"""StepBuffers: host memory of one step's inputs; KeptDecodes: a decode step to reuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KeptDecodes:
     """A decode step whose buffers the next step with the same requests can reuse.
 
     Attributes:
-        num_placed: number of row assignments when the step was made.
+        num_placed: `RequestRows.num_placed` when the step was made.
         rows: rows of the step's requests: `[num_requests]`.
         num_changes: `BlockTable.num_changes` of each group.
         step: the latest step in these buffers.
@@ -31,7 +31,7 @@ class KeptDecodes:
 
 
 class Buffer:
-    """One host tensor, and the same memory as an array."""
+    """One host tensor, and an array over the same memory."""
 
     def __init__(self, size: int, dtype: torch.dtype, pin_memory: bool) -> None:
         self.tensor = torch.zeros(size, dtype=dtype, pin_memory=pin_memory)  # [size]
@@ -70,4 +70,4 @@ class StepBuffers:
                 Buffer(max_segments, torch.int32, pin),
             )
             for group in state_groups
-        }  # slots to read and to write
+        }  # states' slots to read and write

@@ -14,9 +14,9 @@ class StepColumns:
     """A step's plan as columns: each `[num_requests]`, unless stated otherwise.
 
     Attributes:
-        sampling: `[num_sampling]`, index of the request of each sampled token; ascending.
+        sampling: `[num_sampling]`, ascending index of each sampled token's request.
         sampled_at: `[num_sampling]`, position of each sampled token.
-        num_behind: `[num_sampling]`, drafts computed from that position on; None: no drafts.
+        num_behind: `[num_sampling]`, drafts computed from each position on; None: no drafts.
         draft_token_ids: `[num_sampling]`, drafts at the sampled tokens' positions
             (`SamplingInput`).
         constrained: ids of requests that sample by a grammar (`StepPlan.constrained`).
@@ -42,7 +42,7 @@ class StepColumns:
                     self._spread()
 
     def _sample_behind(self, num_drafts: Ints) -> None:
-        """Sample a token behind each draft as well.
+        """Sample a token after each draft as well.
 
         Args:
             num_drafts: number of drafts of each sampling request.
@@ -58,9 +58,9 @@ class StepColumns:
         self.draft_token_ids = tuple(np.where(num_behind, drafts, UNKNOWN_TOKEN).tolist())
 
     def _spread(self) -> None:
-        """Turn the step into a decode step: each draft becomes a request with the same blocks.
+        """Make a decode step: turn each draft into a request with the same blocks.
 
-        Every layer writes the KV of all tokens before it reads any. So graphs and kernels of decode
+        Every layer writes the KV of all tokens before it reads any, so graphs and kernels of decode
         steps also work with drafts.
         """
         self.rows = self.rows.repeat(self.query_lens)
@@ -71,5 +71,5 @@ class StepColumns:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether every request computes its last known token and no other one."""
+        """Return whether every request computes only its last known token."""
         return len(self.token_ids) == len(self.rows) == len(self.sampling)

@@ -1,6 +1,6 @@
-"""Attention backends: the table of them, and which one a device gets.
+"""Attention backends: their table, and the choice for a device.
 
-Refuses to know: how any backend works, what a model is. Importing this imports no backend.
+Refuses to know: how any backend works, models. Importing this imports no backend.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
 )
 
 _WITHOUT_SINKS = ("flash_attn", "flash_triton")
-# Backends for a cache of one vector per token instead of keys and values.
+# Backends for a cache of latents: one vector per token instead of keys and values.
 _LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
-# Backend of keys and values -> its counterpart for latents, which takes latents only.
+# Backend of keys and values -> backend of the same kind that takes only latents.
 _OVER_LATENTS = {"triton": "triton_latents"}
 _TRITON = ("triton", "triton_invariant", "triton_latents", "flash_triton")
 
@@ -96,7 +96,7 @@ def choose_attention_backend(
 
 
 def _invariant(device: torch.device | str, override: str | None) -> str:
-    """Return the backend whose results for a query do not depend on the rest of the batch."""
+    """Return the backend whose results do not depend on the rest of the batch."""
     name = "native" if str(device).startswith("cpu") else "triton_invariant"
     if override not in (None, name):
         raise ConfigError(f"attention_backend: must be {name} with batch_invariant, got {override}")
@@ -126,7 +126,7 @@ def _choose_for_latents(
 def _fastest(device: torch.device | str, *, native: bool) -> tuple[str, str]:
     kind = str(device).partition(":")[0]
     if kind == "cpu":
-        from baton_kernels.dispatch import native_ops  # here, because it imports torch
+        from baton_kernels.dispatch import native_ops  # imported late, as it imports torch
 
         if native and native_ops() is not None:
             return "native", "the KV cache is on the CPU"
@@ -139,7 +139,7 @@ def _fastest(device: torch.device | str, *, native: bool) -> tuple[str, str]:
 
 
 def _reason_against_fp8(name: str, device: torch.device | str) -> str | None:
-    import torch  # here, so that importing this imports no torch
+    import torch  # importing this file must not import torch
 
     return ATTENTION_BACKENDS.load(name).reason_against_fp8(torch.device(device))
 

@@ -16,20 +16,19 @@ from torch import Tensor
 class AttentionMetadata:
     """The tokens of each request that one step computes, and the places of their KV blocks.
 
-    Requests lie one after another in the token dimension. Tokens behind the last request are
-    padding (slot -1), and a request with ``query_len`` 0 is padding too; both are allowed so
-    that a step can be padded to a captured size.
+    Requests lie one after another in the token dimension. Tokens after the last request are padding
+    (slot -1), and so is a request with ``query_len`` 0: a step can be padded to a captured size.
     """
 
     num_requests: int
     num_tokens: int
     query_start_loc: Tensor  # [num_requests + 1] int32, first token of each request
-    seq_lens: Tensor  # [num_requests] int32, tokens in the cache with this step's included
-    block_table: Tensor  # [num_requests, max_blocks] int32, entries behind seq_len unspecified
+    seq_lens: Tensor  # [num_requests] int32, tokens in the cache, this step's included
+    block_table: Tensor  # [num_requests, max_blocks] int32; entries after seq_len are unspecified
     slot_mapping: Tensor  # [num_tokens] int64, block_id * block_size + offset, or -1 for padding
     max_query_len: int
     max_seq_len: int
-    query_lens: tuple[int, ...]  # host copy: a backend on the CPU never has to read a tensor
+    query_lens: tuple[int, ...]  # host copy, so that a CPU backend never has to read a tensor
     seq_lens_host: tuple[int, ...]  # host copy of seq_lens
 
 
@@ -52,7 +51,7 @@ class AttentionBackend(Protocol):
     depend on the other requests of the step, up to float rounding.
     ``baton_kernels.reference.paged_attention`` defines the result.
 
-    Every backend takes a cache of the query's dtype; for float8, ask `reason_against_fp8`.
+    Every backend takes a cache of the query's dtype; for float8, see `reason_against_fp8`.
     """
 
     @staticmethod
@@ -61,7 +60,7 @@ class AttentionBackend(Protocol):
         ...
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare what all layers of the step share; must precede the step's first ``run``."""
+        """Prepare the work that all layers of the step share; call before the first ``run``."""
 
     def run(
         self,
@@ -82,12 +81,12 @@ class AttentionBackend(Protocol):
             kv_cache: this layer's ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, a
                 strided view: memory is block-major with all layers inside a block.
             metadata: the object that ``plan`` received.
-            scale: factor on the dot products.
-            sliding_window: each query sees at most this many newest keys, its own included.
-            soft_cap: bends scores, see ``baton_kernels.reference.paged_attention``.
-            value_dim: number of leading numbers of each value to use; None: all. For a cache of
-                latents (:func:`as_keys_and_values`), this leaves out the numbers that are keys
-                only.
+            scale: factor of the dot products.
+            sliding_window: most keys that a query sees: the newest, its own included.
+            soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``.
+            value_dim: how many leading numbers of each value to use; None: all. For a cache of
+                latents (:func:`as_keys_and_values`), this leaves out numbers that belong only to
+                keys.
             sinks: ``[num_heads]`` float32, see ``baton_kernels.reference.paged_attention``.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Paged attention for CPUs in torch alone: gather blocks once, then scaled_dot_product_attention.
+"""Paged attention for CPUs with torch alone: gather blocks, then scaled_dot_product_attention.
 
 Decodes fold the query heads that share a KV head into the query-length dimension, so that each
 key is read once; prompt chunks use SDPA's own grouped-query support.
@@ -19,7 +19,7 @@ _MaskKey = tuple[int, int | None, torch.dtype]
 
 
 class CpuAttention:
-    """``AttentionBackend`` on top of SDPA; one reused buffer holds the gathered KV of one call."""
+    """``AttentionBackend`` over SDPA; all calls gather KV into the same buffer."""
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
@@ -37,8 +37,8 @@ class CpuAttention:
     def plan(self, metadata: AttentionMetadata) -> None:
         """Implement ``AttentionBackend.plan``.
 
-        Only the cache tells the block size. The plan assumes the block size of the last step. If
-        the cache has another one, as in the very first step, ``run`` plans again.
+        The plan assumes the block size of the last step, which only the cache tells. If the cache
+        has another block size, as in the very first step, ``run`` plans again.
         """
         self._metadata = metadata
         self._masks.clear()
@@ -65,8 +65,8 @@ class CpuAttention:
             self._plan = plan_step(metadata, self._planned_block_size)
         if sliding_window is not None and sliding_window >= metadata.max_seq_len:
             sliding_window = None
-        # [2, num_kv_heads, num_blocks, block_size, head_dim]. A gather along dim 2 then gives
-        # the order that SDPA reads, without a second copy.
+        # [2, num_kv_heads, num_blocks, block_size, head_dim]: gathered along dim 2, the order is
+        # the one that SDPA reads, without another copy.
         cache = kv_cache.permute(1, 2, 0, 3, 4)
         out = query.new_empty(*query.shape[:2], value_dim or query.shape[2])
         if self._plan.num_rows < len(out):
@@ -117,7 +117,7 @@ class CpuAttention:
     ) -> None:
         tokens = self._gather(cache, group.block_ids, query.dtype)
         if group.pad_slots is not None:
-            # The mask hides pads, but a NaN left behind by another request would come through.
+            # The mask hides pads, but NaN left by another request would still come through.
             tokens.index_fill_(2, group.pad_slots, 0.0)
         num_kv_heads, head_dim = tokens.shape[1], tokens.shape[3]
         by_request = tokens.view(2, num_kv_heads, group.num_requests, group.padded_len, head_dim)
@@ -143,7 +143,7 @@ class CpuAttention:
         size = 2 * num_kv_heads * len(block_ids) * block_size * head_dim
         fitting = self._buffer.dtype == cache.dtype and self._buffer.device == cache.device
         if not fitting or self._buffer.numel() < size:
-            # Not an inference tensor: the next caller may be outside inference_mode.
+            # Not an inference tensor, as a later caller may be outside inference_mode.
             with torch.inference_mode(mode=False):
                 self._buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)
         gathered = self._buffer[:size].view(shape)
@@ -153,7 +153,7 @@ class CpuAttention:
     def _prompt_mask(
         self, index: int, chunk: PromptChunk, window: int | None, query: Tensor
     ) -> Tensor | None:
-        """Make a mask ``[query_len, seq_len]`` to add to the scores; None: SDPA's own is enough."""
+        """Make a mask ``[query_len, seq_len]`` to add to the scores; None: SDPA's own suffices."""
         if window is None and chunk.query_len == chunk.seq_len:
             return None
         mask = self._masks.get((index, window, query.dtype))
@@ -167,7 +167,7 @@ class CpuAttention:
     def _decode_mask(
         self, index: int, group: DecodeGroup, window: int | None, query: Tensor
     ) -> Tensor | None:
-        """Make a mask ``[num_requests, 1, 1, max_len]`` to add to scores; None: all keys count."""
+        """Make a mask ``[num_requests, 1, 1, max_len]`` to add to scores; None: hide no key."""
         if window is None and group.same_len:
             return None
         mask = self._masks.get((index, window, query.dtype))
@@ -190,7 +190,7 @@ def _attend(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Call SDPA; with a soft cap or sinks, which SDPA lacks, compute in float32 without it.
+    """Call SDPA; with soft caps or sinks, which SDPA lacks, compute in float32 without SDPA.
 
     Args:
         query: ``[n, num_heads, query_len, head_dim]``.
@@ -198,7 +198,7 @@ def _attend(
         value: ``[n, num_kv_heads, seq_len, head_dim]``.
         mask: broadcasts to ``[n, num_heads, query_len, seq_len]``, added to the scores.
         is_causal: whether SDPA applies its own causal mask; ``query_len`` equals ``seq_len``.
-        scale: factor on the dot products.
+        scale: factor of the dot products.
         soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
         sinks: ``[num_heads]``; ``[num_heads, query_len]`` if the rows of ``query`` are heads.
     """
@@ -231,7 +231,7 @@ def _outside(key_at: Tensor, query_at: Tensor, window: int | None) -> Tensor:
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make an additive mask; SDPA would convert a boolean one in every layer."""
+    """Make an additive mask, as SDPA would convert a boolean one in every layer."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
         hidden, -torch.inf
     )

@@ -1,6 +1,6 @@
-"""How the CPU backend cuts one step into SDPA calls: prompt chunks one by one, decodes in groups.
+"""How the CPU backend cuts a step into SDPA calls: prompt chunks one by one, decodes in groups.
 
-Refuses to know: layers, heads, dtypes; it sees lengths and block tables only.
+Refuses to know: layers, heads, dtypes; reads only lengths and block tables.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from baton_kernels.attention.base import AttentionMetadata
 
 Ints = npt.NDArray[np.int_]
 
-# Decodes with the same number of blocks are gathered into one buffer before one SDPA call. On a
-# 2-core Xeon, padding requests of different block counts into one call was slower at every length
-# (up to 1.4x), and one call per request up to 1.6x slower; 1024 to 8192 tokens per call took
-# equally long.
+# Decodes with equal numbers of blocks are gathered for one SDPA call. On a 2-core Xeon, padding
+# requests with different numbers into one call was slower at every length (up to 1.4x), and so was
+# one call per request (up to 1.6x); 1024 to 8192 tokens per call took equally long.
 MAX_GROUP_TOKENS = 4096
 
 
@@ -36,7 +35,7 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Requests with equal numbers of blocks that compute one token each, gathered together.
+    """Requests with equal numbers of blocks that compute one token each, in one call.
 
     ::
 
@@ -53,12 +52,12 @@ class DecodeGroup:
     padded_len: int
     max_len: int
     same_len: bool
-    pad_slots: Tensor | None  # [p] int64 into [num_requests * padded_len], None when there are none
+    pad_slots: Tensor | None  # [p] int64, in [num_requests * padded_len]; None: no pads
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All SDPA calls of one step; padding tokens begin at row ``num_rows``."""
+    """All SDPA calls of one step; from row ``num_rows`` on, tokens are padding."""
 
     prompts: tuple[PromptChunk, ...]
     decodes: tuple[DecodeGroup, ...]
@@ -75,7 +74,7 @@ def plan_step(metadata: AttentionMetadata, block_size: int) -> StepPlan:
         blocks = metadata.block_table[request, : -(-seq_len // block_size)]
         prompts.append(PromptChunk(slice(end - query_len, end), blocks, query_len, seq_len))
     decodes = (query_lens == 1).nonzero()[0]
-    # numpy: its small operations take a fraction of torch's time, and there are many in each group.
+    # numpy, whose small operations, many per group, take a fraction of torch's time.
     device = metadata.block_table.device
     table = metadata.block_table.cpu().numpy()
     return StepPlan(
@@ -110,7 +109,7 @@ def _decode_group(
     num_blocks = -(-max_len // block_size)
     padded_len = num_blocks * block_size
     pad_slots = None
-    if min_len < max_len:  # all have equally many blocks, so only the last ones have pads
+    if min_len < max_len:  # block counts are equal, so only last blocks have pads
         slots = np.arange(padded_len - block_size, padded_len)  # [block_size]
         requests, offsets = (slots >= lens[:, None]).nonzero()
         pad_slots = torch.from_numpy(requests * padded_len + slots[offsets]).to(device)

@@ -1,8 +1,8 @@
-"""FlashAttention-3 for steps with prompts; Triton for all others, which CUDA graphs may hold.
+"""FlashAttention-3 for steps with prompts; Triton for all others, so that graphs can hold them.
 
-On Hopper the library's prompt kernels are faster than Triton's. Its decode kernels are not, and
-their work on the host cannot be captured. Both read the same cache and the same metadata.
-Refuses to know: how either of them works.
+On Hopper, the library's prompt kernels are faster than Triton's. Its decode kernels are not, and
+their host work cannot be captured. Both read the same cache and metadata. Refuses to know: how
+either works.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def reason_against(device: torch.device | str) -> str | None:
 
 
 class FlashTritonAttention:
-    """``AttentionBackend`` over both; if a step has a prompt, FlashAttention computes all of it.
+    """``AttentionBackend`` over both; FlashAttention computes all of a step that has a prompt.
 
     Takes only float16 and bfloat16, and no sinks, like the library.
     """
@@ -45,7 +45,7 @@ class FlashTritonAttention:
         return FlashAttention.reason_against_fp8(device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; plans only the backend that computes the step."""
+        """Implement ``AttentionBackend.plan``; plans only what computes the step."""
         self._is_captured = False
         if metadata.max_query_len > 1:
             self._flash.plan(metadata)

@@ -1,7 +1,7 @@
-"""Paged attention for CPUs in C, straight out of the cache: nothing is gathered or planned.
+"""Paged attention for CPUs in C, directly from the cache, without gathering or planning.
 
-Tensors that the C library does not take (such as float64) go to the backend in torch alone, and so
-does everything where there is no library. Refuses to know: models, schedulers, CUDA.
+The torch-only backend takes tensors that the C library does not support (such as float64), or all
+if there is no library. Refuses to know: models, schedulers, CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NativeAttention:
     def __init__(self) -> None:
         self._ops = native_ops()
         self._fallback = CpuAttention()
-        self._planned: AttentionMetadata | None = None  # the step that the fallback has planned
+        self._planned: AttentionMetadata | None = None  # the step planned by the fallback
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:

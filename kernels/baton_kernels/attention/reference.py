@@ -1,6 +1,6 @@
-"""Paged attention by the definition itself: slow, and right on any device.
+"""Paged attention by the definition itself: slow, but right on any device.
 
-Refuses to know: everything but how to call ``baton_kernels.reference.paged_attention``.
+Refuses to know: everything but the call of ``baton_kernels.reference.paged_attention``.
 """
 
 from __future__ import annotations

@@ -31,27 +31,26 @@ from baton_kernels.triton.varlen_attention import (
 class TritonAttention:
     """``AttentionBackend`` over the kernels of ``baton_kernels.triton``.
 
-    Requests with one token go to the decode kernel, the others to the kernel for prompt chunks. A
-    small kernel, launched by a step's first ``run``, divides the decode kernel's work on the
-    device, so a CUDA graph of a decode-only step works like this:
+    Requests with one token go to the decode kernel, others to the kernel for prompt chunks. A small
+    kernel, launched by a step's first ``run``, divides the decode kernel's work on the device, so a
+    CUDA graph of a decode-only step works like this:
 
     * Capture: ``plan`` with metadata of the captured size, then capture the forward. The graph
-      holds the planning kernel too, and every launch's size depends on the captured size alone.
+      holds the planning kernel too, and each launch's size depends only on the captured size.
     * Replay: write ``query_start_loc``, ``seq_lens``, ``block_table`` and ``slot_mapping`` into
-      the tensors of the captured metadata, and replay; there is nothing to call here. A step with
-      fewer requests than captured ends in requests with ``query_len`` 0: rows behind the last
-      token become zeros.
+      the tensors of the captured metadata, and replay; call nothing here. A step with fewer
+      requests than captured ends in requests with ``query_len`` 0: their rows become zeros.
 
     The host lists the tiles of prompt chunks. To capture a step with prompt chunks, call
-    ``plan_captured`` first; ``fill_captured`` then copies its requests to the device before each
-    replay. In such a step all requests are in tiles, decodes too. Buffers for each power of two of
-    requests, and tiles for each captured size, are never freed, as a graph may hold them.
+    ``plan_captured`` first; ``fill_captured`` then copies the step's requests to the device before
+    each replay. In such a step, all requests are in tiles, decodes too. Buffers (one per power of
+    two of requests) and tiles (one per captured size) are never freed, as a graph may hold them.
     """
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[tuple[int, int | None], DecodeBuffers] = {}
-        self._planned: set[int | None] = set()  # windows whose decodes are divided already
+        self._planned: set[int | None] = set()  # windows whose decodes are already divided
         self._tiles: dict[int | None, Tiles] = {}  # tiles of this step, by window
         # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundTiles | BoundDecodes, ...]] = {}
@@ -77,7 +76,7 @@ class TritonAttention:
         self._num_rows = sum(metadata.query_lens)
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
-        """Plan a step to be captured, whose requests' lengths are not known yet.
+        """Plan a step to be captured, before the lengths of its requests are known.
 
         Args:
             metadata: metadata that all replayed steps read, with room for the most requests.
@@ -114,7 +113,7 @@ class TritonAttention:
         """Implement ``AttentionBackend.run``; latents are not supported."""
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
-        # The layers of a group have caches of one shape; bound launches check the first layer's.
+        # A group's layers have caches of one shape; bound launches check the first layer's.
         alike = (
             query.shape, query.stride(), query.dtype, kv_cache.stride(), kv_cache.dtype, scale,
             sliding_window, soft_cap, sinks is None,
@@ -123,14 +122,14 @@ class TritonAttention:
         if bound is None:
             bound = self._bind(query, kv_cache, scale, sliding_window, soft_cap)
             self._bound[alike] = bound
-        make = torch.zeros_like if self._captures else torch.empty_like  # padding may be in any row
+        make = torch.zeros_like if self._captures else torch.empty_like  # any row may be padding
         out = make(query, memory_format=torch.contiguous_format)
         for part in bound:
             part.launch(out, query, kv_cache, sinks)
         if self._captures:
             return out
         if self._num_rows < len(out) and isinstance(bound[-1], BoundTiles):
-            out[self._num_rows :].zero_()  # otherwise the decode kernel zeroes them
+            out[self._num_rows :].zero_()  # otherwise, the decode kernel does this
         return out
 
     def _bind(
@@ -167,7 +166,7 @@ class TritonAttention:
         capacity = 1 << (metadata.num_requests - 1).bit_length()
         buffers = self._buffers.get((capacity, sliding_window))
         if buffers is None:
-            # Not inference tensors: the next caller may be outside inference_mode.
+            # Not inference tensors, as a later caller may be outside inference_mode.
             with torch.inference_mode(mode=False):
                 buffers = DecodeBuffers.allocate(capacity, shape, query.device)
             self._buffers[capacity, sliding_window] = buffers
@@ -190,7 +189,7 @@ class TritonAttention:
         assert metadata is not None
         key = metadata.num_tokens, sliding_window
         if key not in self._captured_tiles:
-            # Not inference tensors, and not a graph's: a step is computed once before its capture.
+            # Neither inference tensors nor a graph's: a step is computed once before its capture.
             with torch.inference_mode(mode=False):
                 self._captured_tiles[key] = CapturedTiles(
                     metadata.num_tokens, metadata.num_requests, shape, query.element_size(),

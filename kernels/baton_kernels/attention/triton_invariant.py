@@ -1,4 +1,4 @@
-"""Paged attention in Triton whose results for a query do not depend on the rest of the batch.
+"""Paged attention in Triton; a query's result does not depend on the rest of the batch.
 
 Refuses to know: models, schedulers, and how the kernel works (``baton_kernels.triton``).
 """
@@ -22,8 +22,8 @@ from baton_kernels.triton.invariant.attention import (
 class InvariantTritonAttention:
     """``AttentionBackend`` over `baton_kernels.triton.invariant.attention`.
 
-    A decode-only step may be captured as with `TritonAttention`: its launches do not depend on any
-    length. Steps with prompts are launched kernel by kernel. Buffers are never freed, as a graph
+    A decode-only step may be captured as with `TritonAttention`: its launches do not depend on
+    lengths. Steps with prompts are launched kernel by kernel. Buffers are never freed, as a graph
     may hold them.
     """
 
@@ -31,7 +31,7 @@ class InvariantTritonAttention:
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
-        self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # the largest last
+        self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # largest last
         self._tiles: dict[PagedShape, Tensor] = {}  # tiles of this step
         # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
@@ -96,7 +96,7 @@ class InvariantTritonAttention:
         kept = self._buffers.setdefault(shape, [])
         if not kept or len(kept[-1].arrived) < metadata.num_requests:
             capacity = 1 << (metadata.num_requests - 1).bit_length()
-            # Not inference tensors: the next caller may be outside inference_mode.
+            # Not inference tensors, as a later caller may be outside inference_mode.
             with torch.inference_mode(mode=False):
                 kept.append(PartBuffers.allocate(capacity, shape, device))
         return kept[-1]

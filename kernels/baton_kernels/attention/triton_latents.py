@@ -21,9 +21,9 @@ from baton_kernels.triton.latents.attention import (
 
 
 class TritonLatentAttention:
-    """``AttentionBackend`` of layers that keep one vector per token (MLA).
+    """``AttentionBackend`` for layers that keep one vector per token (MLA).
 
-    Requests with one token are split over programs; the host cuts the others into tiles.
+    Each request with one token is split over programs; the host cuts other requests into tiles.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class TritonLatentAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return the reason for refusing a float8 cache: no kernel stores latents in eight bits."""
+        """Return the reason: no kernel stores latents in eight bits."""
         return "latents are not kept in float8"
 
     def plan(self, metadata: AttentionMetadata) -> None:
@@ -86,7 +86,7 @@ class TritonLatentAttention:
         capacity = 1 << (metadata.num_requests - 1).bit_length()
         buffers = self._buffers.get(capacity)
         if buffers is None:
-            # Not inference tensors: the next caller may be outside inference_mode.
+            # Not inference tensors, as a later caller may be outside inference_mode.
             with torch.inference_mode(mode=False):
                 buffers = self._buffers[capacity] = allocate(capacity, shape, device)
         if not self._is_planned:

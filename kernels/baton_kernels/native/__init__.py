@@ -1,4 +1,4 @@
-"""Ops for CPUs in C: built by the system's compiler when first used, called through ctypes.
+"""Ops for CPUs in C: compiled by the system's compiler on first use, called through ctypes.
 
-Refuses to know: models, what computes the ops where there is no compiler.
+Refuses to know: models, other implementations of the ops.
 """

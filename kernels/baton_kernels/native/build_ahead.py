@@ -12,7 +12,7 @@ from baton.kernel_library.compilers import BuildError
 
 
 def main(words: Sequence[str]) -> int:
-    """Build into the named folder; return the exit code."""
+    """Build into the given folder; return the exit code."""
     if len(words) != 1 or words[0].startswith("-"):
         sys.stderr.write("usage: python -m baton_kernels.native.build_ahead FOLDER\n")
         return 2

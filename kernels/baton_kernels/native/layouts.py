@@ -1,7 +1,7 @@
-"""Compare the structs of the C sources with their copies in Python before a library is used.
+"""Compare structs in C with their copies in Python, before a library is used.
 
-Calls pass their fields by position, so a field that is missing or misplaced in one of the two would
-silently shift the values of an operation. Refuses to know: compilers.
+Calls pass fields by position, so a field missing or misplaced in either language would silently
+shift an operation's values. Refuses to know: compilers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.kernel_library.compilers import BuildError
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _STRUCT = re.compile(r"typedef struct\s*\{([^{}]*)\}\s*(\w+);")
-# A declaration: its type without stars, then its names, each perhaps with stars.
+# A declaration: a type without stars, then names, maybe with stars.
 _DECLARATION = re.compile(r"(?:const )?(\w+) ?((?:\W*\w+,?)+)$")
 _POINTER, _WORD, _NUMBER = "pointer", "int64_t", "double"
 _KINDS = {
@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def check_layouts(sources: Sequence[Path], structs: Mapping[str, type[ctypes.Structure]]) -> None:
-    """Raise BuildError, naming struct and field, unless each struct has the same fields in C.
+    """Raise BuildError, naming struct and field, unless all structs have the same fields in C.
 
     Args:
         sources: C files and headers.
@@ -58,7 +58,7 @@ def check_layouts(sources: Sequence[Path], structs: Mapping[str, type[ctypes.Str
 
 def _in_c(name: str, bodies: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for declaration in filter(None, (" ".join(one.split()) for one in bodies[name].split(";"))):
-        if "(*" in declaration:  # a pointer to a function
+        if "(*" in declaration:  # a function pointer
             yield declaration[declaration.index("(*") + 2 : declaration.index(")")], _POINTER
             continue
         read = _DECLARATION.match(declaration)

@@ -366,7 +366,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Load the library, and build it if needed; if that fails, log a line and return None."""
+    """Load the library, after building it if needed; on failure, log a line and return None."""
     try:
         check_layouts(find_sources(), _STRUCTS)
         opened = open_library_built_ahead() or open_library(_tell_of_build)
@@ -390,7 +390,7 @@ def _tell_of_build() -> None:
 
 
 def _load(descriptor: int, path: Path) -> ctypes.CDLL:
-    """Load the library by its descriptor, as the file at its path may have been replaced."""
+    """Load the library by its descriptor, as another file may be at its path now."""
     try:
         opened = Path(f"/proc/self/fd/{descriptor}")
         return ctypes.CDLL(str(opened if opened.exists() else path))

@@ -1,8 +1,8 @@
-"""The ops on CPU tensors, computed by the C library; unsupported tensors go to the reference.
+"""The ops on CPU tensors, computed by the C library; the reference takes unsupported tensors.
 
 ``baton_kernels.reference`` defines each function. Supported are float32, bfloat16 and float16 with
-contiguous rows; arithmetic is in float32. A row's result does not depend on the batch.
-Refuses to know: when these ops are chosen.
+contiguous rows; arithmetic is in float32. A row's result does not depend on the batch. Refuses to
+know: when these ops are chosen.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ACTIVATIONS = {
     "relu": 6,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_KERNEL_SIZE = 16  # longest convolution kernel; a job keeps it on its stack
+_MAX_KERNEL_SIZE = 16  # longest kernel of a convolution; a job keeps it on its stack
 _MAX_KEY_DIM = 512  # largest key_dim of a recurrence; a job keeps it on its stack
 _FORMATS = {
     WeightFormat.FP32: 0,
@@ -394,9 +394,7 @@ class NativeOps:
     def quantized_linear(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
     ) -> Tensor:
-        """Compute ``reference.quantized_linear`` in torch, as these weights are laid out for
-        GPUs.
-        """
+        """Compute ``reference.quantized_linear`` in torch: these weights are laid out for GPUs."""
         return reference.quantized_linear(x, weight, bias)
 
     def invariant_linear(
@@ -415,9 +413,7 @@ class NativeOps:
     def packed_gated_linear(
         self, x: Tensor, weight: PackedWeight, activation: str = "silu"
     ) -> Tensor:
-        """Compute ``reference.packed_gated_linear``, in one pass if both halves are whole
-        panels.
-        """
+        """Compute ``reference.packed_gated_linear``; in one pass if halves are whole panels."""
         num_columns = weight.out_features // 2
         if x.dtype not in _FLOATS or num_columns % self.panel_width:
             return self.gated_mul(self.packed_linear(x, weight), activation)
@@ -521,7 +517,7 @@ class NativeOps:
         gated: int,
     ) -> LinearCall:
         groups = _tensors_of(weight.groups)
-        # Indices of rows to unpack have no code, and no caller asks for one.
+        # Row indices (int64) have no type code, and unpacking needs none.
         code = 0 if rows.dtype == torch.int64 else _CODES[rows.dtype]
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
         out_code = code if out is None else _CODES[out.dtype]
@@ -608,7 +604,7 @@ class NativeOps:
         value_dim: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor | None:
-        """``reference.paged_attention``; None: tensors of these types are not supported."""
+        """Compute ``reference.paged_attention``; None: these dtypes are not supported."""
         table = metadata.block_table
         assert sinks is None or sinks.dtype == torch.float32
         fits = _plain(query) and kv_cache.dtype in (query.dtype, FP8) and kv_cache.stride(4) == 1
@@ -780,7 +776,7 @@ class NativeOps:
         return out
 
     def record(self, compute: Callable[[], Result]) -> tuple[Tape, Result]:
-        """Implement ``tape.record``: the native calls of this thread in ``compute``."""
+        """Implement ``tape.record`` for the native calls of this thread in ``compute``."""
         return record(self._recorder, self._library, compute)
 
     def _run(
@@ -791,11 +787,11 @@ class NativeOps:
             self._recorder.tape.add(function, call, owners)
 
     def collect(self, group: RankGroup, tensor: Tensor, gathered: Tensor | None = None) -> bool:
-        """Add the tensors of all ranks, in place; return whether the library could do so.
+        """Add all ranks' tensors, in place; return whether the library supports the tensor.
 
         Args:
             group: the group, in memory that its ranks share.
-            gathered: ``[size, *tensor.shape]``; if given, receives the parts, which are not added.
+            gathered: ``[size, *tensor.shape]``; if given, receives all tensors, without adding.
         """
         if not _plain(tensor) or (gathered is not None and not _plain(gathered)):
             return False
@@ -810,14 +806,14 @@ class NativeOps:
     def place_threads(
         self, num_own_threads: int, own: frozenset[int], num_more: int, lent: frozenset[int]
     ) -> bool:
-        """Place the threads that compute for the calling thread, which is the first of them.
+        """Place the threads that compute for the calling thread, itself the first of them.
 
         Args:
             num_own_threads: threads on the cores ``own``.
             num_more: further threads, on the cores ``lent``.
 
         Returns:
-            Whether all of them are where they should be.
+            Whether all threads were placed.
         """
         size = (max(own | lent) // 64 + 1) * 8  # whole words, as in the kernel's masks
         own_set, lent_set = (
@@ -828,12 +824,12 @@ class NativeOps:
         return not self._library.baton_place_threads(call)
 
     def watch_lenders(self, num_own_threads: int, lenders: Sequence[int]) -> None:
-        """Compute on own cores alone while a lender of cores is busy; for the calling thread.
+        """Let the calling thread compute only on own cores while a lender of cores is busy.
 
         Args:
-            lenders: addresses of two bytes of each lender, which stay valid until the next call.
-                The lender sets the first one while it computes. The second one is set while this
-                thread computes on the lender's cores. Empty: no cores are borrowed.
+            lenders: address of two bytes per lender, valid until the next call. The lender sets the
+                first byte while it computes. This thread's computation on the lender's cores sets
+                the second byte. Empty: no cores are borrowed.
         """
         addresses = (ctypes.c_void_p * len(lenders))(*lenders)
         call = LendersCall(num_own_threads, len(lenders), ctypes.addressof(addresses))
@@ -867,7 +863,7 @@ def _tensors_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Return whether all tensors are contiguous and of one type that the library computes with."""
+    """Return whether all tensors are contiguous, of one dtype that the library supports."""
     dtype = tensors[0].dtype
     return dtype in _FLOATS and all(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors
@@ -875,17 +871,17 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _has_rows(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Return whether all tensors are of ``dtype`` and have gaps in the first dimension only."""
+    """Return whether all tensors have this dtype, and gaps only between rows."""
     return all(tensor.dtype == dtype and _is_gapless(tensor) for tensor in tensors)
 
 
 def _is_gapless(tensor: Tensor) -> bool:
-    """Return whether each index of the first dimension has its numbers without gaps."""
+    """Return whether a tensor has no gaps within an index of the first dimension."""
     return tensor[:1].is_contiguous()
 
 
 def _loc(metadata: StateMetadata) -> tuple[Tensor, ...]:
-    """Return the tensors that say where a step's segments are."""
+    """Return the tensors with the places of a step's segments."""
     return (
         metadata.segment_start_loc,
         metadata.read_slots,
@@ -902,7 +898,7 @@ def _step(metadata: StateMetadata, num_tokens: int) -> tuple[int, ...]:
 
 
 def _is_weight(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor is a norm's weight for ``x``: of its type or of float32."""
+    """Return whether a tensor is a norm's weight for ``x``: of the dtype of ``x``, or float32."""
     known = (x.dtype, torch.float32)
     return weight.shape == shape and weight.dtype in known and weight.is_contiguous()
 

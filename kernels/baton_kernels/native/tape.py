@@ -1,8 +1,7 @@
-"""Tapes: native calls that are recorded once and run again in one call, over the same memory.
+"""Tapes: native calls, recorded once, that one call runs again over the same memory.
 
-For small ops Python takes longer than the ops themselves. Like a CUDA graph, a tape holds
-addresses: callers write new inputs over the old ones before they run it again.
-Refuses to know: models, and what the calls compute.
+For small ops, Python takes longer than the op. Like a CUDA graph, a tape holds addresses: callers
+write new inputs over the old ones before each run. Refuses to know: models, the meaning of calls.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton_kernels.native.library import TapeEntry
 
-# Torch's functions that are allowed while a tape is recorded: none computes or copies.
+# Functions of torch that may be called while a tape is recorded: none computes or copies.
 _HARMLESS = {
     "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
     "aten::new_empty_strided", "aten::view", "aten::_unsafe_view", "aten::slice", "aten::select",
@@ -62,7 +61,7 @@ class Tape:
         call: ctypes.Structure,
         owners: tuple[Tensor | ctypes.Array[Any] | None, ...],
     ) -> None:
-        """Add one call; ``owners`` own the memory whose addresses the call contains."""
+        """Add one call; ``owners`` own the memory at the addresses in the call."""
         self._calls.append((function, call))
         self._kept.extend(owner for owner in owners if owner is not None)
 
@@ -78,16 +77,16 @@ class Tape:
 
 
 class Recorder(threading.local):
-    """The tape that this thread records, if any."""
+    """The tape that each thread records, if any."""
 
     tape: Tape | None = None
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[None]:
-        """Add the native calls of this thread to ``tape`` as they are made.
+        """Add this thread's native calls to ``tape`` while the block runs.
 
         Raises:
-            TapeError: torch computed something in the meantime.
+            TapeError: torch computed something in the block.
         """
         assert self.tape is None, "a tape is recorded already"
         self.tape = tape
@@ -103,7 +102,7 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False; otherwise the first op would import torch's compiler, for a second."""
+        """Return False, as otherwise the first op would import torch's compiler, for a second."""
         return False
 
     def __torch_dispatch__(
@@ -115,7 +114,7 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func._schema.name in _HARMLESS:
             return func(*args, **(kwargs or {}))
-        # In inference mode, an op that is composed of others (such as flatten) arrives undivided.
+        # In inference mode, an op made of others (such as flatten) is not yet divided into them.
         with self:
             result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
@@ -129,7 +128,7 @@ def record(
     """Run a computation once, and return a tape that repeats it.
 
     Returns:
-        The tape and the result, tensors which every run of the tape overwrites.
+        The tape, and the result: tensors that every run of the tape overwrites.
 
     Raises:
         TapeError: torch computed a part of the result.

@@ -13,13 +13,13 @@ FP8 = "fp8e4nv"  # Triton's name of float8 in a signature
 
 
 def fp8_suffix(cache: str) -> str:
-    """Return the last part of a case's name, which tells the type of its cache."""
+    """Return the last part of a case's name, which gives the cache's dtype."""
     return " fp8 cache" if cache == FP8 else ""
 
 
 @dataclass(frozen=True, slots=True)
 class AotCase:
-    """One specialization of one kernel; modules list theirs as ``AOT_CASES``."""
+    """One specialization of one kernel; modules list their cases as ``AOT_CASES``."""
 
     name: str  # unique, for example "decode_attention d128 g4 bf16"
     kernel: Any  # the @triton.jit function
@@ -28,4 +28,4 @@ class AotCase:
     num_warps: int = 4
     num_stages: int = 2
     capabilities: tuple[int, ...] = (80, 90)  # compute capabilities to compile for
-    fuses_floats: bool = True  # whether the compiler may fuse a product with a sum
+    fuses_floats: bool = True  # whether the compiler may fuse products with sums

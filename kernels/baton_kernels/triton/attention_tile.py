@@ -1,6 +1,6 @@
-"""One tile of keys in attention kernels: find it, score it, fold it into the running softmax.
+"""One tile of keys in attention kernels: find, score and fold it into the running softmax.
 
-Refuses to know: requests, grids, who owns which row of a tile.
+Refuses to know: requests, grids, the owners of a tile's rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase
 
-# Constants of ahead-of-time cases without sinks.
+# Constants of ahead-of-time cases, which have no sinks.
 NO_SINKS: dict[str, int | float | bool | None] = {"sinks": None}
 _LOG2_E = math.log2(math.e)
 
@@ -31,7 +31,7 @@ def padded_side(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PagedShape:
-    """Shapes of a model and of its KV cache that a kernel is compiled for."""
+    """The shapes of model and KV cache that a kernel is compiled for."""
 
     num_kv_heads: int
     group: int  # query heads that share a KV head
@@ -41,12 +41,12 @@ class PagedShape:
 
     @classmethod
     def of(cls, query: Tensor, kv_cache: Tensor) -> PagedShape:
-        """Read the shapes off one layer's tensors, and check that the kernels can address them.
+        """Return the shapes of one layer's tensors; assert that the kernels can address them.
 
         Args:
-            query: ``[num_tokens, num_heads, head_dim]``; tokens may lie apart, heads may not.
-                kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; blocks may lie
-                    apart, but each block is contiguous.
+            query: ``[num_tokens, num_heads, head_dim]``; tokens may have gaps between them.
+            kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; each block is
+                contiguous, with gaps between blocks.
         """
         is_fp8 = kv_cache.dtype == reference.FP8
         return _paged_shape(
@@ -55,11 +55,11 @@ class PagedShape:
 
     @property
     def padded_head_dim(self) -> int:
-        """``D`` of the kernels."""
+        """Return the kernels' ``D``."""
         return padded_side(self.head_dim)
 
 
-@functools.lru_cache  # the same in all layers of all steps
+@functools.lru_cache  # equal in all layers of all steps
 def _paged_shape(
     token: tuple[int, int],
     token_strides: tuple[int, int],
@@ -78,7 +78,7 @@ def _paged_shape(
     inside = (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
     assert strides[1:] == inside, f"a block is not contiguous: {strides}"
     assert token_strides == (head_dim, 1), f"a token is not: {token_strides}"
-    # A thread loads rows of 16 bytes at once.
+    # Each thread loads 16 bytes at once.
     assert strides[0] % 8 == 0, f"stride of blocks is odd: {strides[0]}"
     assert num_heads % num_kv_heads == 0
     return PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, is_fp8)
@@ -86,11 +86,11 @@ def _paged_shape(
 
 @dataclass(frozen=True, slots=True)
 class TileSize:
-    """Sizes of a kernel's tiles for one head size, see ``tile_sizes``."""
+    """A kernel's tile sizes for one head size, see ``tile_sizes``."""
 
     tokens: int  # keys per tile
     num_warps: int
-    num_stages: int  # steps of the pipeline: the block table takes up to two, the others hold tiles
+    num_stages: int  # pipeline stages: the block table takes up to two, tiles the others
 
 
 @functools.cache
@@ -127,16 +127,16 @@ def key_offsets(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Return the offset of each token's key for head 0 in the cache; 0 for tokens from ``end``."""
+    """Return the offset of each token's key (head 0) in the cache; 0 for tokens from ``end`` on."""
     block_ids = tl.load(block_table_row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
     return block_ids.to(tl.int64) * tl.multiple_of(block_stride, 8) + tokens % BLOCK_SIZE * HEAD_DIM
 
 
 @triton.jit
 def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
-    """Load ``[len(rows), D]``; zeros for tokens from ``end`` and dimensions from ``HEAD_DIM``.
+    """Load ``[len(rows), D]``; zeros for tokens from ``end`` on and dims from ``HEAD_DIM`` on.
 
-    Zeros, because memory behind the last token may contain NaN.
+    Memory after the last token may contain NaN, hence the zeros.
     """
     dims = tl.arange(0, D)
     pointers = rows[:, None] + dims[None, :]
@@ -154,14 +154,14 @@ def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED
 
 @triton.jit
 def sink_weights(sinks, heads, present, highest):
-    """Return each row's weight of its sink, relative to its highest score: ``[len(heads)]``."""
+    """Return each row's weight of the sink, relative to the highest score: ``[len(heads)]``."""
     scores = tl.load(sinks + heads, mask=present, other=0.0) * 1.4426950408889634  # log2(e)
-    return tl.exp2(tl.minimum(scores - highest, 126.0))  # a float ends at 2^128
+    return tl.exp2(tl.minimum(scores - highest, 126.0))  # 2^128 exceeds a float
 
 
 @triton.jit
 def divisor_of(total, sinks, heads, present, highest, is_whole):
-    """Return each row's softmax divisor, 1 if it sees no key; add the sink if the part is whole."""
+    """Return each row's softmax divisor, 1 if it sees no key; add sinks if the part is whole."""
     divisor = tl.where(total == 0, 1.0, total)
     if sinks is not None:
         divisor += tl.where(is_whole, sink_weights(sinks, heads, present, highest), 0.0)
@@ -170,12 +170,12 @@ def divisor_of(total, sinks, heads, present, highest, is_whole):
 
 @triton.jit
 def fold(scores, values, highest, total, acc, IEEE: tl.constexpr):
-    """Add one more tile to the online softmax (Milakov and Gimelshein, arXiv:1805.02867).
+    """Add one tile to the online softmax (Milakov and Gimelshein, arXiv:1805.02867).
 
     Args:
         scores: ``[M, TILE]``, -inf where hidden.
         values: ``[TILE, D]``.
-        highest: ``[M]``, the highest score so far; -inf as long as a row has seen no key.
+        highest: ``[M]``, the highest score so far; -inf while a row has seen no key.
         total: ``[M]``, the sum of weights relative to ``highest``.
         acc: ``[M, D]``, the sum of weighted values relative to ``highest``.
 
@@ -183,7 +183,7 @@ def fold(scores, values, highest, total, acc, IEEE: tl.constexpr):
         The new ``(highest, total, acc)``.
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # A row that has seen no key yet would compute -inf - -inf.
+    # A row that has seen no key would compute -inf - -inf.
     anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     weights = tl.exp2(scores - anchor[:, None])
     shrink = tl.exp2(highest - anchor)
@@ -207,7 +207,7 @@ def aot_case(
     *,
     fuses_floats: bool = True,
 ) -> AotCase:
-    """Build a compilation case; arguments not given have one type in all attention kernels."""
+    """Make a compilation case; other arguments have the same type in all attention kernels."""
     types = {"score_scale": "fp32", "cap": "fp32"}
     types |= dict.fromkeys(("query_stride", "block_stride"), "i32:16")
     types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}

@@ -1,10 +1,10 @@
 """Paged attention for requests that compute one token: KV split over programs, then merged.
 
-Flash-Decoding (Dao et al., 2023, pytorch.org/blog/flash-decoding): all query heads of a KV head are
-one tile, and a request's tokens are divided among several programs, to fill the GPU.
-``plan_decodes`` divides them on the device, from the lengths of all requests. So one long request
-among short ones is split finely, no launch depends on a length, and a CUDA graph can hold all
-launches. The last part of a request to finish merges all of its parts::
+Flash-Decoding (Dao et al., 2023, pytorch.org/blog/flash-decoding): all query heads of a KV head
+form one tile, and a request's tokens are divided among several programs, to fill the GPU.
+``plan_decodes`` divides them on the device, by all requests' lengths. So one long request among
+short ones is split finely, no launch depends on a length, and a CUDA graph can hold all launches.
+The program that finishes a request's last part merges all parts::
 
     slot        0       1       2       3       4       5..
     work      r0 part 0  r0 part 1  r0 part 2  r1  r3   -        r2 has no decode
@@ -43,17 +43,17 @@ from baton_kernels.triton.attention_tile import (
 from baton_kernels.triton.launch import Launch, Launcher
 from baton_kernels.triton.tile_sizes import decode_tile
 
-# Two tiles in flight take 64 KiB, so three programs per processor are enough to saturate the memory
-# of an H200, which needs 30 KiB in flight per processor (latency times bandwidth).
+# Two tiles in flight take 64 KiB, so three programs per processor fit and saturate the memory of an
+# H200, which needs 30 KiB in flight per processor (latency times bandwidth).
 _PROGRAMS_PER_SM = 3
-_MIN_PART_TOKENS = 128  # smaller parts cost more in merging than they gain
-_MERGED_AT_ONCE = 4096  # numbers that merge_parts loads: 32 registers of a thread
+_MIN_PART_TOKENS = 128  # smaller parts cost more in merging than they save
+_MERGED_AT_ONCE = 4096  # numbers that merge_parts loads: 32 registers per thread
 _NO_WINDOW = 2**31 - 1
 
 
 @triton.jit(do_not_specialize=["num_requests", "window", "spare_slots", "num_slots"])
 def plan_decodes(
-    work,  # [num_slots, 4] int32: request, first token, end token, parts of the request
+    work,  # [num_slots, 4] int32: request, first token, end token, number of parts
     first_slot,  # [num_requests + 1] int32
     query_start_loc,  # [num_requests + 1] int32
     seq_lens,  # [num_requests] int32
@@ -75,7 +75,7 @@ def plan_decodes(
     ends = tl.where(next_row - row == 1, ends, 0)
     starts = tl.maximum(ends - window, 0)
     lens = ends - starts
-    # Gives at most spare_slots full parts, and num_requests partial ones.
+    # Results in at most spare_slots full and num_requests partial parts.
     part_tokens = tl.maximum(tl.cdiv(tl.sum(lens), spare_slots), MIN_PART_TOKENS)
     part_tokens = tl.cdiv(part_tokens, TILE) * TILE
     parts = tl.cdiv(lens, part_tokens)
@@ -112,7 +112,7 @@ def merge_parts(
     HEADS: tl.constexpr,  # GROUP rounded up
     PARTS: tl.constexpr,  # parts merged at once
 ):
-    """Combine all parts of one request and KV head by their weights: ``[HEADS, D]``."""
+    """Combine one request's parts for one KV head, by their weights: ``[HEADS, D]``."""
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, D)
     highest = tl.full([HEADS], -float("inf"), tl.float32)
@@ -173,7 +173,7 @@ def decode_attention(
 ):
     """Grid (NUM_KV_HEADS, num_slots): one KV head of one part of one request.
 
-    The program that finishes last of a request's parts merges all of them.
+    The program that finishes a request's last part merges all parts.
     """
     kv_head = tl.program_id(0)
     slot = tl.program_id(1)
@@ -181,7 +181,7 @@ def decode_attention(
     dims = tl.arange(0, D)
     heads = kv_head * GROUP + rows
     in_tile = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    places = heads[:, None] * HEAD_DIM + dims[None, :]  # [M, D], inside a token
+    places = heads[:, None] * HEAD_DIM + dims[None, :]  # [M, D], within a token
     token_size = NUM_KV_HEADS * GROUP * HEAD_DIM
 
     num_rows = tl.load(query_start_loc + num_requests)
@@ -219,11 +219,11 @@ def decode_attention(
         lse = part_lse + slot * (NUM_KV_HEADS * GROUP) + heads
         tl.store(lse, highest + tl.log2(total), mask=rows < GROUP)
         # One thread counts. The barrier orders this program's stores before the release; the
-        # acquire orders the other parts' stores before the last part's loads.
+        # acquire orders other parts' stores before the last part's loads.
         tl.debug_barrier()
         counter = arrived + request * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            tl.store(counter, 0)  # for the next launch; this was the last part of this one
+            tl.store(counter, 0)  # ready for the next launch
             merged = merge_parts(
                 part_out, part_lse, sinks, tl.load(first_slot + request), parts, kv_head,
                 NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, D, HEADS, PARTS,
@@ -237,7 +237,7 @@ def decode_attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """Buffers through which a step's programs exchange results; reused by later steps."""
+    """Buffers through which a step's programs exchange results; later steps reuse them."""
 
     work: Tensor  # [num_slots, 4] int32
     first_slot: Tensor  # [num_requests + 1] int32
@@ -247,7 +247,7 @@ class DecodeBuffers:
 
     @classmethod
     def allocate(cls, num_requests: int, shape: PagedShape, device: torch.device) -> DecodeBuffers:
-        """Allocate for steps of up to this many requests."""
+        """Allocate for steps of up to ``num_requests`` requests."""
         num_slots = num_requests + spare_slots(shape, device)
         num_heads = shape.num_kv_heads * shape.group
         return cls(
@@ -260,7 +260,7 @@ class DecodeBuffers:
 
 
 def spare_slots(shape: PagedShape, device: torch.device) -> int:
-    """Return the number of slots that fills the GPU for any number of requests."""
+    """Return the number of slots that fill the GPU, whatever the number of requests."""
     return -(-num_multiprocessors(device) * _PROGRAMS_PER_SM // shape.num_kv_heads)
 
 
@@ -271,7 +271,7 @@ def launch_plan(
     element_size: int,
     sliding_window: int | None,
 ) -> None:
-    """Fill ``work`` and ``first_slot`` for :class:`BoundDecodes`; no tensor is read here."""
+    """Fill ``work`` and ``first_slot`` for :class:`BoundDecodes`, without reading tensors."""
     spare = spare_slots(shape, metadata.seq_lens.device)
     num_slots = metadata.num_requests + spare
     tile = decode_tile(shape, element_size)
@@ -293,20 +293,20 @@ def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
 
 @dataclass(frozen=True, slots=True)
 class BoundDecodes:
-    """The launch of one step for all layers with the same options, with its plan's buffers."""
+    """One step's launch for all layers with the same options, and its plan's buffers."""
 
     attend: Launch
     metadata: AttentionMetadata
     buffers: DecodeBuffers
 
     def launch(self, out: Tensor, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> None:
-        """Attend for the requests that compute one token, and zero the padding behind all requests.
+        """Attend for requests that compute one token; zero the padding after all requests.
 
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; prompts' rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: cache of one layer, see ``PagedShape.of``.
-            sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
+            sinks: ``[num_heads]`` float32, an additional score per head; None: no sinks.
         """
         step, buffers = self.metadata, self.buffers
         self.attend(
@@ -323,14 +323,14 @@ def bind_decodes(
     scale: float,
     soft_cap: float | None,
 ) -> BoundDecodes:
-    """Bind the launch of a step to these tensors' shapes; layers with the same shapes share it.
+    """Bind a step's launch to these tensors' shapes; layers with equal shapes share it.
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: cache of one layer, see ``PagedShape.of``.
         metadata: lengths and blocks of the step's requests.
         buffers: filled by :func:`launch_plan` for this step.
-        scale: factor on the dot products.
+        scale: factor of the dot products.
         soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)

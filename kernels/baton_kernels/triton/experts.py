@@ -1,6 +1,6 @@
-"""A mixture of experts: multiplies rows sorted by expert, in tiles of one expert each.
+"""A mixture of experts: multiplies rows sorted by expert, in tiles with one expert each.
 
-See `RowTiles`: tiles without an expert return at once, and a CUDA graph can hold all launches.
+See `RowTiles`: tiles without an expert return at once, so a CUDA graph can hold all launches.
 Refuses to know: models, how experts are chosen.
 """
 
@@ -19,7 +19,7 @@ from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.silu_mul import gate_of, gated_half
 
 BLOCK_K = 64
-FEW_ROWS = 16  # rows of a tile; tl.dot takes no fewer
+FEW_ROWS = 16  # fewest rows of a tile, for tl.dot
 MANY_ROWS = 64
 SUM_BLOCK = 1024
 
@@ -44,7 +44,7 @@ def experts(
     if not num_tokens:
         return out
     num_rows, top_k = ids.numel(), ids.shape[1]
-    # With tiles of another size, a matrix unit may add in another order.
+    # `invariant`: one tile size, as others may add in another order.
     is_many = invariant or num_rows >= MANY_ROWS // 2 * num_experts
     tile_rows = MANY_ROWS if is_many else FEW_ROWS
     tiles = RowTiles.of(ids, num_experts, tile_rows)
@@ -127,7 +127,7 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of a tile's gated middle; round each step as the reference does."""
+    """Compute BLOCK_N columns of a tile's middle after gating; round as the reference does."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -221,7 +221,7 @@ def down_kernel(
 def sum_kernel(
     result_ptr, weight_ptr, base_ptr, base_gate_ptr, out_ptr, hidden, top_k, BLOCK: tl.constexpr
 ):
-    """Sum some columns of one token's results, in the order in which it chose the experts."""
+    """Sum some columns of one token's results, in the order of the token's experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < hidden

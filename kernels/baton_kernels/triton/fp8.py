@@ -1,7 +1,7 @@
 """float8 in Triton: which GPUs have it, and how numbers are converted.
 
-Triton converts with instructions of compute capability 8.9 and above (Ada, Hopper), and does not
-compile float8 for older GPUs. Refuses to know: caches, where scales come from.
+Triton converts with instructions of compute capability 8.9 or newer (Ada, Hopper), and does not
+compile float8 for older GPUs. Refuses to know: caches, the origin of scales.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def has_fp8(device: torch.device) -> bool:
 
 @triton.jit
 def to_stored(x, factor, dtype: tl.constexpr):
-    """Convert to the cache's type: like ``reference.quantize_fp8`` for float8, else by a cast."""
+    """Convert to the cache's dtype: like ``reference.quantize_fp8`` for float8, else by a cast."""
     if dtype == tl.float8e4nv:
         wide = x.to(tl.float32) * factor
         x = tl.clamp(wide, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)

@@ -1,16 +1,16 @@
 """Launch Triton kernels without Triton's own search for the compiled variant.
 
-Triton inspects every argument of every launch by name: 20 us of Python for a kernel that runs for
-3 us. Only the following matters, and most of it never changes while a model lives:
+Triton inspects every argument of every launch by name: 20 us of Python for a kernel that runs 3 us.
+Only the following matters, and most of it never changes while a model lives:
 
     constants   a `Launcher` is made once for them
     numbers     strides and sizes, by value; those that Triton does not specialize on may change
     tensors     their dtypes, and whether each address is a multiple of 16 bytes
 
-A `Launcher` finds the variant by one look-up of numbers and tensors; Triton itself compiles a new
-one. All layers of a step have the same shapes, so an op binds numbers and grid to a `Launch`, which
-looks at addresses only. The op keeps the `Launch` for other tensors of these shapes.
-Refuses to know: what a kernel computes.
+A `Launcher` finds the variant by one look-up of numbers and tensors; Triton compiles new variants.
+All layers of a step have the same shapes, so an op binds numbers and grid to a `Launch`, which
+checks only addresses. The op keeps the `Launch` for other tensors of these shapes. Refuses to know:
+what a kernel computes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from triton.runtime.jit import JITFunction
 _ALIGNMENT = 16  # bytes; Triton calls a multiple of this aligned
 _MAX_INT32 = 2**31 - 1
 _runtime = knobs.runtime
-# Function, grid, arguments before and after the addresses, whether the addresses are one tuple.
+# Function, grid, arguments before and after the addresses, whether addresses are one tuple.
 _Ready = tuple[Callable[..., None], tuple[int, ...], tuple[object, ...], tuple[object, ...], bool]
 
-# Launches that an op keeps, one per shape of a step; shapes change with every prompt.
+# Most launches that an op keeps, one per shape; shapes change with every prompt.
 NUM_KEPT = 512
 
 
@@ -40,15 +40,15 @@ class Launcher:
     """One kernel with its constants; make it once and keep it.
 
     Args:
-        kernel: the ``@triton.jit`` function, whose arguments are pointers first, then numbers,
-            then constants.
+        kernel: the ``@triton.jit`` function, whose arguments are pointers, then numbers, then
+            constants.
         options: Triton's options, such as ``num_warps``, and the kernel's constants, by name.
     """
 
     def __init__(self, kernel: Any, **options: int | float | bool | str | None) -> None:
         self._kernel = kernel
         self._options = options
-        self.is_compiled = isinstance(kernel, JITFunction)  # otherwise the kernel is interpreted
+        self.is_compiled = isinstance(kernel, JITFunction)  # otherwise, it is interpreted
         self._variants: dict[tuple[object, ...], _Variant] = {}
         self._numbers: _Numbers | None = None
 
@@ -61,9 +61,9 @@ class Launcher:
         """Launch the kernel on the current device and stream.
 
         Args:
-            grid: programs, one to three numbers.
-            tensors: the kernel's pointers, in its order; None where it has a branch for that.
-            numbers: the kernel's other arguments, except constants, in its order.
+            grid: numbers of programs, one to three.
+            tensors: the kernel's pointers, in order; None where the kernel can do without.
+            numbers: the kernel's numbers, in order.
         """
         Launch(self, grid, numbers)(*tensors)
 
@@ -95,17 +95,17 @@ class Launcher:
         return self._variants.get(key)
 
     def remember(self, key: tuple[object, ...], compiled: Any, num_arguments: int) -> None:
-        """Keep a variant that Triton has compiled for launches with this many varying arguments."""
+        """Keep a variant that Triton compiled for this many varying arguments."""
         self._variants[key] = _Variant.of(compiled, self._options, num_arguments)
 
 
 class Launch:
-    """A kernel with its constants, numbers and grid; a call adds only the tensors' addresses.
+    """A kernel with constants, numbers and grid; a call adds only the tensors' addresses.
 
     Args:
         launcher: the kernel's launcher.
-        grid: programs, one to three numbers.
-        numbers: the kernel's other arguments, except constants, in its order.
+        grid: numbers of programs, one to three.
+        numbers: the kernel's numbers, in order.
     """
 
     __slots__ = ("_grid", "_launcher", "_numbers", "_ready")
@@ -121,11 +121,11 @@ class Launch:
         """Launch the kernel on the current device and stream.
 
         Args:
-            tensors: the kernel's pointers, in its order; None where it has a branch for that. Each
+            tensors: the kernel's pointers, in order; None where the kernel can do without. Each
                 call has the same dtypes, and None in the same places.
         """
         enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-        if not self._launcher.is_compiled or enter.calls or leave.calls:  # a profiler is told
+        if not self._launcher.is_compiled or enter.calls or leave.calls:  # a profiler listens
             self._launcher.through_triton(self._grid, tensors, self._numbers)
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -150,7 +150,7 @@ class Launch:
     def _find(
         self, device: int, alignment: object, tensors: Sequence[Tensor | None]
     ) -> _Ready | None:
-        """Return the variant; None: it was not known, and Triton has launched it."""
+        """Return the variant; None: it was unknown, and Triton has launched it."""
         launcher, numbers = self._launcher, self._numbers
         key = launcher.key(device, alignment, tensors, numbers)
         variant = launcher.known(key)
@@ -176,7 +176,7 @@ def _launch_nothing(*tensors: Tensor | None) -> None:
 
 
 def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
-    """Return the distance between a tensor's rows ``[..., size]``; None: not all are equal."""
+    """Return the distance between rows of a tensor ``[..., size]``; None: distances differ."""
     size = expected = shape[-1]
     if stride[-1] != 1 and size != 1:
         return None
@@ -193,12 +193,12 @@ def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A compiled kernel and its constants, stored under a key."""
+    """A compiled kernel and its constants."""
 
     run: Any
     function: int
     metadata: object
-    tail: tuple[object, ...]  # the constants behind the numbers, in the kernel's order
+    tail: tuple[object, ...]  # constants after the numbers, in the kernel's order
 
     @classmethod
     def of(cls, compiled: Any, options: Mapping[str, object], num_before: int) -> _Variant:
@@ -207,12 +207,12 @@ class _Variant:
         return cls(compiled.run, compiled.function, compiled.packed_metadata, tail)
 
     def entry(self) -> tuple[Callable[..., None], tuple[object, ...], bool]:
-        """Return a function, its arguments between stream and addresses, and if addresses are a
-        tuple.
+        """Return a function, its arguments between stream and addresses, and whether addresses are
+        a tuple.
 
-        Triton 3.7's launcher asks in each call whether the kernel needs memory of its own, and then
-        calls a C function. These kernels need none, so the C function is called directly. For other
-        releases, the launcher itself is called.
+        Triton 3.7's launcher asks in each call whether the kernel needs scratch memory, and then
+        calls a C function. Our kernels need none, so the C function is called directly. For other
+        releases, the launcher is called.
         """
         run, no_hooks = self.run, (None, None, None)
         names = ("launch", "arg_annotations", "kernel_signature", "launch_pdl")
@@ -226,7 +226,7 @@ class _Variant:
 
 
 class _Numbers:
-    """The numbers of a kernel that Triton specializes on."""
+    """The numbers that Triton specializes a kernel on."""
 
     def __init__(self, kernel: JITFunction[Any], first: int, count: int) -> None:
         params = kernel.params[first : first + count]
@@ -236,8 +236,8 @@ class _Numbers:
     def key(self, numbers: Sequence[int | float]) -> list[int | float | bool]:
         """Return a key of the specialized numbers, and of other numbers that exceed 32 bits.
 
-        The key has whole values, though Triton uses only some of their properties: these are a
-        model's sizes, so there are few.
+        The key has whole values, of which Triton uses only some properties: they are a model's
+        sizes, so keys are few.
         """
         fixed = [numbers[place] for place in self._fixed]
         return fixed + [numbers[place] > _MAX_INT32 for place in self._free]

@@ -1,7 +1,7 @@
 """Root-mean-square norms, with or without adding to the residual stream first.
 
-One program holds whole rows in registers, so that every element is read once and written once.
-Refuses to know: models, where a layer's norms are.
+One program holds whole rows in registers, so that every element is read and written once. Refuses
+to know: models, the places of norms.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_rms_norm(
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Norm the sum of ``x`` and the residual, or ``x`` alone; return norm and sum."""
+    """Norm ``x``, plus the residual if any; return the norm and the sum."""
     added = x if residual is None else residual
     launch = _bind(
         x.shape, x.stride(), added.stride(), x.dtype, weight.shape, weight.dtype,
@@ -67,7 +67,7 @@ def _bind(
     eps: float,
     factor: float,
 ) -> Callable[..., None] | None:
-    """Return the bound launch of a norm; None: a row has gaps."""
+    """Return the bound launch of a norm; None: rows have gaps."""
     size, num_rows = shape[-1], math.prod(shape[:-1])
     assert weight_shape == (size,), f"weight: [{size}], got {tuple(weight_shape)}"
     known = (dtype, torch.float32)
@@ -96,7 +96,7 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 4), 16)
 
 
-# Not specialized: a new number must not cause a compilation while serving.
+# Not specialized, as a new number must not cause a compilation while serving.
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, num_rows, size,
@@ -120,7 +120,7 @@ def rms_norm_kernel(
     inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
     weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
     normed = x * inverse_rms
-    if weight_dtype == dtype:  # a float32 weight is applied before anything is rounded
+    if weight_dtype == dtype:  # a float32 weight is applied before rounding
         normed = normed.to(dtype).to(tl.float32)
     tl.store(out_ptr + row * size + column, (normed * weight).to(dtype), mask=exists)
 

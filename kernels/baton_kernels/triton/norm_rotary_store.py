@@ -1,7 +1,7 @@
 """The work between the joined projection and attention: norm heads, rotate, and store KV.
 
 A program takes some heads of one token, of any kind: query and key heads are normalized and
-rotated, key and value heads go to the cache. Refuses to know: models, how tokens get their slots.
+rotated, key and value heads go to the cache. Refuses to know: models, the choice of slots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton_kernels.triton.fp8 import has_fp8, to_stored
 from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind
 from baton_kernels.triton.norm import rms_norm
 
-HEADS = 8  # heads of one program
+HEADS = 8  # heads per program
 
 
 def norm_rotary_store(
@@ -39,8 +39,8 @@ def norm_rotary_store(
 ) -> Tensor:
     """Compute `baton_kernels.reference.norm_rotary_store` in one launch.
 
-    Norms over all heads together are launched first. The reference computes a float8 cache on a GPU
-    without float8.
+    Norms over all heads together are launched first. On a GPU without float8, the reference
+    computes steps with a float8 cache.
     """
     if kv_cache.dtype == reference.FP8 and not has_fp8(kv_cache.device):
         return reference.norm_rotary_store(
@@ -82,7 +82,7 @@ def _bind(
     key_scale: float,
     value_scale: float,
 ) -> tuple[tuple[int, int, int], Callable[..., None]]:
-    """Return the queries' shape and the bound launch; each dtype has its own launch."""
+    """Return the queries' shape and the bound launch; each dtype has its own."""
     _, _, num_kv_heads, block_size, head_dim = cache_shape
     assert qkv_stride[1] == cache_stride[4] == 1
     known = (dtype, reference.FP8)
@@ -97,7 +97,7 @@ def _bind(
 def _norm_all_heads(
     qkv: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, eps: float
 ) -> Tensor:
-    """Norm a token's queries together, and its keys together."""
+    """Norm a token's queries together, and its keys."""
     assert query_weight is not None
     assert key_weight is not None
     sizes = [len(query_weight), len(key_weight)]
@@ -160,7 +160,7 @@ def store_kv(
 
 
 def _blocks(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Choose tile widths: half of the rotated dims, and the dims after them; 0: none."""
+    """Choose tile widths for half of the rotated dims, and for the dims after these; 0: none."""
     tail = head_dim - rotary_dim
     return {
         "HALF_BLOCK": triton.next_power_of_2(rotary_dim // 2),
@@ -191,7 +191,7 @@ def normalize(
     wide = x * inverse_rms[:, None]
     normed = wide.to(dtype).to(tl.float32)
     if query_weight_ptr is not None:
-        # A float32 weight is applied before anything is rounded.
+        # A float32 weight is applied before rounding.
         if query_weight_ptr.dtype.element_ty != dtype:
             normed = wide
         weight = tl.load(query_weight_ptr + dim, mask=exists, other=0.0).to(tl.float32)[None, :]

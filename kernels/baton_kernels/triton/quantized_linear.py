@@ -1,14 +1,14 @@
 """Linear layers whose weights have 4 or 8 bits per number, see `baton_kernels.quantized`.
 
-A product is computed transposed: rows of the weight times tokens. So the weight is the operand that
-comes from registers, in which its codes become numbers, and few tokens fill a tile of 16. Where
-codes of a chunk share a scale, they are multiplied unscaled, and the scale multiplies their sum;
-else each plane becomes numbers of the type of ``x``. With few tokens, a row's inputs are summed in
-several parts, whose number depends on the weight's shape; the last part to arrive adds them all, in
-order.
+A product is computed transposed, rows of the weight times tokens: the weight is then the operand
+that comes from registers, where its codes become numbers, and few tokens fill a tile of 16. If a
+chunk's codes share a scale, they are multiplied unscaled, and the scale multiplies their sum;
+otherwise, each plane becomes numbers in the dtype of ``x``. With few tokens, a row's inputs are
+summed in several parts, whose number depends on the weight's shape; the last part to finish adds
+all parts, in order.
 
-For a prompt, codes become numbers once, in memory, as the vendor's product is then faster; rows of
-float8 do the same. Refuses to know: layers, formats of checkpoints.
+For a prompt, codes become numbers once, in memory, as the vendor's product is then faster; so do
+float8 rows. Refuses to know: layers, formats of checkpoints.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from baton_kernels.triton.launch import Launcher
 
 # Most tokens for which a row's inputs are summed in parts; also the tokens of a tile.
 FEW_TOKENS = 64
-# Numbers of tokens from which unpacking pays, by measured times and the memory it takes.
+# Fewest tokens for which unpacking pays, by measured times and the memory that it takes.
 GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
-WANTED_PROGRAMS = {4: 512, 8: 384}  # programs that fill a GPU, by bits of a code
+WANTED_PROGRAMS = {4: 512, 8: 384}  # programs that fill a GPU, by bits per code
 WANTED_ROUNDED = 264
-_LEAST_CHUNKS = 4  # fewest chunks of a part
+_LEAST_CHUNKS = 4  # fewest chunks per part
 _STAGE_BYTES = 60 * 2**10  # shared memory for all stages
 _UNPACK_ROWS = 16
-_ALL = 2**30  # more inputs than any row has: they are one group
+_ALL = 2**30  # more inputs than any row has: one group
 SUPER_GROUP = tl.constexpr(_SUPER_GROUP)
 WORDS = tl.constexpr(SIDE)
 
@@ -115,7 +115,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 
 def _unpacked_from(weight: QuantizedWeight) -> int:
-    """Return the number of tokens from which the weight is unpacked before the product."""
+    """Return the fewest tokens for which the weight is unpacked before the product."""
     if isinstance(weight, GroupedWeight):
         return GROUPED_UNPACKED_FROM
     has_groups = weight.numbers.dtype == FLOAT8 and len(weight.scales) > 1
@@ -123,7 +123,7 @@ def _unpacked_from(weight: QuantizedWeight) -> int:
 
 
 def _rounded_in_memory(x: Tensor, group_size: int) -> Tensor:
-    """Round inputs to float8 in groups, and convert them back to their type."""
+    """Round inputs to float8 in groups, and convert them back to their own dtype."""
     numbers, scales = round_inputs(x, FLOAT8, group_size)
     return unpacked(RoundedWeight(numbers, scales, group_size, scales), x.dtype)
 
@@ -136,12 +136,12 @@ def _has_vendors_product(x: Tensor, weight: RoundedWeight) -> bool:
 
 @functools.cache
 def _scales_rows(device: torch.device) -> bool:
-    """Return whether the vendor's float8 product takes a scale per row on this device."""
+    """Return whether the vendor's float8 product can take a scale per row on this device."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def scaled_mm(x: Tensor, weight: RoundedWeight, bias: Tensor | None = None) -> Tensor:
-    """Multiply rows of float8 with a scale per row and per token, by the vendor's library."""
+    """Multiply float8 rows, with a scale per row and per token, by the vendor's library."""
     numbers, scales = round_inputs(x, FLOAT8, weight.group_size)
     product: Tensor = torch._scaled_mm(
         *(numbers, weight.numbers.T, scales.view(-1, 1), weight.scales.view(1, -1)),
@@ -187,7 +187,7 @@ def grouped_linear(
 def _grid_and_sums(
     out: Tensor, tile: ProductTile, parts: int, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], Tensor | None]:
-    """Return a product's grid, and memory for the sums of parts, if there are several."""
+    """Return a product's grid, and memory for the parts' sums, if there are several parts."""
     num_tokens, out_features = out.shape
     assert parts == 1 or num_tokens <= tile.tokens, "parts are counted for one tile of tokens"
     grid = (-(-num_tokens // tile.tokens), -(-out_features // tile.rows), parts)
@@ -195,7 +195,7 @@ def _grid_and_sums(
 
 
 def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """Return ``[out_features, in_features]`` numbers of a weight in ``dtype``."""
+    """Return a weight's numbers in ``dtype``: ``[out_features, in_features]``."""
     out_features, size = weight.out_features, weight.in_features
     out = torch.empty(out_features, size, dtype=dtype, device=weight.tensors[0].device)
     rows = -(-out_features // _UNPACK_ROWS)
@@ -312,9 +312,9 @@ def _options(tile: ProductTile) -> dict[str, int]:
 
 
 def _nibbles(kind: str, base: int, one: int, less: int) -> str:
-    """Return assembly code that makes two numbers of each of eight planes of two words.
+    """Return assembly code that makes two numbers of each of eight planes, from two words.
 
-    The last bit of ``base`` counts 1. So ``base`` with a code in its low bits is ``base`` plus the
+    The last bit of ``base`` counts 1, so ``base`` with a code in its low bits is ``base`` plus the
     code. Then ``less`` is subtracted. Constants are two numbers of ``kind``, side by side.
     """
     names = [f"plane{place}" for place in range(8)]
@@ -331,7 +331,7 @@ def _nibbles(kind: str, base: int, one: int, less: int) -> str:
 
 
 def _bytes_bf16(less: int) -> str:
-    """Return assembly code that makes two numbers of each of four planes of two words, via float32.
+    """Return assembly code that makes two numbers of each of four planes, via float32.
 
     The float 2^23 with a code in its lowest bits is 2^23 plus the code; ``less`` is added.
     """
@@ -348,7 +348,7 @@ def _bytes_bf16(less: int) -> str:
 
 
 def _bytes_fp16(less: int) -> str:
-    """Return assembly code for float16, by the method of `_nibbles`."""
+    """Return assembly code for float16; works like `_nibbles`."""
     lines = [".reg .b32 both, one, less;", "mov.b32 one, 0x3c003c00;", f"mov.b32 less, {less:#x};"]
     for place in range(4):
         lines.append(f"prmt.b32 both, $4, $5, {(4 + place) << 8 | place:#x};")
@@ -366,7 +366,7 @@ _BF16_8_FROM_0 = tl.constexpr(_bytes_bf16(0xCB000000))
 _BF16_8 = tl.constexpr(_bytes_bf16(0xCB000080))
 _FP16_8_FROM_0 = tl.constexpr(_bytes_fp16(0xE400E400))
 _FP16_8 = tl.constexpr(_bytes_fp16(0xE480E480))
-# Results are written before the last word is read, so they need registers of their own.
+# Results are written before the last word is read, so they need their own registers.
 _EIGHT_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
 _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
@@ -375,7 +375,7 @@ _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 def plane_of(
     words, place: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr, FROM_0: tl.constexpr
 ):
-    """Unpack one plane's numbers without GPU instructions."""
+    """Unpack one plane's numbers without assembly code."""
     number = ((words >> (place * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
     if not FROM_0:
         number -= 1 << (BITS - 1)
@@ -442,11 +442,11 @@ def group_numbers(ptr, factor_ptr, group, row, out_features, GROUP: tl.constexpr
 
 @triton.jit
 def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return scale and minimum of a plane's group for some rows; the scale twice without minima."""
+    """Return some rows' scale and minimum in a plane's group; without minima, the scale twice."""
     chunk, groups, row, in_features, out_features = at
     scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr = groups
     first = chunk * (512 // BITS) + place * 16
-    # The last chunk may have planes without inputs: any group will do for them.
+    # The last chunk may have planes without inputs; these take any group.
     group = tl.minimum(first, in_features - 1) // GROUP
     scale = group_numbers(scale_ptr, factor_ptr, group, row, out_features, GROUP)
     minimum = scale
@@ -459,7 +459,7 @@ def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.con
 
 @triton.jit
 def scaled(codes, of_group, HAS_MINIMA: tl.constexpr):
-    """Scale one plane's codes in float32, then round to the codes' type."""
+    """Scale one plane's codes in float32, then round to the codes' dtype."""
     numbers = codes.to(tl.float32) * of_group[0][:, None]
     if HAS_MINIMA:
         numbers += of_group[1][:, None]
@@ -474,13 +474,13 @@ def numbers_of(
     """Unpack a chunk's codes to numbers, ``[rows, inputs]``, scaled if ``IS_SCALED``.
 
     ``at``: the chunk, pointers to the groups' numbers, the rows, and the numbers of all inputs and
-    rows. Planes are interleaved: an input's index is its plane first, then its word. As a product's
-    operand, each number then stays in the register in which it is unpacked.
+    rows. Planes are interleaved: an input's index is its plane first, then its word. So each number
+    stays in the register in which it is unpacked when it becomes an operand.
     """
     if BITS == 4:
         p = planes_of_4_bits(words, dtype, HAS_MINIMA, HAS_ASM)
         if IS_SCALED:
-            # Planes of one group share its scale and minimum.
+            # Planes of one group have the same scale and minimum.
             g0 = scale_and_minimum(0, at, 4, GROUP)
             g4 = scale_and_minimum(4, at, 4, GROUP) if GROUP <= 64 else g0
             g2 = scale_and_minimum(2, at, 4, GROUP) if GROUP <= 32 else g0
@@ -517,7 +517,7 @@ def numbers_of(
 def store_sums(
     total, scale, sum_ptr, bias_ptr, out_ptr, arrived_ptr, token, row, num_tokens, out_features
 ):
-    """Store sums ``[rows, tokens]``, or keep those of a part; the last part adds all parts.
+    """Store sums ``[rows, tokens]``, or keep a part's sums; the last part adds all parts.
 
     ``scale``: factor of the whole sum, or None.
     """
@@ -530,12 +530,12 @@ def store_sums(
         size = num_tokens * out_features
         tl.store(sum_ptr + tl.program_id(2) * size + place, total, mask=exists)
         # One thread counts. The barrier orders this program's stores before the release; the
-        # acquire orders the other parts' stores before the last part's loads.
+        # acquire orders other parts' stores before the last part's loads.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrived_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
         is_last = is_last == parts - 1
         if is_last:
-            tl.store(arrived_ptr + tl.program_id(1), 0)  # for the next launch
+            tl.store(arrived_ptr + tl.program_id(1), 0)  # ready for the next launch
             total = tl.zeros_like(total)
             for part in range(parts):
                 total += tl.load(sum_ptr + part * size + place, mask=exists, other=0)
@@ -549,7 +549,7 @@ def store_sums(
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-# Not specialized: a new number must not cause a compilation while serving.
+# Not specialized, as a new number must not cause a compilation while serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def grouped_kernel(
     x_ptr, code_ptr, scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr, bias_ptr, out_ptr,
@@ -560,7 +560,7 @@ def grouped_kernel(
     """Multiply BLOCK_N rows of the weight by BLOCK_M tokens, over some chunks of the inputs."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Places beyond the last row or token load the last one again; their results are not stored.
+    # Places beyond the last row or token load the last one; their results are not stored.
     known = tl.minimum(row, out_features - 1)
     CHUNK: tl.constexpr = 512 // BITS
     depth = tl.arange(0, CHUNK)
@@ -642,7 +642,7 @@ def rounded_kernel(
 ):  # fmt: skip
     """Multiply some rows of the weight by some tokens; ``GROUP`` 0: one scale per row.
 
-    Integers are summed as integers, so their order does not change the sum.
+    Integers are summed as integers, so that order does not matter.
     """
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -663,8 +663,8 @@ def rounded_kernel(
         if IS_EXACT:
             total = tl.dot(weight, x, total, out_dtype=tl.int32)
         else:
-            # Sums of float8 in a matrix unit lose bits, so each block's sum is added outside of it.
-            # The scale in between keeps a compiler from changing that.
+            # Float8 sums in a matrix unit lose bits, so each block's sum is added outside. The
+            # scale in between keeps a compiler from joining the sums.
             product = tl.dot(weight, x)
             if GROUP:
                 group = start // GROUP
@@ -689,7 +689,7 @@ def round_kernel(
     x_ptr, number_ptr, scale_ptr, x_stride, num_tokens, size, group_size,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Round one group of one token; its largest number becomes ``LARGEST``."""
+    """Round one group of one token: its largest number becomes ``LARGEST``."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = group * group_size
     end = tl.minimum(first + group_size, size)

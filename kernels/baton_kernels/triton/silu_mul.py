@@ -56,7 +56,7 @@ def _bind(
     """Return the result's shape and the bound launch; None: rows are not contiguous.
 
     Args:
-        dtype: type of the numbers; each type has a launch of its own.
+        dtype: dtype of the tensors; each dtype has its own launch.
     """
     *rows, both = shape
     size, row = both // 2, row_stride(shape, stride)
@@ -104,7 +104,7 @@ def gate_of(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_half(x, ACTIVATION: tl.constexpr):
-    """Return the factor of a gate, computed from a gated unit's second half, in float32."""
+    """Return a gate's factor in float32, from the second half of a gated unit."""
     if ACTIVATION == "clamped_swiglu":
         x = tl.where(x > SWIGLU_LIMIT, SWIGLU_LIMIT, x)
         x = tl.where(x < -SWIGLU_LIMIT, -SWIGLU_LIMIT, x) + 1
@@ -132,7 +132,7 @@ def gate_mul_kernel(
     gate_ptr, x_ptr, out_ptr, gate_stride, x_stride, size, BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply some columns of one row by their gate, which is rounded first."""
+    """Multiply some columns of one row by their gate, after rounding the gate."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < size
@@ -177,7 +177,7 @@ def _gate_case(activation: str) -> AotCase:
     )
 
 
-# Activations of a gate in a tensor of its own; other gates are a half of one tensor.
+# Activations of gates in separate tensors; other gates are half of a tensor.
 _ALONE = ("sigmoid", "relu")
 AOT_CASES = tuple(
     _gate_case(activation) if activation in _ALONE else _case(activation)

@@ -1,8 +1,8 @@
 """Cut a step of prompt chunks into the work of programs, on the host.
 
-A tile has as many new tokens of one request as fit with all query heads of one KV head. Few tiles
-with many keys, such as a short question behind a long cached prefix, are split along the keys, to
-fill the GPU; the parts are merged afterwards::
+A tile has as many new tokens of one request as fit, with all query heads of one KV head. A few
+tiles with many keys, such as a short question after a long cached prefix, are split along the keys,
+to fill the GPU; the parts are then merged::
 
     new tokens                keys 0 ..................................... seq_len
     tile 0  0 .. 32           | part 0 | part 1 | part 2 |\\
@@ -21,15 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 _ONLY_PART = -1
-MIN_PART_KEYS = 512  # splitting finer costs more in merging than it gains
+MIN_PART_KEYS = 512  # finer splits cost more in merging than they save
 
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """All programs of one step and one KV head, and the merges after them."""
+    """All programs of one step and one KV head, and the merges after these."""
 
     parts: npt.NDArray[np.int32]  # [n, 5]: request, first new token, first key, end key, slot
-    # (-1: the only part of its tile, which needs no merging); those with the most keys first
+    # (-1: the tile has only this part, no merging needed); parts with most keys first
     merges: npt.NDArray[np.int32]  # [m, 4]: request, first new token, first slot, parts
     num_slots: int
 
@@ -45,21 +45,20 @@ def plan_tiles(
     sliding_window: int | None,
     least_new: int = 2,
 ) -> TilePlan:
-    """Cut into tiles all requests except those with fewer new tokens than a limit.
+    """Cut requests into tiles, except those with fewer new tokens than ``least_new``.
 
-    This happens once per step, and most steps have few tiles, so plain loops are faster than
-    arrays.
+    This happens once per step, and most steps have few tiles, so plain loops beat arrays.
 
     Args:
         query_lens: new tokens of each request.
         seq_lens: all tokens of each request, the new ones included.
-        tokens_per_tile: new tokens that a program takes at once.
-        keys_per_step: keys that a program takes at once; all parts but the last are multiples of
-            it.
-        block_size: tokens per block of the KV cache; parts begin with one.
+        tokens_per_tile: most new tokens of a tile.
+        keys_per_step: keys that a program takes at once; all parts but the last have a multiple of
+            this size.
+        block_size: tokens per block of the KV cache; parts begin at a block.
         num_programs: programs per KV head that fill the GPU.
-        sliding_window: each query sees at most this many newest keys; None: all.
-        least_new: fewest new tokens of a request to cut; a kernel of its own computes the others.
+        sliding_window: most keys that a query sees, the newest; None: all.
+        least_new: fewest new tokens of a request to cut; another kernel computes the others.
     """
     tiles: list[tuple[int, int, int, int]] = []  # request, first new token, first key, end key
     for request, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -86,7 +85,7 @@ def plan_tiles(
         even = -(-(end - start) // (num_parts * multiple)) * multiple
         for slot, first in enumerate(range(start, end, even), num_slots):
             parts.append((request, first_new, first, min(first + even, end), slot))
-        # The loop made exactly num_parts parts, because `even` is at most `largest`.
+        # The loop made exactly num_parts parts, as `even` is at most `largest`.
         merges.append((request, first_new, num_slots, num_parts))
         num_slots += num_parts
     parts.sort(key=lambda part: part[2] - part[3])
@@ -94,7 +93,7 @@ def plan_tiles(
 
 
 def most_parts(num_tokens: int, num_requests: int, tokens_per_tile: int, num_programs: int) -> int:
-    """Return the most parts, and the most merges and slots, of any plan for these sizes."""
+    """Return the most parts of any plan for these sizes, and the most merges and slots."""
     return -(-num_tokens // tokens_per_tile) + num_requests + num_programs
 
 

@@ -1,7 +1,7 @@
 """Tile sizes of both attention kernels, by head size and by the device's shared memory.
 
-Chosen by register and memory use of the compiled code (``tools/compile_kernels.py``), not by times.
-Refuses to know: kernels, steps.
+Chosen by the compiled code's use of registers and memory (``tools/compile_kernels.py``), not by
+times. Refuses to know: kernels, steps.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import torch
 
 from baton_kernels.triton.attention_tile import PagedShape, TileSize, padded_side
 
-# KiB of shared memory that a program may have, by compute capability (the CUDA C++ Programming
-# Guide's table of technical specifications). Other GPUs of 8.0 and newer have 99, as 8.6 does.
+# KiB of shared memory per program, by compute capability (CUDA C++ Programming Guide, table of
+# technical specifications). Other GPUs from 8.0 on have 99, as 8.6 does.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 LEAST_SHARED_KIB = 99
 
 # All by padded head size. With 5 stages, the next tile of keys and values loads while a program
-# waits for the current one (``cp.async.wait_group 3``); with 3 or 4 it does not, see `TileSize`.
-_DECODE = {  # three programs per processor, which have 72 KiB each
+# waits for the current one (``cp.async.wait_group 3``); with 3 or 4, not, see `TileSize`.
+_DECODE = {  # three programs per processor, with 72 KiB each
     16: TileSize(128, 4, 5),
     32: TileSize(128, 4, 5),
     64: TileSize(128, 4, 5),
     128: TileSize(64, 4, 5),
     256: TileSize(32, 4, 5),
 }
-# Converting keys takes registers: a shorter pipeline, where they would be spilled.
+# Converting keys takes registers: a shorter pipeline avoids spills.
 _DECODE_FP8 = _DECODE | {256: TileSize(32, 4, 4)}
 
 _VARLEN_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64}  # query tokens times heads
 # Half the rows with 4 warps would let two programs share a processor of 9.0, but each key would be
-# read twice as often, and 64 operations per byte are more than the L2 cache has bandwidth for.
+# read twice as often, and the L2 cache lacks the bandwidth for 64 operations per byte.
 _VARLEN = {  # at most 130 KiB
     16: TileSize(128, 8, 5),
     32: TileSize(128, 8, 5),
     64: TileSize(128, 8, 5),
     128: TileSize(64, 8, 5),
-    256: TileSize(32, 8, 5),  # with 4 warps Triton 3.6 spills
+    256: TileSize(32, 8, 5),  # with 4 warps, Triton 3.6 spills
 }
 _VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3)}  # at most 97 KiB, for GPUs with 99
 
@@ -52,7 +52,7 @@ def shared_kib(device: torch.device) -> int:
 
 
 def decode_tile(shape: PagedShape, element_size: int) -> TileSize:
-    """Return the tile of requests with one new token; it fits every device."""
+    """Return the tile of requests with one new token, which fits every device."""
     return _choose(_DECODE_FP8 if shape.is_fp8 else _DECODE, shape, element_size)
 
 
@@ -69,9 +69,9 @@ def varlen_rows(shape: PagedShape, element_size: int) -> int:
 
 
 def _choose(sizes: Mapping[int, TileSize], shape: PagedShape, element_size: int) -> TileSize:
-    """Choose the entry of a head size; ``sizes`` is for two bytes per element, as models have.
+    """Choose the entry of a head size; ``sizes`` is for elements of two bytes, as in most models.
 
-    float32 has no tensor cores (TensorFloat-32 rounds), so its tiles are chosen only to be correct.
+    float32 has no tensor cores (TensorFloat-32 rounds), so its tiles only have to be correct.
     """
     size = sizes[shape.padded_head_dim]
     if element_size <= 2:

@@ -1,8 +1,8 @@
 """Paged causal attention for prompt chunks: several tokens per request, with or without a prefix.
 
-FlashAttention-2 (Dao, arXiv:2307.08691) over a block table. A program takes one tile of new
-tokens, with all query heads of one KV head, so that a key is loaded once for all of them, and a
-range of keys, see ``tile_plan``.
+FlashAttention-2 (Dao, arXiv:2307.08691) over a block table. A program takes a range of keys
+(``tile_plan``) and a tile of new tokens with all query heads of one KV head, so that each key is
+loaded once for all of these heads.
 
 Refuses to know: how the host cuts a step into tiles, requests with one new token.
 """
@@ -45,8 +45,8 @@ from baton_kernels.triton.tile_sizes import (
     varlen_tile,
 )
 
-_NO_TOKEN = 2**30  # a position behind every request
-_MERGED_ROWS = 16  # rows of a tile that one program of merge_tiles merges
+_NO_TOKEN = 2**30  # a position after every request's last
+_MERGED_ROWS = 16  # rows of a tile that one program of merge_tiles takes
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def attend_tile(
     MASKED: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Add the keys ``[first, first + TILE)`` to the sums; unless MASKED, each row sees them all."""
+    """Add the keys ``[first, first + TILE)`` to the sums; unless MASKED, each row sees all keys."""
     tokens = first + tl.arange(0, TILE)
     offsets = key_offsets(table_row, tokens, end, block_stride, BLOCK_SIZE, HEAD_DIM)
     k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, MASKED).to(q.dtype)
@@ -118,7 +118,7 @@ def varlen_attention(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Grid (NUM_KV_HEADS, num_parts)."""
+    """Grid (NUM_KV_HEADS, num_parts): one part of a tile, for one KV head."""
     kv_head = tl.program_id(0)
     part = parts + tl.program_id(1) * 5
     request = tl.load(part)
@@ -138,11 +138,11 @@ def varlen_attention(
     present = (rows < TOKENS * GROUP) & (new < query_len)
     in_tile = present[:, None] & (dims < HEAD_DIM)[None, :]
     token = (query_start + new).to(tl.int64)
-    places = (heads * HEAD_DIM)[:, None] + dims[None, :]  # [M, D], inside a token
+    places = (heads * HEAD_DIM)[:, None] + dims[None, :]  # [M, D], within a token
     q = tl.load(query + token[:, None] * query_stride + places, mask=in_tile, other=0.0)
 
     positions = num_earlier + new
-    diagonal = start  # all keys are masked: each row's window begins elsewhere
+    diagonal = start  # all keys are masked, as each row has its own window
     if not HAS_WINDOW:
         seen_by_all = tl.minimum(num_earlier + first_new + 1, end)
         diagonal += tl.maximum(seen_by_all - start, 0) // TILE * TILE
@@ -152,7 +152,7 @@ def varlen_attention(
     table_row = block_table + request.to(tl.int64) * table_stride
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    # From here on positions count from start, the first of a block, which saves registers.
+    # Count positions from start, the first of a block: this saves registers.
     table_row += start // BLOCK_SIZE
     positions -= start
     diagonal -= start
@@ -219,7 +219,7 @@ def merge_tiles(
         pointers = part_out + slot_rows[:, None] * HEAD_DIM + dims[None, :]
         values = tl.load(pointers, mask=in_tile, other=0.0)
         new_highest = tl.maximum(highest, lse)
-        # A row that has seen no key yet would compute -inf - -inf.
+        # A row that has seen no key would compute -inf - -inf.
         anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         weight = tl.exp2(lse - anchor)
         shrink = tl.exp2(highest - anchor)
@@ -251,21 +251,21 @@ def plan_step(
     sliding_window: int | None,
     device: torch.device,
 ) -> Tiles:
-    """Plan the launches of :class:`BoundTiles` in this step, for all layers of one window."""
+    """Plan this step's launches of :class:`BoundTiles` for all layers with one window."""
     cut = _cut(shape, element_size, device)
     plan = plan_tiles(
         metadata.query_lens, metadata.seq_lens_host, sliding_window=sliding_window, **cut
     )
     parts, merges = torch.from_numpy(plan.parts), torch.from_numpy(plan.merges)
     if device.type == "cuda":
-        # Pinned memory is reused only after the copy out of it.
+        # Torch reuses pinned memory only after this copy.
         parts = parts.pin_memory().to(device, non_blocking=True)
         merges = merges.pin_memory().to(device, non_blocking=True)
     return Tiles(parts, merges, plan.num_slots)
 
 
 def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str, int]:
-    """Return how steps are cut on a device, see `plan_tiles`."""
+    """Return the options by which a device's steps are cut, see `plan_tiles`."""
     return {
         "tokens_per_tile": varlen_rows(shape, element_size) // shape.group,
         "keys_per_step": varlen_tile(shape, element_size, shared_kib(device)).tokens,
@@ -275,10 +275,10 @@ def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str
 
 
 class CapturedTiles:
-    """Tiles at fixed addresses, for all steps of up to a number of tokens and requests.
+    """Tiles at fixed addresses, for all steps up to a number of tokens and requests.
 
-    Every request is in tiles, also those with one new token. Parts that a step does not need get
-    tokens that no request has.
+    Every request is in tiles, even with one new token. Parts that a step does not need get tokens
+    that no request has.
 
     Args:
         num_tokens: tokens of the captured step.
@@ -307,7 +307,7 @@ class CapturedTiles:
         capacity = most_parts(num_tokens, num_requests, *parts_of_work)
         capacity = -(-capacity // 4) * 4  # so that the merges begin at a multiple of 16 bytes
         parts = np.tile(np.array([0, _NO_TOKEN, 0, 0, -1], dtype=np.int32), (capacity, 1))
-        # Cut tiles have two parts or more. Unused entries have one, so nothing divides by 0.
+        # Cut tiles have two parts or more. Unused entries have one, to avoid dividing by 0.
         merges = np.tile(np.array([0, _NO_TOKEN, 0, 1], dtype=np.int32), (capacity // 2, 1))
         self._num_in_parts = parts.size
         self._idle = np.concatenate((parts.reshape(-1), merges.reshape(-1)))
@@ -329,13 +329,13 @@ class CapturedTiles:
         merges[: plan.merges.size] = plan.merges.reshape(-1)
         host = torch.from_numpy(packed)
         if self._memory.is_cuda:
-            host = host.pin_memory()  # pinned memory is reused only after its copy to the device
+            host = host.pin_memory()  # torch reuses pinned memory only after its copy
         self._memory.copy_(host, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundTiles:
-    """The launches of one step for all layers with the same options.
+    """One step's launches for all layers with the same options.
 
     Attributes:
         attend, merge: launches; ``merge`` is None if no tile is cut.
@@ -355,7 +355,7 @@ class BoundTiles:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: cache of one layer, see ``PagedShape.of``.
-            sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
+            sinks: ``[num_heads]`` float32, an additional score per head; None: no sinks.
         """
         step, tiles = self.metadata, self.tiles
         self.attend(
@@ -375,15 +375,15 @@ def bind_tiles(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> BoundTiles:
-    """Bind the launches of a step to these tensors' shapes; layers with the same shapes share them.
+    """Bind a step's launches to these tensors' shapes; layers with equal shapes share them.
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: cache of one layer, see ``PagedShape.of``.
         metadata: lengths and blocks of the step's requests.
         tiles: tiles of :func:`plan_step` for this step and window.
-        scale: factor on the dot products.
-        sliding_window: each query sees at most this many newest keys; None: all.
+        scale: factor of the dot products.
+        sliding_window: most keys that a query sees, the newest; None: all.
         soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)

@@ -1,8 +1,8 @@
 """NixlAgent: the only module that imports nixl. Typed; every failure is a TransferError.
 
-NIXL's behaviour shapes this file: writes cannot be cancelled, its progress thread burns a core,
-thread safety is off by default, errors are exceptions, and a bad address kills the receiver. So one
-thread makes all calls, and addresses come from tables made here.
+NIXL shapes this file: writes cannot be cancelled, its progress thread burns a core, thread safety
+is off by default, errors are exceptions, and a bad address kills the receiver. So one thread makes
+all calls, and addresses come from tables made here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 
 # Most released peers that NIXL still knows. A peer whose process has ended costs some kilobytes.
-# Dropping a living peer leaves a TCP connection behind, on both sides.
+# Dropping a living peer leaves a TCP connection open on both sides.
 MAX_RELEASED = 256
-# How long a kept connection may be silent: after a network cut, it may be dead without an error.
+# Longest silence of a kept connection; after a network cut, it may be dead without an error.
 ANSWER_TIMEOUT_S = 2.0
 
 
 def _import_nixl() -> Any:
-    # Read once, when UCX starts; an operator's own settings stay.
-    # UCX listens without authentication on every device that it may use, so loopback is the
-    # default.
+    # read once, when UCX starts; an operator's own settings stay
+    # UCX listens without authentication on each device that it may use; hence loopback only.
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -44,7 +43,7 @@ def _import_nixl() -> Any:
 
 
 def _words(error: Exception) -> str:
-    """Return NIXL's error, with UCX's reason if any, as NIXL's codes do not tell the reason."""
+    """Return NIXL's error, with UCX's reason if any, which NIXL's codes do not tell."""
     if "BACKEND" not in str(error):
         return str(error)
     return f"{error} (UCX's lines in this node's log say why; UCX_LOG_LEVEL=info: more of them)"
@@ -54,13 +53,13 @@ class NixlAgent:
     """NIXL's agent of this process, with the memory that it has registered.
 
     When told to forget a peer, NIXL does not close the peer's connection. So a released peer is
-    kept instead, and found again by its name and metadata. A name belongs to one process start, so
-    what NIXL learnt about the peer stays true. Nothing is written to a released peer, as its tables
-    are gone.
+    kept instead, and found again by name and metadata. A name belongs to one process start, so
+    NIXL's data about the peer stays true. Nothing is written to a released peer, as its tables are
+    gone.
 
     Args:
-        name: name of the agent, new at each process start, as a reused name damages peers' tables.
-        layouts: layouts of the memory ranges that the agent registers.
+        name: name of the agent; new at each process start, as a reused name damages peers' tables.
+        layouts: layouts of the memory ranges to register.
         memory_kind: "DRAM" or "VRAM".
     """
 
@@ -79,8 +78,7 @@ class NixlAgent:
         )
         try:
             self._agent = api.nixl_agent(name, config)
-            # The blocks of each layout are one contiguous range: one region for any number of
-            # blocks.
+            # A layout's blocks are one contiguous range: one region, whatever their number.
             regions = np.array(
                 [[at.base_address, at.num_blocks * at.block_bytes, at.device_id] for at in layouts],
                 dtype=np.uint64,
@@ -88,10 +86,9 @@ class NixlAgent:
             self._agent.register_memory(self._agent.get_reg_descs(regions, memory_kind))
             self._memory_kind = memory_kind
             self._peers: dict[str, bytes] = {}  # peers that NIXL knows: name -> metadata
-            self._released: OrderedDict[str, None] = OrderedDict()  # names, the oldest first
+            self._released: OrderedDict[str, None] = OrderedDict()  # names, oldest first
             self._failed: set[str] = set()  # names whose connection failed
-            # Names of peers that were taken up again and not heard since -> when they were taken
-            # up.
+            # Names of peers taken up again and not heard since -> when they were taken up.
             self._resumed: dict[str, float] = {}
         except self._errors as error:
             raise ConfigError(f"kv_connector: NIXL cannot start: {_words(error)}") from error
@@ -135,9 +132,9 @@ class NixlAgent:
         self._peers[name] = metadata
 
     def release_peer(self, name: str, tables: Iterable[Any]) -> None:
-        """Release a peer's tables, and keep the peer until newer peers displace it.
+        """Release a peer's tables; keep the peer until newer peers displace it.
 
-        Posted writes to the peer may still land. A peer whose connection failed is forgotten.
+        Writes posted to the peer may still land. A peer whose connection failed is forgotten.
         """
         for table in tables:
             self.release(table)
@@ -151,19 +148,19 @@ class NixlAgent:
             self._forget(next(iter(self._released)))
 
     def _forget(self, name: str) -> None:
-        """Have NIXL forget a peer; harmless if NIXL does not know it."""
+        """Let NIXL forget a peer; harmless if NIXL does not know the peer."""
         self._released.pop(name, None)
         self._resumed.pop(name, None)
         self._failed.discard(name)
         if self._peers.pop(name, None) is not None:
-            with contextlib.suppress(*self._errors):  # fails for a dead peer, which is gone anyway
+            with contextlib.suppress(*self._errors):  # fails for a dead peer, which does not matter
                 self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:
-        """Make a table of memory ranges, between which writes are posted by index.
+        """Make a table of memory ranges, which writes refer to by index.
 
         Args:
-            name: the peer that owns the memory; empty for this process.
+            name: the peer whose memory it is; empty: this process.
         """
         try:
             descs = self._agent.get_xfer_descs(descriptors, self._memory_kind)
@@ -184,7 +181,7 @@ class NixlAgent:
         remote_table: Any,
         remote: npt.NDArray[np.int32],
     ) -> Any:
-        """Post a one-sided write of ranges ``local[i]`` to ``remote[i]``; returns a handle.
+        """Post a one-sided write of ranges ``local[i]`` to ``remote[i]``; return a handle.
 
         Args:
             name: peer whose memory the remote table covers.
@@ -206,7 +203,7 @@ class NixlAgent:
         return handle
 
     def is_done(self, name: str, handle: Any) -> bool:
-        """Return whether a write posted to a peer is complete; releases the handle if so."""
+        """Return whether a write posted to a peer is complete; if so, release the handle."""
         try:
             if self._agent.check_xfer_state(handle) != "DONE":
                 return False
@@ -245,7 +242,7 @@ class NixlAgent:
         return [(name, payload) for name, payloads in by_name.items() for payload in payloads]
 
     def _note_first_message(self, name: str) -> None:
-        """Trust the kept connection if its peer is heard soon; otherwise, replace the connection.
+        """Trust a kept connection if its peer is heard soon; otherwise, replace the connection.
 
         A peer that is heard late got no answer over our connection, and has replaced its own.
         """
@@ -255,7 +252,7 @@ class NixlAgent:
             self._resumed[name] = -math.inf
 
     def close(self, tables: Iterable[Any]) -> None:
-        """Destroy the agent and our own tables; its posted writes stop."""
+        """Destroy the agent and our own tables; posted writes stop."""
         for table in tables:
             table.release()
         del self._agent

@@ -1,4 +1,4 @@
-"""NixlTransport: one-sided writes between registered KV caches, of blocks or of a rank's slices."""
+"""NixlTransport: one-sided writes between registered KV caches, of blocks or ranks' slices."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from kvconnector.transports.write_parts import post_all
 logger = logging.getLogger(__name__)
 
 
-# Most ranges in all tables of one peer's memory; each takes some dozens of bytes. Limited, as a
-# peer itself tells its numbers of blocks and ranks.
+# Most ranges in all tables of one peer's memory, each of some dozens of bytes. Limited, as peers
+# tell their numbers of blocks and ranges.
 MAX_RANGES = 2**26
 MAX_RANGES_OF_A_TABLE = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Prepared ranges of a rank's blocks, ``num_ranges`` per block, for local and remote memory.
+    """Prepared ranges of a rank's blocks, ``num_ranges`` per block, in local and remote memory.
 
     Attributes:
         name: agent whose memory holds the remote ranges.
@@ -67,8 +67,8 @@ class _Peer:
     """A peer that this node writes to.
 
     Attributes:
-        slices: slices of our units that its ranks receive.
-        ranks: ranks that NIXL knows; each is added when it is first needed.
+        slices: slices of our units that the peer's ranks receive.
+        ranks: ranks that NIXL knows; a rank is added when first needed.
         tables: tables of blocks, by the peer's rank, kind of unit, and layers.
         scratch_tables: tables of self-tests, by the peer's rank.
     """
@@ -95,12 +95,12 @@ class _NixlWrite:
 
 
 class NixlTransport:
-    """Copy blocks with NIXL; a `KVTransport`.
+    """Copies blocks with NIXL; a `KVTransport`.
 
     Args:
-        engine_id: the node's engine id. Together with the rank it names the agent, so it must be
-            new at every process start.
-        memory: the KV memory; registered once, and must stay where it is.
+        engine_id: the node's engine id. With the rank, it names the agent, so it must be new at
+            every process start.
+        memory: the KV memory; registered once, and must not move.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class NixlTransport:
             [layout, scratch],
             "VRAM" if kv_cache.is_cuda else "DRAM",
         )
-        self._kv_cache = kv_cache  # keeps the memory alive as long as a peer may write to it
+        self._kv_cache = kv_cache  # keeps the memory alive while a peer may write to it
         self._peers: dict[str, _Peer] = {}
-        # Prepared tables of our own memory, by the ranges of each block or row. There are few; each
-        # is prepared when it is first needed.
+        # Prepared tables of our own memory, by ranges per block or row. There are few; each is
+        # prepared when first needed.
         self._tables: dict[Ranges, Any] = {}
         self._scratch_tables: dict[Ranges, Any] = {}
         self.peer_info = PeerInfo(
@@ -169,7 +169,7 @@ class NixlTransport:
             self._release_unused()
 
     def _release_unused(self) -> None:
-        """Release tables of our own memory that no present peer uses."""
+        """Release tables of our own memory that no present peer needs."""
         used = {id(table.local) for peer in self._peers.values() for table in peer.tables.values()}
         for own in [own for own, table in self._tables.items() if id(table) not in used]:
             self._agent.release(self._tables.pop(own))
@@ -188,7 +188,7 @@ class NixlTransport:
         check_block_ids(remote_block_ids, peer.info.num_blocks)
         check_layers(layers, self._manifest.layers_per_unit)
         if layers == (0, self._manifest.layers_per_unit):
-            layers = None  # so that equal ranges use the same tables
+            layers = None  # so that equal ranges have the same tables
         local = np.asarray(local_block_ids, dtype=np.int32)
         remote = np.asarray(remote_block_ids, dtype=np.int32)
         posts = []
@@ -248,7 +248,7 @@ class NixlTransport:
         return _NixlWrite(self._agent, table.name, handle)
 
     def _prepare(self, peer: _Peer, rank: int, copies: Sequence[RankCopy]) -> _Table:
-        """Prepare tables of the ranges that one of a peer's ranks gets from our blocks."""
+        """Prepare tables of our blocks' ranges for one of a peer's ranks."""
         _check_size(peer, len(copies))
         self._learn(peer, rank)
         memory = peer.info.ranks[rank]
@@ -293,7 +293,8 @@ class NixlTransport:
     def _path(self, peer: _Peer) -> str:
         """Return UCX's path to a peer, by UCX's own rules, as NIXL does not tell the path.
 
-        From a GPU, UCX has more paths than these rules cover; the self-test's bandwidth may tell.
+        From a GPU, UCX has more paths than these rules cover; a self-test's bandwidth may show
+        which.
         """
         if self._kv_cache.is_cuda:
             return UNKNOWN_GPU_PATH
@@ -322,9 +323,9 @@ class _IoVec(ctypes.Structure):
 
 
 def _may_access(process: ProcessPlace, address: int) -> bool:
-    """Return whether the kernel lets us access a process's memory, by reading one byte.
+    """Return whether the kernel lets us access a process's memory; reads one byte.
 
-    Containers and hardened kernels may forbid what UCX's cma path needs.
+    Containers and hardened kernels may forbid this access, which UCX's cma path needs.
     """
     if process.host == "" or process.host != host_identity():
         return False

@@ -1,6 +1,6 @@
-"""Connection: one TLS connection that never waits: sends a queue, and reads into frames.
+"""Connection: one TLS connection that never waits; sends a queue, and reads frames.
 
-The owner tells when a connection is ready to read or write. Knows no peer and no block.
+The owner tells when a connection is ready to read or write. Refuses to know: peers, blocks.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from collections.abc import Callable
 from baton.api.errors import TransferError
 from kvconnector.transports.sockets.frames import Frame, FrameReader, cut_parts
 
-# bytes that one call encrypts, without the interpreter's lock; other threads run between calls
+# bytes per encrypting call, which holds no interpreter lock; other threads run between calls
 PIECE_BYTES = 2**18
-# Most bytes read, and most bytes sent, before another connection gets its turn.
+# Most bytes read, and most bytes sent, before it is another connection's turn.
 ROUND_BYTES = 4 * 2**20
 
 
 class Connection:
-    """A connection whose TCP connection is open; `progress` does the TLS handshake.
+    """An open TCP connection; `progress` does the TLS handshake.
 
     Args:
         raw: connected socket; not blocking, owned from now on.
         context: TLS context of the connection.
-        is_server: whether it was accepted.
+        is_server: whether the connection was accepted, not dialled.
         reader: receives the bytes.
         on_frame: called for each frame; may raise FrameError.
         now: time at which the connection was made.
 
     Attributes:
-        is_secure: whether the handshake is done, and the other end has proved its identity.
-        is_ready: whether the owner has seen that there is something to read, or room to write.
+        is_secure: whether the handshake is done, so that the other end has proved its identity.
+        is_ready: whether the owner has seen something to read, or room to write.
         problem: why the connection has ended; empty while it is open.
         made_at: time at which the connection was made.
         sent_bytes: bytes encrypted with this connection's keys.
@@ -79,7 +79,7 @@ class Connection:
 
     @property
     def queued_bytes(self) -> int:
-        """Return the number of bytes not yet handed to the kernel."""
+        """Return the number of bytes not yet passed to the kernel."""
         return self._queued_bytes
 
     @property
@@ -89,12 +89,12 @@ class Connection:
 
     @property
     def has_more(self) -> bool:
-        """Return whether more can be done at once: the turn is over, or has not come yet."""
+        """Return whether more can be done at once: a turn is over, or has not come yet."""
         waits_for_peer = self._wants_write or self.problem
         return self._has_more or (bool(self._queue) and self.is_secure and not waits_for_peer)
 
     def post(self, *parts: memoryview | bytes) -> None:
-        """Queue bytes, without a copy: their memory must not change until they are sent."""
+        """Queue bytes without a copy: their memory must not change until they are sent."""
         self._queue += cut_parts(parts, PIECE_BYTES)
         self._queued_bytes += sum(map(len, parts))
 
@@ -128,7 +128,7 @@ class Connection:
         num_sent = 0
         try:
             while self._queue and num_sent < ROUND_BYTES:
-                # After "want write" the same bytes must be offered again: the piece stays first.
+                # After "want write", TLS needs the same bytes again: the piece stays first.
                 sent = sock.send(self._queue[0])
                 num_sent += sent
                 self._queued_bytes -= sent
@@ -163,10 +163,10 @@ class Connection:
             self._wants_write = True
 
     def end_sending(self) -> None:
-        """Tell the other end that no more bytes follow; bytes sent before still arrive."""
+        """Tell the other end that no more bytes follow; bytes already sent still arrive."""
         if not self.problem:
             try:
-                # The method of SSLSocket would drop the keys, but the other end may still send.
+                # SSLSocket's own method would drop the keys, but the other end may still send.
                 socket.socket.shutdown(self.socket, socket.SHUT_WR)
             except (OSError, ValueError) as error:
                 self.close(describe(error))

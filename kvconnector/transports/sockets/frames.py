@@ -1,16 +1,16 @@
-"""Frames: the wire format of a KV connection. Knows no socket, and no memory but its own.
+"""Frames: the wire format of a KV connection. Refuses to know: sockets, others' memory.
 
     kind (1) | bytes of head (4) | bytes of payload (8) | head | payload          big-endian
 
-    dialler -> listener   HELLO    names the dialler; comes first, and only once
-                          MESSAGE  a message of the protocol (`protocol/messages.py`): its head
-                          WRITE    blocks for a transfer, their bytes the payload
+    dialler -> listener   HELLO    names the dialler; first, and only once
+                          MESSAGE  a message of the protocol (`protocol/messages.py`), as head
+                          WRITE    blocks for a transfer, their bytes as payload
                           PROBE    a self-test's bytes for a slot of the scratch memory
     listener -> dialler   WELCOME  HELLO is believed
                           DONE     how many writes and probes are over; whether the last succeeded
 
-The node that has something to send dials, so two nodes have up to two connections. Any other bytes
-raise FrameError and end the connection.
+The sending node dials, so two nodes have up to two connections. Any other bytes raise FrameError
+and end the connection.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from baton.api.errors import TransferError
 from kvconnector.blocks import LayerRange
 
 HEADER = struct.Struct(">BIQ")
-MAX_HEAD_BYTES = 2**20  # as much as a grant for a prompt of more than a million tokens needs
+MAX_HEAD_BYTES = 2**20  # enough for a grant for a prompt of more than a million tokens
 MAX_HELLO_BYTES = 2**10  # most bytes of a head before HELLO is believed
-MAX_PAYLOAD_BYTES = 2**28  # a write has 8 MiB, or one block
+MAX_PAYLOAD_BYTES = 2**28  # more than any write: 8 MiB, or one block
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -55,14 +55,14 @@ WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.PROBE})
 
 
 class HelloHead(msgspec.Struct, frozen=True, array_like=True):
-    """The engine id of the process that dials, and of the process that it wants to reach."""
+    """The engine ids of the dialling process, and of the process that it wants to reach."""
 
     engine_id: str
     peer_id: str
 
 
 class WriteHead(msgspec.Struct, frozen=True, array_like=True):
-    """The listener's blocks, in the order of their bytes, and the transfer that they belong to."""
+    """The listener's blocks, in the order of their bytes, and the transfer that they are for."""
 
     request_id: str
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -77,7 +77,7 @@ class ProbeHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DoneHead(msgspec.Struct, frozen=True, array_like=True):
-    """Tell the peer how many writes and probes on this connection have finished."""
+    """Number of writes and probes that are over on this connection."""
 
     count: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     is_taken: bool
@@ -107,12 +107,12 @@ class Sink(Protocol):
         """Note that this many bytes have arrived in the buffer."""
 
     def finish_payload(self) -> bool:
-        """Finish a payload whose bytes have all come; return whether it was accepted."""
+        """Finish a payload that has come completely; return whether it was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame that is complete; ``head`` is decoded unless it is a message."""
+    """A complete frame; ``head`` is decoded unless it is a message."""
 
     kind: Kind
     head: Head | bytes
@@ -126,11 +126,11 @@ def encode_frame(kind: Kind, head: Head | bytes = b"", payload_bytes: int = 0) -
 
 
 class FrameReader:
-    """Makes frames from bytes, however these are cut; payloads go to their sinks without a copy.
+    """Makes frames from bytes in pieces of any size; payloads go to sinks without a copy.
 
     Args:
         kinds: kinds of frames that the other end may send.
-        open_sink: called for each head with a payload and the payload's bytes; may raise
+        open_sink: called with each head that has a payload, and the payload's size; may raise
             FrameError.
 
     Attributes:
@@ -150,7 +150,7 @@ class FrameReader:
         self._begin()
 
     def _begin(self) -> None:
-        self._part = self._header  # the memory being filled
+        self._part = self._header  # the memory to fill next
         self._num_filled = 0
         self._kind: Kind | None = None
         self._payload_bytes = 0
@@ -229,7 +229,7 @@ def _decode_head(kind: Kind, encoded: bytes) -> Head | bytes:
 def cut_parts(parts: Sequence[memoryview | bytes], max_bytes: int) -> list[memoryview | bytes]:
     """Divide bytes into pieces of at most ``max_bytes``: cut large parts, and join small ones.
 
-    One call encrypts each piece. Its TLS records are full only if the piece is long.
+    Each piece is encrypted by one call, whose TLS records are full only if the piece is long.
     """
     pieces: list[memoryview | bytes] = []
     small: list[memoryview | bytes] = []

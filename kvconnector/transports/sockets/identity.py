@@ -1,9 +1,9 @@
 """Identity: a node's proof of identity on KV connections, and its checks of peers' proofs.
 
 Without certificate files, a node makes its own key and certificate at start. Peers get the
-certificate with its peer info, which came through the router, and accept only this certificate, so
-nothing has to be set up. With files, both ends verify the chain to the CA, and that the name in the
-certificate is the name in the peer info.
+certificate with the node's peer info, through the router, and accept only this certificate: nothing
+has to be set up. With files, both ends verify the chain to the CA, and that the certificate's name
+is the name in the peer info.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvconnector.transports.base import CertificateFiles, Certificates
 
 logger = logging.getLogger(__name__)
 
-MAX_CERTIFICATE_BYTES = 4096  # certificates that Baton makes have some 400
+MAX_CERTIFICATE_BYTES = 4096  # Baton's own certificates have some 400
 MAX_FORGOTTEN = 64
 _VALID_DAYS = 36500  # more than a process lives; peers then forget the certificate
 
@@ -35,7 +35,7 @@ class Identity(Protocol):
 
     @property
     def own(self) -> bytes:
-        """Bytes by which peers recognize this process."""
+        """Return bytes by which peers recognize this process."""
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         """Return the TLS context of the next connection."""
@@ -47,7 +47,7 @@ class Identity(Protocol):
         """Stop accepting a peer's identity."""
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
-        """Return the identity that the other end of a connection has proved."""
+        """Return the identity that the connection's other end has proved."""
 
 
 def identity_of(files: CertificateFiles | None) -> Identity:
@@ -56,12 +56,12 @@ def identity_of(files: CertificateFiles | None) -> Identity:
 
 
 class PinnedIdentity:
-    """Identify this process by a certificate of its own, which peers know in full."""
+    """Proves identity by this process's own certificate, which peers know in full."""
 
     def __init__(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         serial_number = x509.random_serial_number()
-        # OpenSSL finds certificates by their subject, so no two may have the same one.
+        # OpenSSL finds certificates by subject, so no two may have the same.
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"baton-kv-{serial_number:x}")])
         now = datetime.now(UTC)
         certificate = (
@@ -90,7 +90,7 @@ class PinnedIdentity:
         try:
             if len(identity) > MAX_CERTIFICATE_BYTES:
                 raise ValueError
-            x509.load_der_x509_certificate(identity)  # exactly one certificate
+            x509.load_der_x509_certificate(identity)  # refuses more than one certificate
             for context in self._contexts.values():
                 context.load_verify_locations(cadata=identity)
         except (ssl.SSLError, ValueError) as error:
@@ -101,24 +101,24 @@ class PinnedIdentity:
         self._known.add(identity)
 
     def forget(self, identity: bytes) -> None:
-        # A context cannot forget a certificate. That of a peer that is gone is harmless, as the
-        # peer is not in the table any more. But nodes come and go, so contexts are sometimes made
-        # anew.
+        # A context cannot forget a certificate. A departed peer's certificate is harmless, as the
+        # peer is no longer in the table. But as nodes come and go, contexts are sometimes made
+        # again.
         self._known.discard(identity)
         self._num_forgotten += 1
         if self._num_forgotten > max(MAX_FORGOTTEN, len(self._known)):
             self._num_forgotten = 0
             try:
                 self._contexts = self._make_contexts()
-            except OSError as error:  # no descriptor is left, or no place for a temporary file
+            except OSError as error:  # no descriptor left, or no place for a temporary file
                 logger.warning("TLS contexts of peers that are gone are kept: %s", error)
 
     def _make_contexts(self) -> dict[bool, ssl.SSLContext]:
         contexts = {side: _context(is_server=side) for side in (False, True)}
         for context in contexts.values():
             _load_pair(context, *self._pair)
-            # An attacker may make a second certificate with the same subject: only the exact
-            # certificate counts, not the first one with its subject.
+            # An attacker may make another certificate with the same subject, so accept only the
+            # exact certificate, not the first one with this subject.
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             for identity in self._known:
                 context.load_verify_locations(cadata=identity)
@@ -129,7 +129,7 @@ class PinnedIdentity:
 
 
 class NamedIdentity:
-    """Identify this process by a certificate that a CA has signed, recognized by its name."""
+    """Proves identity by a certificate that a CA signed, recognized by its name."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -168,7 +168,7 @@ class NamedIdentity:
             )
 
     def forget(self, identity: bytes) -> None:
-        pass  # no name was stored
+        pass  # no name is stored
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
         certificate = connection.getpeercert() or {}
@@ -192,7 +192,7 @@ def _signed_contexts(certificates: Certificates) -> dict[bool, ssl.SSLContext]:
 def _context(*, is_server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Peers are checked against the router's peer info, not their address.
+    # Peers are checked against the router's peer info, not by address.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if is_server:
@@ -201,7 +201,7 @@ def _context(*, is_server: bool) -> ssl.SSLContext:
 
 
 def _load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
-    # The standard library takes paths only.
+    # The standard library takes only paths.
     with tempfile.NamedTemporaryFile(prefix="baton-kv-") as file:  # mode 0600
         file.write(chain + b"\n" + key)
         file.flush()

@@ -1,9 +1,9 @@
-"""Incoming: connections that others have dialled. Unknown diallers cost little.
+"""Incoming: connections dialled by others. Unknown diallers cost little.
 
     accepted -> secure -> HELLO believed -> messages and blocks of that peer
 
-HELLO is believed if the dialler's certificate is the one in the peer info of the engine id that it
-names. From then on, every frame on the connection is that peer's, and nobody else's.
+HELLO is believed if the dialler shows the certificate in the peer info of the engine id that it
+names. From then on, every frame on the connection is from that peer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 3.0
 MAX_STRANGERS = 32  # most connections without a valid HELLO; a new one replaces the oldest
 MAX_ACCEPTS = 8  # most accepted connections per round
-# Most per peer: one that dials again may not know that an older connection has ended.
+# Most per peer: a peer that dials again may not know that an older connection has ended.
 MAX_PER_PEER = 4
 MAX_QUEUED_BYTES = 2**20  # most bytes queued for a peer that does not read
 _LOG_INTERVAL_S = 1.0
@@ -57,15 +57,15 @@ class Incoming:
 
     Args:
         own_id: engine id of this process.
-        at: host and port to listen at; port 0: any free one.
+        at: host and port to listen at; port 0: any free port.
         identity: this node's identity.
-        shown_by: returns the certificate that an engine id must show; None: there is no such peer.
+        shown_by: returns the certificate that an engine id must show; None: no such peer.
         open_sink: returns the destination of a peer's payload.
         on_message: receives a peer's message.
         clock: returns monotonic seconds.
 
     Attributes:
-        is_ready: whether the owner has seen that somebody dials.
+        is_ready: whether the owner has seen somebody dial.
 
     Raises:
         ConfigError: the address cannot be listened at.
@@ -88,7 +88,7 @@ class Incoming:
         self._open_sink = open_sink
         self._on_message = on_message
         self._clock = clock
-        self._incoming: list[_Incoming] = []  # the oldest first
+        self._incoming: list[_Incoming] = []  # oldest first
         self._log_at = clock()
         self._num_not_logged = 0
         self.is_ready = False
@@ -131,7 +131,7 @@ class Incoming:
         for _ in range(MAX_ACCEPTS):
             try:
                 raw, _ = self.listener.accept()
-            except OSError:  # nobody dials, the dialler is gone again, or no descriptor is left
+            except OSError:  # nobody dials, the dialler has gone, or no descriptor is left
                 return
             raw.setblocking(False)
             strangers = [i for i in self._incoming if not i.peer_id]
@@ -174,7 +174,7 @@ class Incoming:
     def _believe(self, incoming: _Incoming, hello: HelloHead) -> None:
         if incoming.peer_id:
             raise FrameError("a second HELLO")
-        if hello.peer_id != self._own_id:  # the sender has the peer info of an earlier process here
+        if hello.peer_id != self._own_id:  # the peer has the info of an earlier process here
             raise FrameError("it looks for another engine than this")
         shown = self._shown_by(hello.engine_id)
         if shown is None:
@@ -210,7 +210,7 @@ class Incoming:
             self._log(incoming)
 
     def _log(self, incoming: _Incoming) -> None:
-        """Log a line, at most one per second, because whoever reaches the port can cause lines."""
+        """Log a line, at most one per second, as any dialler can cause lines."""
         connection = incoming.connection
         if incoming.peer_id:
             logger.info("KV connection of %s ended: %s", incoming.peer_id, connection.problem)

@@ -1,10 +1,10 @@
 """Outgoing: the connection to one peer, dialled when there is something to send, and its writes.
 
-    dialling -> secure -> welcome -> failed          for good: the owner makes a new one
+    dialling -> secure -> welcome -> failed          for good: the owner makes another
         `---------`----> waits a little, dials again
 
-Before WELCOME, the peer may not know us yet, because nodes learn of each other at different
-moments. So we dial again, and log the reason only if it keeps failing. Messages wait meanwhile.
+Before WELCOME, the peer may not know us yet, as nodes learn of each other at different times. So we
+dial again, keep messages, and log the reason only if it keeps failing.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from kvconnector.transports.sockets.identity import Identity
 DIAL_TIMEOUT_S = 5.0  # most seconds until WELCOME
 FIRST_BACK_OFF_S = 0.02
 MAX_BACK_OFF_S = 1.0
-REPORT_S = 1.0  # the reason is logged after this many seconds without a WELCOME
+REPORT_S = 1.0  # seconds without a WELCOME after which the reason is logged
 MAX_QUEUED_BYTES = 8 * 2**20  # most bytes of queued messages; the sender limits blocks
-# A key of TLS 1.3 is good for 2^24 full records (RFC 8446, 5.5); this stays below.
+# Fewer than the 2^24 full records that a TLS 1.3 key is good for (RFC 8446, 5.5).
 RENEW_BYTES = 2**37
 
 
@@ -61,7 +61,7 @@ class PostedWrite:
 
 
 class Outgoing:
-    """All bytes that go to one peer.
+    """All bytes to one peer.
 
     Args:
         own_id: engine id of this process.
@@ -70,10 +70,10 @@ class Outgoing:
         shown: certificate that the peer must show.
         identity: this node's identity.
         clock: returns monotonic seconds.
-        renew_bytes: after this many bytes, a new connection with new keys is made, once idle.
+        renew_bytes: bytes after which an idle connection is replaced, for new keys.
 
     Attributes:
-        problem: why the connection has failed for good; empty while it has not.
+        problem: why the connection has failed for good; empty: it has not.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Outgoing:
         self._clock = clock
         self._renew_bytes = renew_bytes
         self.problem = ""
-        self._raw: socket.socket | None = None  # a TCP connection that is being opened
+        self._raw: socket.socket | None = None  # a TCP connection being opened
         self._connection: Connection | None = None
-        # Sends nothing more; its last bytes may be on their way.
+        # Sends nothing more; its last bytes may still be on their way.
         self._ended: Connection | None = None
         self._is_welcome = False
-        # whether the peer ever accepted this node; a failure afterwards is final
+        # whether the peer ever accepted this node: if so, a failure is final
         self._was_welcome = False
         self._dialled_at = self._failing_since = 0.0
         self._retry_at = 0.0
@@ -107,7 +107,7 @@ class Outgoing:
         self._num_done = 0  # finished writes on this connection
         self._writes: deque[PostedWrite] = deque()
 
-    # ------------------------------------------------------------------ what its owner does
+    # ------------------------------------------------------------------ for the owner
 
     def send(self, payload: bytes) -> None:
         """Send a message, or keep it until there is a connection; raises TransferError."""
@@ -186,7 +186,7 @@ class Outgoing:
 
     @property
     def _max_queued_bytes(self) -> int:
-        # Blocks that a write has queued do not count as queued messages.
+        # Blocks queued by a write do not count as messages.
         return MAX_QUEUED_BYTES if not self._writes else 2**62
 
     def _check(self) -> None:
@@ -269,7 +269,7 @@ class Outgoing:
         if self._raw is not None:
             self._raw.close()
         self._raw = self._connection = self._ended = None
-        self._writes.clear()  # each one asks this object for its result
+        self._writes.clear()  # writes read their results from this object
         self._waiting.clear()
 
     def _on_frame(self, connection: Connection, frame: Frame) -> None:
@@ -295,7 +295,7 @@ class Outgoing:
             write.is_over = True
 
     def _renew(self) -> None:
-        """Reconnect, with new keys, if the connection has sent enough bytes and is idle."""
+        """Reconnect, for new keys, if the connection has sent enough bytes and is idle."""
         connection = self._connection
         assert connection is not None
         if connection.sent_bytes < self._renew_bytes or self._writes or connection.queued_bytes:

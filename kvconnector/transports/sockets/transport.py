@@ -1,8 +1,8 @@
-"""TlsTransport: writes over TLS 1.3, which the receiving process itself puts into its memory.
+"""TlsTransport: writes over TLS 1.3, which the receiving process puts into its memory itself.
 
-No memory is open to peers. A write names its transfer; its bytes are written into the cache only
-while a grant of that transfer, to that peer, includes its blocks. Late, replayed or forged writes
-match no grant, and are dropped.
+Peers cannot access memory. A write names its transfer; its bytes go into the cache only while that
+transfer has a grant, for this peer, that includes the blocks. Late, replayed or forged writes match
+no grant, and are dropped.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvconnector.transports.sockets.memory import Discard, memory_of
 from kvconnector.transports.sockets.outgoing import Outgoing, PostedWrite
 
 PATH = "tls/tcp"
-ROUND_S = 0.001  # how long a round continues while bytes of a payload move
+ROUND_S = 0.001  # how long a round continues while a payload's bytes arrive
 
 
 class _Where(msgspec.Struct, frozen=True):
-    """The address of a peer, and the certificate that it will show."""
+    """The address of a peer, and the certificate that it must show."""
 
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=2**16)]
@@ -44,7 +44,7 @@ class _Where(msgspec.Struct, frozen=True):
 
 
 class TlsTransport:
-    """Copy blocks over TLS connections; a `KVTransport`.
+    """Copies blocks over TLS connections; a `KVTransport`.
 
     Args:
         engine_id: name of this end.
@@ -114,7 +114,7 @@ class TlsTransport:
         return PATH
 
     def disconnect(self, engine_id: str) -> None:
-        # Its connections and grants are kept if the peer is added again at once, and dropped soon
+        # Its connections and grants are kept if the peer is added again at once, and soon dropped
         # otherwise.
         known = self._peers.pop(engine_id, None)
         if known is not None:
@@ -182,8 +182,8 @@ class TlsTransport:
     # ------------------------------------------------------------------ in
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Return arrived messages; drives all progress, longer while block bytes move."""
-        # Not by the injected clock, because this waits for sockets.
+        """Return arrived messages; drives all progress, longer while blocks' bytes arrive."""
+        # Not the injected clock, as this waits for sockets.
         until = time.monotonic() + ROUND_S
         self._look(0.0)
         self._progress()
@@ -233,7 +233,7 @@ class TlsTransport:
         self._inbox.append((engine_id, payload))
 
     def _open_sink(self, engine_id: str, head: Head, payload_bytes: int) -> Sink:
-        """Return a payload's destination: none unless granted. Raises FrameError."""
+        """Return a payload's destination: nothing unless granted. Raises FrameError."""
         if isinstance(head, ProbeHead):
             if head.slot >= NUM_SLOTS or payload_bytes != self._probes.num_bytes(1, None):
                 raise FrameError("a probe of another size or slot")
@@ -268,10 +268,10 @@ class TlsTransport:
 
 
 def _read_where(peer: PeerInfo) -> _Where:
-    """Read a peer's address; raises TransferError if it is not one of this connector."""
+    """Read a peer's address; raises TransferError if it is not of this connector."""
     try:
         where = msgspec.msgpack.decode(peer.ranks[0].agent_metadata, type=_Where)
-        ipaddress.ip_address(where.host)  # a name would need a look-up, which may take long
+        ipaddress.ip_address(where.host)  # no host name, as a look-up may take long
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise TransferError(f"{peer.engine_id} gives no address to connect to: {error}") from error
     return where

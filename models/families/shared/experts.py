@@ -14,7 +14,7 @@ ROUTED_NAMES = {
 
 
 def checked(fields: Fields, experts: ExpertsSpec) -> ExpertsSpec:
-    """Return experts whose numbers are consistent; raises ModelLoadError for others."""
+    """Return the experts; raises ModelLoadError if their numbers are inconsistent."""
     if experts.top_k > experts.num_experts:
         problem = f"{experts.top_k}, but there are {experts.num_experts} experts"
         raise fields.wrong("num_experts_per_tok", problem)
@@ -39,8 +39,8 @@ def routed_experts(fields: Fields, *, scoring: str, group_best: int) -> ExpertsS
 
     Args:
         fields: fields of config.json.
-        scoring: the architecture's scoring; sigmoid scores come with a bias.
-        group_best: number of best experts whose scores add up to a group's score.
+        scoring: how scores are computed; sigmoid scores have a bias.
+        group_best: number of best experts whose scores sum to a group's score.
     """
     inner_size = fields.integer("moe_intermediate_size")
     return ExpertsSpec(
@@ -68,7 +68,7 @@ def without_auxiliary_loss(fields: Fields) -> ExpertsSpec:
 def layers_behind_dense_ones(
     model: ModelFields, mixer: MixerSpec, experts: ExpertsSpec
 ) -> tuple[LayerSpec, ...]:
-    """Return layers: MLPs in the first ``first_k_dense_replace``, and experts in the others."""
+    """Return layers with MLPs first (``first_k_dense_replace`` layers), then with experts."""
     fields = model.fields
     if fields.integer("moe_layer_freq", 1) != 1:
         raise fields.wrong("moe_layer_freq", "only 1 is supported")

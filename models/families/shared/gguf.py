@@ -8,8 +8,8 @@ from typing import Any
 from baton.checkpoint.gguf.architecture import Change, Keys, Names
 from models.model_fields import FULL, SLIDING
 
-# The first Llama's layout: RoPE rotates adjacent rows of a head. Hugging Face stores the rows of a
-# head's first half, then of its second.
+# Original Llama layout: RoPE rotates adjacent rows of a head. Hugging Face stores each head's first
+# rows of all pairs, then the second rows.
 PAIRS = {"attn_q": (Change.QUERY_HALVES,), "attn_k": (Change.KEY_HALVES,)}
 EXPERTS = ("ffn_up_exps.weight", "ffn_gate_up_exps.weight")
 # Names of shared experts and of score biases in the checkpoints of `routed_experts`.
@@ -31,7 +31,7 @@ MAMBA2_CHANGES: Mapping[str, tuple[Change, ...]] = {
 
 
 def window(keys: Keys) -> Mapping[str, Any]:
-    """Return the sliding window of the file, or None if it has 0."""
+    """Return the file's sliding window; None if the file has 0."""
     return {"sliding_window": keys.integer("attention.sliding_window", 0, minimum=0) or None}
 
 
@@ -40,7 +40,7 @@ def layer_types(keys: Keys, interval: int) -> list[str]:
 
     Args:
         keys: the file's metadata.
-        interval: one layer of this many has full attention, if the file names no pattern.
+        interval: without a pattern in the file, every ``interval``-th layer has full attention.
 
     Raises:
         ModelLoadError: the pattern is neither a number nor a list with one value per layer.
@@ -68,14 +68,14 @@ def kinds(keys: Keys, recurrent: str, names: tuple[str, str]) -> list[str]:
 
 
 def expert_size(keys: Keys) -> int:
-    """Return an expert's intermediate size; old files have it only in tensor shapes."""
+    """Return an expert's inner size, which old files have only in tensor shapes."""
     if keys.get("expert_feed_forward_length") is not None:
         return keys.integer("expert_feed_forward_length")
     return keys.rows("ffn_up_exps.weight")
 
 
 def routed_experts(keys: Keys) -> Mapping[str, Any]:
-    """Return the expert fields of models with groups of experts and shared ones."""
+    """Return the expert fields of models with grouped and shared experts."""
     return {
         "n_routed_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),

@@ -12,7 +12,7 @@ def read_mamba2(fields: Fields, hidden_size: int) -> Mamba2Spec:
     """Read the fields ``mamba_...``.
 
     Raises:
-        ModelLoadError: sizes that do not fit, or a limit that is not supported.
+        ModelLoadError: sizes do not fit, or a limit is not supported.
     """
     refuse_time_step_limit(fields)
     num_heads = fields.integer("mamba_n_heads", 128)
@@ -39,7 +39,7 @@ def read_mamba2(fields: Fields, hidden_size: int) -> Mamba2Spec:
 
 
 def refuse_time_step_limit(fields: Fields) -> None:
-    """Refuse a limit: transformers applies it to prompts and not to later tokens."""
+    """Refuse a time step limit: transformers applies it to prompts, not to later tokens."""
     if not fields.has("time_step_limit"):
         return
     found = fields.get("time_step_limit")

@@ -1,10 +1,10 @@
 """AdapterAdmin: loads, pins, unloads and lists LoRA adapters for operators of one router.
 
-    load      nodes load the adapter, at once; then its name is switched, in one step
-    unload    the name goes; the adapter leaves nodes once its last request has ended
+    load      nodes load the adapter first; then the name is switched in one step
+    unload    the name is removed; nodes unload the adapter after its last request
 
-So a name never stands for an adapter that no node could load, and no request is answered by
-anything else than what its name stood for when it came.
+So a name never stands for an adapter that no node could load, and a request is always answered by
+the adapter that its name stood for when the request came.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from router.names.table import NameTable
 
 logger = logging.getLogger(__name__)
 
-# A request that looked its name up before a change is open by then, or its adapter is loaded anew.
+# A request that looked up its name before a change is open, or loads the adapter anew, by then.
 GRACE_S = 1.0
 WAIT_S = 10.0  # longest time that an operator waits for an adapter's requests to end
 _LOOK_EVERY_S = 0.05
@@ -38,10 +38,10 @@ class AdapterAdmin:
     """Change the adapters of one router, on its event loop.
 
     Args:
-        names: what names stand for; has the base models and their nodes.
+        names: table of names; has the base models and their nodes.
 
     Attributes:
-        root: folder below which the router reads adapters' digests; empty: it reads none.
+        root: folder below which the router reads adapters' digests; empty: the router reads none.
     """
 
     def __init__(self, names: NameTable, root: str = "") -> None:
@@ -61,10 +61,10 @@ class AdapterAdmin:
         """Load an adapter on all nodes of a base model, and let a name stand for it.
 
         Args:
-            name: new, or the name of another adapter. Running requests end on that one.
+            name: a new name, or one that stands for another adapter, which finishes its requests.
             source: folder below the nodes' ``--adapter-root``.
             digest: empty: read below the router's own ``--adapter-root``.
-            model: base model or a name of it; empty: the name's, or else the first one.
+            model: base model or a name of it; empty: that of ``name``, or else the first.
             pinned: whether the adapter keeps its slot on nodes.
 
         Raises:
@@ -100,7 +100,7 @@ class AdapterAdmin:
         return admin_pb2.AdapterChange(name=name, digest=digest, previous=previous, nodes=nodes)
 
     async def pin(self, calls: NodeCalls, name: str, *, pinned: bool) -> admin_pb2.AdapterChange:
-        """Let a name's adapter keep its slot on nodes, or no longer; raises NotFoundError."""
+        """Let a name's adapter keep its slot on nodes, or stop that; raises NotFoundError."""
         served = dataclasses.replace(self._named(name), pins_adapter=pinned)
         await self._names.set_name(served)
         holders = [node for node in served.base.pool.nodes if served.adapter in node.load.adapters]
@@ -112,7 +112,7 @@ class AdapterAdmin:
     async def unload(self, calls: NodeCalls, name: str) -> admin_pb2.AdapterChange:
         """Remove a name, and let its adapter leave nodes once its requests have ended.
 
-        Returns then, or after `WAIT_S`. Raises NotFoundError or InvalidRequestError.
+        Waits for them at most `WAIT_S`. Raises NotFoundError or InvalidRequestError.
         """
         served = self._named(name)
         await self._names.remove(name)
@@ -164,7 +164,7 @@ class AdapterAdmin:
     ) -> Sequence[admin_pb2.NodeAdapters]:
         """Load an adapter on all nodes of a base model at once.
 
-        Raises NodeUnavailableError if there are nodes of a role, and none has loaded it.
+        Raises NodeUnavailableError if a role has nodes and none of them could load the adapter.
         """
         nodes = base.pool.nodes
         answers = await asyncio.gather(*(_load(calls, node, served) for node in nodes))
@@ -183,7 +183,7 @@ class AdapterAdmin:
     def _let_leave(
         self, calls: NodeCalls, base: BaseModel, digest: AdapterDigest
     ) -> asyncio.Task[None] | None:
-        """Unload an adapter once nothing needs it; None if another name stands for it."""
+        """Unload an adapter once nothing needs it; return None if another name stands for it."""
         if self._is_named(base, digest):
             return None
         key = base.model, digest
@@ -217,7 +217,7 @@ class AdapterAdmin:
     def _describe(
         self, base: BaseModel, held: Mapping[str, Set[AdapterDigest]]
     ) -> Iterable[admin_pb2.NamedAdapter]:
-        """Yield the adapters of one base model, those with names first.
+        """Yield the adapters of one base model; those with names come first.
 
         Args:
             held: adapters in nodes' memory, by engine id.
@@ -247,7 +247,7 @@ def _read_digest(root: str, source: str) -> AdapterDigest:
 
 
 async def _load(calls: NodeCalls, node: Node, served: ServedName) -> admin_pb2.NodeAdapters:
-    """Load an adapter on a node; return what the node has then, or why it could not."""
+    """Load an adapter on a node; return the node's adapters, or the reason of the failure."""
     answer = admin_pb2.NodeAdapters(node_name=node.name)
     try:
         loaded = await calls.load_adapter(
@@ -260,7 +260,7 @@ async def _load(calls: NodeCalls, node: Node, served: ServedName) -> admin_pb2.N
 
 
 async def _unload(calls: NodeCalls, node: Node, digest: AdapterDigest) -> str:
-    """Unload an adapter on a node; return why it could not."""
+    """Unload an adapter on a node; return the reason of a failure, or an empty text."""
     try:
         await calls.unload_adapter(node, digest)
     except BatonError as error:
@@ -269,7 +269,7 @@ async def _unload(calls: NodeCalls, node: Node, digest: AdapterDigest) -> str:
 
 
 async def _list(calls: NodeCalls, node: Node) -> admin_pb2.NodeAdapters:
-    """Return what a node has in memory, or why it could not be asked."""
+    """Return the adapters in a node's memory, or why the node could not be asked."""
     answer = admin_pb2.NodeAdapters(node_name=node.name)
     try:
         answer.adapters.CopyFrom(await calls.list_adapters(node))

@@ -1,4 +1,4 @@
-"""Explain: where a prompt would be placed now, and the alternatives. Places nothing."""
+"""Explain: which nodes would get a prompt now, and the alternatives. Places nothing."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def explain_now(
 
     Args:
         token_ids: the prompt's token ids; None: assume that no part of the prompt is cached.
-        cache_salt: selects whose cached blocks count.
+        cache_salt: selects the cached blocks that the prompt may use.
         adapter: digest of the adapter that computes the prompt; empty: the base model.
 
-    Raises NodeUnavailableError if there is no place.
+    Raises NodeUnavailableError if no node can take the prompt.
     """
     pool = dispatcher.pool
 

@@ -1,6 +1,6 @@
 """`POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter`: change adapters as with vLLM.
 
-Callers need the role operate in any case: a web page could reach a router without keys.
+Callers always need the role operate: a web page could reach a router without keys.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/load_lora_adapter``.
 
     Attributes:
-        lora_name: a name that stands for another adapter is switched to this one.
+        lora_name: name for the adapter; a name of another adapter is switched to this adapter.
         lora_path: the adapter's folder below ``--adapter-root``, relative or absolute.
-        base_model_name: base model or a name of it, if there are several.
+        base_model_name: base model or a name of it; needed if the router serves several.
         load_inplace: accepted for clients of vLLM; a name can always be switched.
     """
 
@@ -71,7 +71,7 @@ class LoraPaths:
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _relative(self, path: str) -> str:
-        """Return a path below the router's root as relative to it; others as they are."""
+        """Return a path relative to the router's root if it lies below; return others unchanged."""
         root, given = self._adapters.root, Path(path)
         if root and given.is_absolute() and given.is_relative_to(Path(root).absolute()):
             return str(given.relative_to(Path(root).absolute()))

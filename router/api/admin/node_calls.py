@@ -1,4 +1,4 @@
-"""NodeCalls: asks nodes for operators, over the links that the nodes opened.
+"""NodeCalls: asks nodes on behalf of operators, over the links that the nodes opened.
 
 The router never connects to a node: the address is only what the node claims.
 """
@@ -14,7 +14,7 @@ from baton.v1 import admin_pb2
 from router.fleet.node import Node
 
 TIMEOUT_S = 10.0  # nodes answer between two steps
-_LOAD_S = 50.0  # more, for reading an adapter's files
+_LOAD_S = 50.0  # nodes must read the adapter's files
 
 
 class NodeCalls:
@@ -62,7 +62,7 @@ class NodeCalls:
         return answer.load_adapter
 
     async def unload_adapter(self, node: Node, digest: str) -> admin_pb2.AdaptersDescription:
-        """Take no more requests for an adapter; return the node's adapters."""
+        """Make a node accept no more requests for an adapter; return the node's adapters."""
         unload = admin_pb2.UnloadAdapterRequest(digest=digest)
         request = admin_pb2.NodeAdminRequest(unload_adapter=unload)
         return (await self._ask(node, request)).unload_adapter
@@ -74,10 +74,10 @@ class NodeCalls:
     async def _ask(
         self, node: Node, request: admin_pb2.NodeAdminRequest, *, more_s: float = 0.0
     ) -> admin_pb2.NodeAdminResponse:
-        """Ask a node one thing.
+        """Send one request to a node and return the answer.
 
         Raises:
-            NodeUnavailableError: the node does not answer, or answers something else.
+            NodeUnavailableError: the node does not answer, or gives another kind of answer.
             InvalidRequestError: the node rejects a value.
         """
         timeout_s = self._timeout_s + min(max(more_s, 0.0), MAX_SECONDS)

@@ -1,4 +1,4 @@
-"""Request stats: figures of a router's last requests, from its `RequestLog`."""
+"""Request stats: figures of a router's latest requests, from its `RequestLog`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Percentiles:
 
 @dataclass(slots=True)
 class NodeFigures:
-    """One node's figures in a window: prompts computed there, outputs decoded there."""
+    """One node's figures in a window, for the prompts and outputs that it computed."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0

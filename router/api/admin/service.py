@@ -1,4 +1,4 @@
-"""Admin service: serves operators' questions and changes. Logs every change."""
+"""Admin service: answers operators' questions and makes their changes. Logs every change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         names: model names that clients may use; has the base models, their pools and logs.
         policy: name of the current routing policy.
         overload: the router's overload state.
-        adapters: changes the adapters; one that reads no digests if not given.
+        adapters: changes the adapters; by default an `AdapterAdmin` without a root.
         on_policy: called with the name of a newly chosen policy.
     """
 
@@ -115,7 +115,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Drain(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """Drain a node: it takes nothing new and finishes what it has. Returns at once."""
+        """Drain a node: it takes no new requests and finishes its own. Returns at once."""
         node = self._find(request.node)
         _note(context, f"drain {node.name}")
         node.send(DrainCommand())
@@ -254,7 +254,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetPolicy(  # gRPC prescribes this name
         self, request: admin_pb2.GetPolicyRequest, context: Context
     ) -> admin_pb2.PolicyDescription:
-        """Return the routing policy in use, and those available."""
+        """Return the routing policy in use and all available ones."""
         return admin_pb2.PolicyDescription(policy=self._policy, known=POLICIES.names())
 
     async def SetPolicy(  # gRPC prescribes this name
@@ -506,5 +506,5 @@ def _calls(context: Context) -> NodeCalls:
 
 
 def _note(context: Context, what: str) -> None:
-    """Log a change together with what the router does because of it."""
+    """Log a change, in line with the log lines that the change causes."""
     logger.info("admin %s %s: %s", context.address, context.principal.name, what)

@@ -26,7 +26,7 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
     """Describe a joined node, its load and its peers."""
     description = _describe(node.registration)
     load = node.load
-    if load.has_beat:  # otherwise it has not reported yet
+    if load.has_beat:
         description.beat.CopyFrom(wire.beat_to_proto(node.beat))
     description.num_requests = len(node.legs)
     description.weight = load.weight
@@ -53,7 +53,7 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
 
 
 async def describe_nodes(pool: NodePool, nodes: Iterable[Node]) -> list[admin_pb2.NodeDescription]:
-    """Describe nodes, with pauses for other tasks: there may be 65,536 pairs."""
+    """Describe nodes, with pauses for other tasks because there may be 65,536 pairs."""
     described = []
     for node in nodes:
         described.append(describe_node(pool, node))
@@ -86,7 +86,7 @@ def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
 
 
 def describe_lost(registration: NodeRegistration) -> admin_pb2.NodeDescription:
-    """Describe a node that went away by itself and did not come back."""
+    """Describe a node that left without being told to, and did not return."""
     description = _describe(registration)
     description.lost = True
     return description

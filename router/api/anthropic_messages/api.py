@@ -31,7 +31,7 @@ from router.intake.parsers import NONE
 
 _CUT_SHORT = ApiError(500, "the output was cut short on a node")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Stands for call arguments that are no JSON object, because the output was cut or the model erred.
+# Replaces call arguments that are no JSON object, because the output was cut or the model erred.
 _NO_INPUT = msgspec.Raw(b"{}")
 
 
@@ -64,7 +64,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     """Token counts; cached prompt tokens are counted apart.
 
     Attributes:
-        output_tokens_details: counts the tokens of steps that gave nothing but reasoning.
+        output_tokens_details: counts the tokens of steps that gave only reasoning.
     """
 
     input_tokens: int
@@ -261,7 +261,7 @@ async def count_tokens(request: web.Request, options: HttpOptions) -> TokenCount
 
 
 def _note_thinking(request: web.Request, given: MessagesRequest, body: ChatRequest) -> None:
-    """Note fields about thinking as ignored if they cannot affect the model."""
+    """Note fields about thinking as ignored if the model cannot follow them."""
     if given.thinking is None or given.thinking.type == "disabled":
         field = "output_config.effort" if given.thinking is None else "thinking"
         note_effort(request, body, field)
@@ -269,7 +269,7 @@ def _note_thinking(request: web.Request, given: MessagesRequest, body: ChatReque
     intake = request[SERVED].intake
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     can_be_told = template is not None and "enable_thinking" in template.variables
-    # Without a reasoning parser, the model does not think on its own either.
+    # Without a reasoning parser the model never thinks.
     if not can_be_told and intake.parsers.reasoning_parser == NONE:
         note_ignored(request, ["thinking"])
     if given.output_config is not None:

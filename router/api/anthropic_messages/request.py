@@ -1,7 +1,7 @@
 """Requests of Anthropic's Messages API: their fields, and conversion to chat requests.
 
-A chat message has one role and one text. Here a user's message may also hold results of calls, and
-an assistant's message reasoning, text and calls.
+A chat message has one role and one text. Anthropic's user messages may also hold results of calls,
+and its assistant messages reasoning, text and calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from router.api.http.schema import (
 )
 from router.intake.texts import check_num_messages
 
-# Client's field names for fields of the chat request, in errors.
+# Names of chat request fields in errors: the client's field names.
 FIELD_NAMES = {
     "prompt": "messages",
     "chat": "messages",
@@ -46,7 +46,7 @@ _BLOCKS = {
     "assistant": "text, thinking or tool_use",
     "system": "text",
 }
-# Blocks of tools that Anthropic runs.
+# Blocks of tools that run on Anthropic's servers.
 _ELSEWHERE = {
     "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "mcp_tool_use",
     "mcp_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result",
@@ -131,7 +131,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     Attributes:
         metadata, service_tier: accepted without effect.
-        seed: a field of Baton and vLLM, as are all fields below; they work as in chat completions.
+        seed: a field of Baton and vLLM, like all fields below; each works as in chat completions.
     """
 
     max_tokens: int
@@ -158,7 +158,7 @@ _SAME = (
 def chat_request(request: CountTokensRequest) -> ChatRequest:
     """Return the equivalent chat request; raises InvalidRequestError.
 
-    An assistant's message at the end is the beginning of the answer.
+    A last message by the assistant is the beginning of the answer.
     """
     if not request.messages:
         raise InvalidRequestError("messages", "must have at least 1 message, got 0")
@@ -233,7 +233,7 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
         case "assistant", "redacted_thinking":
             pass  # encrypted for Anthropic
         case "assistant", kind if kind in _ELSEWHERE:
-            pass  # its result is in the text that follows
+            pass  # the text that follows has its result
         case "assistant", "tool_use":
             arguments = msgspec.json.encode(block.input or {}).decode()
             function = FunctionCall(_needed(block.name, f"{where}.name"), arguments)
@@ -247,7 +247,7 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
 
 
 def _last(found: list[_Turn | Message], role: _Role) -> _Turn:
-    """Return the last turn if it has this role, else a new one."""
+    """Return the last turn if it has this role, else add a new turn."""
     if found and isinstance(found[-1], _Turn) and found[-1].role == role:
         return found[-1]
     turn = _Turn(role)
@@ -284,9 +284,7 @@ def _texts(
 
 
 def dropped_tools(request: CountTokensRequest) -> list[str]:
-    """List, by the names for headers, the tools that Anthropic runs and that have no effect
-    here.
-    """
+    """List tools without effect here because Anthropic runs them, by their names in headers."""
     return [f"tools.{tool.type}" for tool in request.tools or () if not _runs_here(tool)]
 
 

@@ -87,7 +87,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GenerateBatch(  # gRPC prescribes this name
         self, request: inference_pb2.GenerateBatchRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Stream the outputs of several prompts as they come; all are checked before any begins."""
+        """Stream the outputs of several prompts as tokens arrive; first checks all prompts."""
         n = request.n or 1
         check_num_outputs("prompts", n * len(request.prompts))
         served = self._find_name(request, context)
@@ -140,7 +140,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _begin(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[TextDelta, None]:
-        """Return the stream of a new request, or of a resumable one that is kept already."""
+        """Return the stream of a new request, or of a resumable one that the journal keeps."""
         _name(context, message.request_id)
         served = self._find_name(message, context)
         intake = served.intake
@@ -156,7 +156,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not self._journal.holds(request_id, content, tenant=tenant):
             call = await intake.accept(prompt, params, terms, request_id)
             _note_accepted(context, [call])
-            # Look again: another call may have begun this request during the checks.
+            # Check again: another call may have begun this request during the checks.
             if not self._journal.holds(request_id, content, tenant=tenant):
                 deltas = intake.stream(call)
                 self._journal.keep(request_id, content, deltas, tenant=tenant)
@@ -193,7 +193,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _name(context: Context, request_id: str) -> None:
-    """Put the request id into log lines of this call, before it is checked."""
+    """Put the request id into log lines of this call; the id is not checked yet."""
     context.entry.request_id = request_id[:MAX_REQUEST_ID_CHARS]
     structlog.contextvars.bind_contextvars(request_id=context.entry.request_id or None)
 

@@ -1,6 +1,6 @@
-"""Journal: keeps streams of resumable requests, which outlive the calls that read them.
+"""Journal: keeps the streams of resumable requests; a stream outlives the calls that read it.
 
-Stores their pieces for clients that reconnect, within limits. Knows no gRPC.
+A client that reconnects finds the stored pieces. Limits bound their number. Knows no gRPC.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from baton.api.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.api.outputs import TextDelta, count_logprobs, join_deltas
 
-# Most calls that read one stream. A client that lost its connection leaves one for a while.
+# Most calls that read one stream. The call of a lost connection counts for a while.
 MAX_READERS = 16
 
 
@@ -67,9 +67,9 @@ class Journal:
         return len(self._streams)
 
     def holds(self, request_id: str, content: bytes, *, tenant: str = "") -> bool:
-        """Return whether this request is kept; raises InvalidRequestError if its content differs.
+        """Return whether the journal has this request; InvalidRequestError if contents differ.
 
-        A failed request is forgotten, so that asking again tries again.
+        A failed request is forgotten, so a client that sends it again starts it again.
         """
         key = (tenant, request_id)
         stream = self._streams.get(key)
@@ -89,7 +89,7 @@ class Journal:
         *,
         tenant: str = "",
     ) -> None:
-        """Run a stream from now on; any call of this tenant may read it.
+        """Run a stream from now on; any call of the tenant may read it.
 
         Raises OverloadedError if the journal is full.
         """
@@ -102,7 +102,7 @@ class Journal:
     async def read(
         self, request_id: str, output_index: int, *, tenant: str = ""
     ) -> AsyncGenerator[TextDelta, None]:
-        """Yield a stream's pieces from an index on; the pieces that are already there come as one.
+        """Yield a stream's pieces from an index on; stored pieces come as one.
 
         Raises InvalidRequestError for an unknown id or an index within a piece, OverloadedError for
         too many readers, and the stream's own error.
@@ -172,13 +172,13 @@ class Journal:
     def _make_room(self, tenant: str) -> None:
         """Forget ended streams without readers, oldest first, as far as room is needed.
 
-        A tenant at its limit only loses its own streams. Others' streams are forgotten only if all
-        together exceed the limit, so no tenant can lock out others.
+        A tenant at its own limit loses only its own streams. Other tenants' streams are forgotten
+        only if all together exceed the limit, so no tenant can lock out others.
         """
         own = {key: stream for key, stream in self._streams.items() if key[0] == tenant}
         parts = (
             [(own, 2, "of this tenant")] if tenant else []
-        )  # (without tenants there are no others)
+        )  # without tenants, all streams are of one
         for part, share, whose in (*parts, (self._streams, 1, "of all")):
             max_streams = max(self._options.max_streams // share, 1)
             max_bytes = self._options.max_bytes // share
@@ -198,7 +198,7 @@ class Journal:
 
 
 def _digest(content: bytes) -> bytes:
-    """Return a hash to keep instead of megabytes of content."""
+    """Return a hash of the content, which may have megabytes."""
     return hashlib.sha256(content).digest()
 
 

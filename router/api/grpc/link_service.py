@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
-# Far more commands than ever wait for a node that reads its link.
+# Nodes that read their links never have nearly as many commands waiting.
 MAX_QUEUED_COMMANDS = 50_000
 
 _Messages: TypeAlias = AsyncIterator[node_pb2.NodeMessage | Unread]
@@ -58,8 +58,8 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         self._pools = pools
         self._access = access or Access()
         self._long = LongMessages()
-        # Held while one piece of a long message is handled: one piece per round of the event loop,
-        # over all links.
+        # Held while one piece of a long message is handled, so that each round of the event loop
+        # handles one piece of all links.
         self._one_piece = asyncio.Lock()
 
     async def Link(  # gRPC prescribes this name
@@ -94,7 +94,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
         def send(command: RouterCommand) -> None:
             outgoing.put_nowait(command)
-            if outgoing.qsize() > MAX_QUEUED_COMMANDS:  # the node sends but does not read
+            if outgoing.qsize() > MAX_QUEUED_COMMANDS:  # it sends events but reads no commands
                 logger.warning("hung up on %s, which reads nothing of its link", node.name)
                 while not outgoing.empty():
                     outgoing.get_nowait()
@@ -126,7 +126,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             await asyncio.gather(reader, return_exceptions=True)
 
     def _refusal(self, context: Context, registration: NodeRegistration) -> str:
-        """Return why a certificate does not allow a node its role or name; empty if it does."""
+        """Return why a certificate does not allow a node its role or name; empty if allowed."""
         identity = certificate_identity(context)
         if identity is None:
             return ""
@@ -164,7 +164,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     return
         except InvalidRequestError as error:  # the message could not be parsed
             pool.hang_up(node, str(error))
-        except Exception:  # the link just ends: without this line nobody would see why
+        except Exception:  # a link just ends: only this line shows the cause
             logger.exception("a message of %s broke its link", node.name)
         finally:
             pool.remove(node)

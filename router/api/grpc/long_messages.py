@@ -1,6 +1,6 @@
-"""LongMessages: reads long messages of nodes in a thread, and passes them on in pieces.
+"""LongMessages: reads long messages of nodes in a thread and passes them on in pieces.
 
-One message may have 300,000 parts. Counting and reading these takes more than a second, and passing
+One message may have 300,000 parts. Counting and reading them takes more than a second, passing
 them to their calls nearly another.
 """
 
@@ -21,7 +21,7 @@ from router.fleet.node import Node
 from router.fleet.node_claims import MAX_REGISTRATION_PARTS, Vocabulary, event_problem
 
 HEARD_INTERVAL_S = 0.1
-# Each piece takes some milliseconds. Ordinary steps have less than one piece.
+# A piece takes some milliseconds to handle. Ordinary steps have less than one piece.
 ROWS_AT_ONCE, DELTAS_AT_ONCE = 2**13, 2**10
 
 
@@ -29,13 +29,13 @@ class LongMessages:
     """Read long messages in one thread, at most one per link at a time."""
 
     def __init__(self) -> None:
-        # More threads would take too much interpreter time from the event loop.
+        # One thread only: more would take too much interpreter time from the event loop.
         self._thread = ThreadPoolExecutor(1, "long-link-messages")
 
     async def read(
         self, node: Node, message: Unread, vocabulary: Vocabulary
     ) -> tuple[list[NodeEvent], str]:
-        """Return a message's events in pieces, or none and the reason why it is invalid.
+        """Return a message's events in pieces, or an empty list and why the message is invalid.
 
         Later messages of this node wait; the rest of the router does not.
         """
@@ -47,7 +47,7 @@ class LongMessages:
                 node.num_missed_beats = 0  # the node is not silent, the router is slow
                 await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)
         finally:
-            reading.cancel()  # if its link ended, reading that has not begun is cancelled
+            reading.cancel()  # its link ended before it was read
         return reading.result()
 
 

@@ -59,7 +59,7 @@ from router.names.defaults import NameDefaults
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """Hold the contents of a piece of output; calls begun earlier have no name and id here."""
+    """The contents of a piece of output; calls begun in earlier pieces have no name and id."""
 
     text: str
     reasoning: str
@@ -103,7 +103,7 @@ def _call_delta(index: int, begins: CallBegins | None, arguments: str) -> ToolCa
 
 
 class ChatDialect:
-    """Word the chat completions of one request.
+    """Write the chat completions of one request.
 
     Args:
         parsers: a parser per output.
@@ -140,7 +140,7 @@ class ChatDialect:
         logprobs = self._logprobs(delta)
         finish_reason = self._finish_reason(index, delta.finish_reason)
         if message == MessageDelta() and finish_reason is None:
-            message.content = ""  # each step has a chunk, also one without text
+            message.content = ""  # each step makes a chunk, even without text
         return ChatChunkChoice(index, message, logprobs, finish_reason)
 
     def choice(self, index: int, delta: TextDelta) -> ChatChoice:
@@ -230,7 +230,7 @@ async def open_chat(
     Args:
         grammars: the Lark grammars of custom tools (`conversation.Grammars`).
 
-    Raises InvalidRequestError, and what tokenizing raises.
+    Raises InvalidRequestError, and the errors of tokenizing.
     """
     served = request[SERVED]
     intake, named = served.intake, served.defaults
@@ -287,7 +287,7 @@ async def open_chat(
 
 
 def _max_tokens(body: ChatRequest, room: int, named: NameDefaults) -> int:
-    """Return the most output tokens; by default, all that fit."""
+    """Return the request's limit of output tokens; by default, as many as fit."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return named.num_tokens(asked, max(room, 1, body.min_tokens or 0))
 

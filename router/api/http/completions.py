@@ -31,15 +31,15 @@ from router.intake.intake import Intake
 from router.intake.parsers.base import OutputParser
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
-# Most characters of echoed prompts in one response. A prompt is sent once but echoed with each
-# output, which may be a hundred times.
+# Most characters of echoed prompts in one response. A prompt is sent once, but each of up to a
+# hundred outputs echoes it.
 MAX_ECHOED_CHARS = 2**23
 
 _Echo = tuple[list[int], str]  # a prompt's token ids and text
 
 
 class CompletionDialect:
-    """Word the outputs of one completions request.
+    """Write the completions of one request.
 
     Args:
         calls: one per output.
@@ -116,7 +116,7 @@ async def completions(request: web.Request, options: HttpOptions) -> web.StreamR
     body = await read_body(request, CompletionRequest, options)
     intake, named = request[SERVED].intake, request[SERVED].defaults
     check_stream(body)
-    # The engine cannot make an output without a token: one is drawn and left out of the answer.
+    # The engine always makes a token; this one is left out of the answer.
     scores_only = bool(body.echo) and body.max_tokens == 0
     max_tokens = named.num_tokens(body.max_tokens, DEFAULT_MAX_TOKENS)
     params = sampling_params(
@@ -159,7 +159,7 @@ async def completions(request: web.Request, options: HttpOptions) -> web.StreamR
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
-    """Return how many prompt logprobs are asked for, by either field, or None."""
+    """Return the number of prompt logprobs that either field asks for, or None."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((num for num in asked if num is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""Convert a chat request's messages and tools for chat templates and output parsers."""
+"""Convert a chat request's messages and tools to the input of chat templates and parsers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def asked_thinking(request: ChatRequest, template: ChatTemplate | None) -> Asked
     given = request.chat_template_kwargs or {}
     switches = [given[name] for name in _SWITCHES if isinstance(given.get(name), bool)]
     is_on = switches[0] if switches else _is_on(request)
-    # A mere level, which some clients always send, does not force a thought.
+    # Some clients always send a level, so a level alone does not force a thought.
     must_think = is_on is True and bool(switches or budget_tokens or _is_enabled(request))
     knows_levels = template is not None and "reasoning_effort" in template.variables
     if budget_tokens is None and effort is not None and not knows_levels:
@@ -131,7 +131,7 @@ def _budget(request: ChatRequest) -> int | None:
 
 
 def effort_of(request: ChatRequest) -> str | None:
-    """Return the requested effort level, or None."""
+    """Return the effort level that the request asks for, or None."""
     if request.reasoning is not None and request.reasoning.effort is not None:
         return request.reasoning.effort
     return request.reasoning_effort
@@ -161,7 +161,7 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
 
 
 Grammars = Mapping[str, str]
-"""Lark grammars for the text of tools that take one text, by tool name; empty: only the schema."""
+"""Lark grammars of tools with one text argument, by tool name; empty: the schema is enough."""
 TEXT_ARGUMENT = "input"  # name of a text tool's only parameter
 
 
@@ -174,7 +174,7 @@ def parser_context(
     """Return what the output parsers may know of the request."""
     tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
     for name, grammar in (grammars or {}).items():
-        if grammar and name in tools:  # models write a text tool's text as JSON in all forms
+        if grammar and name in tools:  # models write the text as JSON in every format
             tools[name] = {"type": "object", "properties": {TEXT_ARGUMENT: {}}}
     num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
     closes_by_token = thinking is not None and thinking.closes_by_token
@@ -296,7 +296,7 @@ def _grammar_of_calls(grammar: str) -> StructuredOutput:
 
 
 def open_formats(request: ChatRequest, grammars: Grammars) -> list[str]:
-    """Name the tools' formats that are only described to the model, not enforced."""
+    """Name the tools' formats that the model is told but not forced to keep."""
     names = (tool.function.name for tool in offered_tools(request))
     return [f"tools.{name}.format" for name in names if name in grammars]
 
@@ -360,10 +360,10 @@ def _text(message: Message, field: str) -> str:
 
 
 def unseen_results(request: ChatRequest) -> list[str]:
-    """Name the kinds of parts in results of tools that the model does not see, such as images.
+    """Name the kinds of parts, such as images, that the model does not see in tool results.
 
-    An agent sends a result again with each later request. A refusal would end the conversation,
-    so the model is told that the part is not shown.
+    An agent sends a result again with each later request, so a refusal would end the
+    conversation. The model is told instead that a part is not shown.
     """
     contents = (message.content for message in request.messages if message.role == "tool")
     parts = (part for content in contents if isinstance(content, list) for part in content)

@@ -18,8 +18,8 @@ from baton.api.errors import InvalidRequestError
 from router.api.http.schema import REFUSED, Constraint
 
 T = TypeVar("T")
-# Limit of a body's parsing cost, about 0.1 s during which nothing else is served: a million token
-# ids, or fifty thousand messages. (Signs inside strings count too: it is a bound.)
+# Limit of a body's parsing cost, about 0.1 s that blocks all other requests: a million token ids,
+# or fifty thousand messages. Signs inside strings count too, so the cost is an upper bound.
 MAX_READING_COST = 1_500_000
 _COST_OF = {b",": 1, b":": 8, b"[": 10, b"{": 10}
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
@@ -41,7 +41,7 @@ def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list
     """
     _check_reading_cost(body)
     with _in_one_line(body):
-        # This finds the values' ends without parsing them.
+        # Finds where the values end without parsing them.
         given = _decode_fields(body)
         unknown = [*_unknown(given, kind, strict=strict), *_unknown_within(given, kind)]
         if strict and unknown:
@@ -50,7 +50,7 @@ def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list
 
 
 def prepare_decoding(kind: type) -> None:
-    """Build what `decode` needs to know of a kind of request, so that no request waits for it.
+    """Build the tables by which `decode` reads a kind of request, so that no request waits.
 
     Reading the annotations of a large request takes about 7 ms.
     """
@@ -69,12 +69,12 @@ def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> I
             continue
         if name in REFUSED and bytes(value) not in _EMPTY:
             raise InvalidRequestError(name, REFUSED[name])
-        if strict or name not in REFUSED:  # empty values ask for nothing
+        if strict or name not in REFUSED:  # an empty value asks for nothing
             yield name
 
 
 def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[str]:
-    """Yield unknown fields of nested objects; raises for those that may constrain outputs."""
+    """Yield unknown fields of nested objects; raise if such a field may constrain outputs."""
     for name, inner_kind in _objects(kind).items():
         if name not in given or bytes(given[name])[:1] != b"{":
             continue
@@ -106,7 +106,7 @@ def _known(kind: type) -> frozenset[str]:
 
 @functools.cache
 def _objects(kind: type) -> dict[str, type]:
-    """Return the fields that are objects with fields of their own."""
+    """Return the fields whose values are objects with known fields."""
     return {
         field.encode_name: one
         for field in msgspec.structs.fields(kind)
@@ -148,7 +148,7 @@ def _check_reading_cost(body: bytes) -> None:
 
 
 def _key_before(body: bytes, position: int) -> str:
-    """Return the key that a position in a body most likely belongs to."""
+    """Return the key whose value most likely contains this position of a body."""
     keys = _KEY.findall(body, max(position - _KEY_WINDOW_BYTES, 0), position)
     return keys[-1].decode() if keys else "body"
 

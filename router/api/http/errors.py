@@ -1,4 +1,4 @@
-"""Convert errors to HTTP: a status, and a body in the form of the path's API.
+"""Convert errors to HTTP: a status, and a body in the format of the path's API.
 
 OpenAI's:
     {"error": {"message": "max_tokens: must be 1 or more, got 0", "type": "invalid_request_error",
@@ -76,7 +76,7 @@ _MESSAGE_TYPES = {
 
 
 class ApiError(Exception):
-    """An error that only HTTP has, such as an unknown path.
+    """An error that exists only in HTTP, such as an unknown path.
 
     Args:
         status: HTTP status.
@@ -122,8 +122,8 @@ def is_of_messages(request: web.BaseRequest) -> bool:
 def error_message(error: BatonError | ApiError) -> str:
     """Return an error's message as one printable line, which JSON can hold.
 
-    A message may quote a header whose bytes are not UTF-8. aiohttp gives such bytes as surrogates,
-    which no JSON encoder writes.
+    A message may quote a header whose bytes are not UTF-8. aiohttp turns such bytes into
+    surrogates, and no JSON encoder writes surrogates.
     """
     return printable(str(error))
 
@@ -141,7 +141,7 @@ def status_of(error: BatonError | ApiError) -> int:
 
 
 def error_code(error: BatonError | ApiError) -> str | None:
-    """Return OpenAI's code for an error, or None if there is none."""
+    """Return OpenAI's code for an error, or None."""
     if isinstance(error, ApiError) and error.code is not None:
         return error.code
     if isinstance(error, PromptTooLongError):
@@ -198,7 +198,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> Any:
 
 
 def _advice_for(path: str) -> str:
-    """Return what a client with a wrong base URL should change; empty: nothing is known."""
+    """Return advice for a client with a wrong base URL; empty if the path gives no hint."""
     if path.startswith("/v1/v1/"):
         return "; /v1 stands twice, the client adds one to its base URL"
     if path.startswith("/v1/"):

@@ -1,8 +1,8 @@
 """EventExchange: one chat over an API whose answers are events.
 
-    body -> ChatRequest -> a call -> ChatDialect's chunks -> AnswerEvents -> a stream, or the whole
+    body -> ChatRequest -> a call -> ChatDialect's chunks -> AnswerEvents -> a stream or one answer
 
-`AnswerEvents` and `FieldNames` hold what differs between such APIs.
+Each API of this kind brings its own `AnswerEvents` and `FieldNames`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.calls.call import Call
 from router.intake.intake import Intake
 
 FieldNames = Mapping[str, str]
-"""Field names of a chat request in errors, and the names that the client used."""
+"""The client's names for fields of a chat request, for errors."""
 
 
 class AnswerEvent(msgspec.Struct):
@@ -39,7 +39,7 @@ class AnswerEvent(msgspec.Struct):
 
 
 class AnswerEvents(Protocol):
-    """How an API words one answer, as it comes."""
+    """Write one answer in an API's events while the answer grows."""
 
     def first_events(self) -> Iterator[AnswerEvent]:
         """Yield the events at the first token."""
@@ -50,15 +50,15 @@ class AnswerEvents(Protocol):
         ...
 
     def last_events(self, reason: str, delta: TextDelta) -> Iterator[AnswerEvent]:
-        """Yield the last events; ``reason``: finish reason of a chat; the delta has the receipt."""
+        """Yield the last events; ``reason``: chat finish reason; ``delta`` has the receipt."""
         ...
 
     def fail(self, error: BatonError | ApiError) -> AnswerEvent:
-        """Return the last event of an answer that fails."""
+        """Return the last event of a failed answer."""
         ...
 
     def whole(self) -> Any:
-        """Return the whole answer, for requests without stream; raises ApiError if it failed."""
+        """Return the whole answer for requests without stream; raises ApiError if it failed."""
         ...
 
 
@@ -154,7 +154,7 @@ class EventExchange:
         await stream.end_response()
 
     async def _run(self) -> AsyncGenerator[AnswerEvent, None]:
-        """Yield events from the first token on; earlier errors have a status of their own."""
+        """Yield events from the first token on; earlier errors become an HTTP status."""
         has_begun = False
         with as_fields(self.names), as_client_wrote(self.body):
             stream = self.intake.stream(self.call, self.dialect.parser(0))

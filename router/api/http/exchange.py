@@ -51,7 +51,7 @@ class HttpOptions:
 
 
 class Body(Protocol):
-    """A request's fields; a request without a model name means the default name."""
+    """A request's fields; without a model name, the default name counts."""
 
     @property
     def model(self) -> str | None: ...
@@ -64,11 +64,10 @@ ENTRY = web.RequestKey("entry", AccessEntry)
 SERVED = web.RequestKey("served", ServedName)
 PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
-SHORT_BODY_BYTES = 2**16  # bodies up to this size need no turn
+SHORT_BODY_BYTES = 2**16  # shorter bodies are read without waiting for a turn
 SESSION_ID_HEADER = "X-Session-Id"
-_MAX_SHOWN_CHARS = 100  # most characters quoted of a header in errors
-# Seconds for a body to arrive, in addition to the time that its bytes take at the slowest allowed
-# rate.
+_MAX_SHOWN_CHARS = 100  # of a header, quoted in errors
+# Seconds for a body to arrive, plus the time that its bytes take at the slowest allowed rate.
 BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
 # A client that reads nothing for this long after its deadline is disconnected.
@@ -105,7 +104,7 @@ class Dialect(Protocol):
         ...
 
     def on_delta(self, index: int, delta: TextDelta) -> None:
-        """Read a piece of an output that is returned whole: reading all at once would block."""
+        """Read a piece of an output that is returned whole; reading all at the end would block."""
         ...
 
     def choice(self, index: int, delta: TextDelta) -> Choice:
@@ -261,7 +260,7 @@ async def respond_in_events(
     events = EventStream(request)
     deadline_s = max(call.timeout_s for call in calls)
     try:
-        # A client that does not read would outlast the calls' own deadlines.
+        # Limits clients that do not read: the calls' own deadlines do not end such a response.
         async with asyncio.timeout(deadline_s + READ_GRACE_S):
             await send(events)
     except TimeoutError:
@@ -277,7 +276,7 @@ async def respond_in_events(
 
 
 def terms_of(request: web.Request, body: SamplingRequest, received_at: float) -> Terms:
-    """Return what the client set in body and headers."""
+    """Return the terms that the client set in body and headers."""
     return Terms(
         received_at=received_at,
         session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
@@ -294,7 +293,7 @@ def terms_of(request: web.Request, body: SamplingRequest, received_at: float) ->
 
 
 def check_num_returned(num_token_ids: int) -> None:
-    """Raise InvalidRequestError if the prompts have more token ids than one response may."""
+    """Raise InvalidRequestError if prompts have more token ids than a response may return."""
     if num_token_ids > MAX_RETURNED_TOKEN_IDS:
         raise InvalidRequestError(
             "return_token_ids",
@@ -304,7 +303,7 @@ def check_num_returned(num_token_ids: int) -> None:
 
 
 async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -> T:
-    """Return the request's fields, and note what its name stands for under `SERVED`.
+    """Return the request's fields; store the entry of the model name under `SERVED`.
 
     Raises:
         InvalidRequestError: a field is wrong.
@@ -327,10 +326,10 @@ async def read_fields(request: web.Request, kind: type[Fields], *, strict: bool)
         InvalidRequestError: a field is wrong.
         ApiError: the body is not JSON, or comes too slowly.
     """
-    # Not by `request.content_type`, which takes seconds for a header with thousands of semicolons.
+    # `request.content_type` would take seconds for a header with thousands of semicolons.
     content_type, _, _ = request.headers.get(hdrs.CONTENT_TYPE, "no").partition(";")
     if content_type.strip().lower() != "application/json":
-        # This also stops foreign web pages, which may not send JSON without asking.
+        # Also stops foreign web pages, which may not send JSON without asking first.
         found = content_type.strip()[:_MAX_SHOWN_CHARS]
         raise ApiError(415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {found}")
     raw = await _read_in_turn(request)
@@ -348,7 +347,7 @@ def check_stream(body: SamplingRequest) -> None:
 
 
 async def _read_in_turn(request: web.Request) -> bytes:
-    """Return the body; long bodies of one caller take turns. Raises ApiError; see `HeldCalls`."""
+    """Return the body; a caller's long bodies take turns (see `HeldCalls`). Raises ApiError."""
     if 0 < (request.content_length or 0) <= SHORT_BODY_BYTES:
         return await _read_in_time(request)
     caller = request[PRINCIPAL].name or request.remote or ""
@@ -385,7 +384,7 @@ async def _read_in_time(request: web.Request) -> bytes:
 async def without_output(
     stream: AsyncGenerator[TextDelta, None],
 ) -> AsyncGenerator[TextDelta, None]:
-    """Yield the prompt's part of a one-token output, without the token."""
+    """Yield the prompt's part of a one-token output without the token."""
     async with contextlib.aclosing(stream) as deltas:
         async for delta in deltas:
             yield msgspec.structs.replace(

@@ -1,6 +1,6 @@
-"""Ignored fields: report request fields without effect, in a header and once in the log.
+"""Ignored fields: report request fields without effect, in a header and once each in the log.
 
-Clients choose the names, so their length and number are limited.
+Clients choose the field names, so length and number of names are limited.
 """
 
 from __future__ import annotations

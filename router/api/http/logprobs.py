@@ -1,4 +1,4 @@
-"""Logprobs with texts in place of token ids, in the two forms of OpenAI's API."""
+"""Logprobs in the two forms of OpenAI's API, with texts in place of token ids."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class TokenTexts:
     """Look up texts of tokens; partial characters become replacement characters.
 
     Args:
-        tokenizer: the checkpoint's tokenizer; None: it has none, and texts are like ``token_id:7``.
+        tokenizer: the checkpoint's tokenizer; None: it has none, and texts read ``token_id:7``.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        # Texts found so far, kept for one answer, as prompts repeat tokens many times.
+        # Texts found for this answer: prompts repeat tokens many times.
         self._texts: dict[int, str] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -36,7 +36,7 @@ class TokenTexts:
         return self._tokenizer.token_bytes(token_id)
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether a token is special, so that texts show it only on request."""
+        """Return whether a token is special: texts show special tokens only on request."""
         return self._tokenizer is None or token_id in self._tokenizer.special_token_ids
 
     @property
@@ -103,7 +103,7 @@ class TokenTexts:
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
         by_text: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            # If several tokens have equal texts, the likeliest counts.
+            # If several tokens have equal texts, the likeliest one counts.
             by_text.setdefault(self.text(token_id), logprob)
         return by_text
 
@@ -115,8 +115,8 @@ class TextOffsets:
     text     "a "   €                          "b"
     offset   0      2    2    2    3           3
 
-    A token that continues a character begins where the character does; a token without text begins
-    where the text ends.
+    A token that continues a character begins where that character begins; a token without text
+    begins where the text so far ends.
 
     Args:
         start: where the first token begins.
@@ -134,7 +134,7 @@ class TextOffsets:
         self._text = text
         self._has_begun = False
         self._num_to_strip = pieces.num_stripped if pieces is not None else 0
-        # Count invalid bytes as the detokenizer does.
+        # Invalid bytes count as many characters as in the detokenizer's text.
         has_byte_tokens = pieces is not None and pieces.has_byte_tokens
         errors = "surrogateescape" if has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
@@ -163,7 +163,7 @@ class TextOffsets:
         first = self._decoder.decode(shown[:1])
         num_own = 0 if self._decoder.getstate()[0] else 1
         goes_on = 0x80 <= shown[0] < 0xC0 and len(first) < 2
-        # Held bytes that turn out invalid are shown as such, before this token.
+        # Held bytes that prove invalid appear as replacement characters before this token.
         num_broken = len(first) - num_own if num_held and not goes_on else 0
         begins_at = self._num_chars + num_broken
         text = first + self._decoder.decode(shown[1:])
@@ -189,7 +189,7 @@ class TextOffsets:
         return first or b""
 
     def _num_stripped(self, text: str) -> int:
-        """Return how many characters of the next text are stripped from the text's beginning."""
+        """Return the number of characters to strip from the beginning of the next text."""
         number = 0
         while self._num_to_strip and number < len(text):
             if self._pieces is None or text[number] != self._pieces.stripped:
@@ -203,7 +203,7 @@ class TextOffsets:
 def as_many(
     logprobs: Sequence[TokenLogprobs | None], num_tokens: int
 ) -> Sequence[TokenLogprobs | None]:
-    """Return this many logprobs; None for each if a node sent none."""
+    """Return the logprobs, or one None per token if a node sent none."""
     return logprobs if len(logprobs) == num_tokens else [None] * num_tokens
 
 

@@ -23,11 +23,11 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts of a request; a prompt with several outputs counts once.
+    """Token counts of a request; a prompt counts once, however many outputs it has.
 
     Attributes:
         prompt_tokens_details: number of cached tokens; None before the end of the output.
-        completion_tokens_details: counts of drafts; unset before the end, and without drafts.
+        completion_tokens_details: counts of drafts; unset before the end, or without drafts.
     """
 
     prompt_tokens: int
@@ -75,7 +75,7 @@ class ToolCallObject(msgspec.Struct):
 
 
 class FunctionDelta(msgspec.Struct):
-    """A piece of a call; only the first has the name."""
+    """A piece of a call; only a call's first piece has the name."""
 
     arguments: str
     name: str | UnsetType = UNSET
@@ -142,7 +142,7 @@ class PromptLogprob(msgspec.Struct, gc=False):
     """A prompt token's logprob, as vLLM writes it.
 
     Attributes:
-        rank: place among the most probable tokens; None if the token is not listed among them.
+        rank: rank among the most probable tokens; None if the token is not among those listed.
     """
 
     logprob: float
@@ -151,7 +151,7 @@ class PromptLogprob(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """vLLM's fields of all choices, set if requested."""
+    """The fields that vLLM adds to every kind of choice, on request."""
 
     token_ids: list[int] | UnsetType = UNSET
 
@@ -232,7 +232,7 @@ def _completion_tokens_details(
 
 
 def usage_up_to(num_prompt_tokens: int, delta: TextDelta) -> Usage:
-    """Return the usage of one output up to a delta, as vLLM counts it."""
+    """Return the usage of one output up to a delta, by vLLM's rules."""
     num_tokens = delta.output_index + len(delta.token_ids)
     usage = Usage(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens)
     if delta.receipt is not None:

@@ -1,4 +1,4 @@
-"""Convert request fields to SamplingParams: OpenAI's defaults, vLLM's names for the rest."""
+"""Convert request fields to SamplingParams: OpenAI's defaults, vLLM's names for other fields."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def sampling_params(
 
     Args:
         defaults: values of parameters that the request leaves out.
-        structured_output: constraint to calls, or to calls and an answer, which replaces
-            ``response_format``.
+        structured_output: replaces ``response_format``: a constraint to calls, or to calls and an
+            answer.
     """
     given: dict[str, Any] = dict(defaults or {})
     given.update({name: value for name in _SAME if (value := getattr(request, name)) is not None})
     if request.top_k is not None:
-        given["top_k"] = max(request.top_k, 0)  # -1 means off, too
+        given["top_k"] = max(request.top_k, 0)  # -1 also means off
     with as_client_wrote(request):
         return SamplingParams(
             max_tokens=max_tokens,
@@ -115,7 +115,7 @@ def _only_one(
 
 
 def _asked(request: SamplingRequest) -> dict[str, dict[str, Any]]:
-    """Return the request's fields that constrain outputs, with arguments for each."""
+    """Return the request's fields that constrain outputs, with the constraint of each."""
     asked: dict[str, dict[str, Any]] = {}
     if request.response_format is not None:
         asked.update(_of_response_format(request.response_format))
@@ -144,7 +144,7 @@ def _asked(request: SamplingRequest) -> dict[str, dict[str, Any]]:
     return asked
 
 
-# Fields of SGLang and older vLLM versions, by their equivalent in `StructuredOutput`.
+# Field names of SGLang and older vLLM versions, with the `StructuredOutput` field of each.
 _PLAIN = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -198,7 +198,7 @@ def _of_kind(kind: str, value: Any, field: str) -> Any:
 
 
 def _unwrapped(schema: Any) -> Any:
-    """Return the schema inside OpenAI's wrapper with name and description, if there is one."""
+    """Return the schema inside OpenAI's wrapper with name and description; else the argument."""
     wrapper = {"name", "schema", "strict", "description"}
     if (
         isinstance(schema, dict)

@@ -1,4 +1,4 @@
-"""Fields that clients may send: OpenAI's, vLLM's and Baton's own, as structs.
+"""Fields that clients may send, as structs: OpenAI's, vLLM's and Baton's own.
 
 Other fields have no effect (`router/api/http/decoding.py` finds them). Fields in `REFUSED` are
 errors, because ignoring them would change the answer.
@@ -21,7 +21,7 @@ REFUSED = {
     "mcp_servers": "is not supported: give tools",
     "container": "is not supported",
     "prompt_embeds": "is not supported: give texts or token ids",
-    # Fields that constrain outputs elsewhere; where Baton knows one, it is enforced.
+    # Fields that constrain outputs in other servers; none may be ignored silently.
     **dict.fromkeys(
         (
             "response_format", "json_schema", "regex", "grammar", "ebnf", "format", "output_format",
@@ -39,8 +39,7 @@ class StreamOptions(msgspec.Struct):
 
     Attributes:
         include_usage: whether a last chunk without choices has the usage.
-        continuous_usage_stats: vLLM's field: whether every chunk has the usage so far of its
-            choice.
+        continuous_usage_stats: vLLM's field: whether every chunk has its choice's usage so far.
         include_obfuscation: OpenAI's field; ignored, since it costs bandwidth and hides little.
     """
 
@@ -54,7 +53,7 @@ class Constraint(msgspec.Struct):
 
 
 class JsonSchema(Constraint):
-    """A named JSON Schema; always enforced, ``strict`` or not."""
+    """A named JSON Schema; enforced with or without ``strict``."""
 
     name: str = ""
     schema: dict[str, Any] | None = None
@@ -125,9 +124,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         cache_salt: vLLM's field: prompts with different salts share no cached blocks.
         include_receipt: Baton's field: whether to add ``"baton": {"receipts": [...]}`` to the
             response.
-        session_id: Baton's field: requests of one session share a prefix. (OpenAI's ``user`` may
-            have many sessions.)
-        priority: vLLM's field: among waiting requests, smaller goes first.
+        session_id: Baton's field: requests of one session share a prefix. OpenAI's ``user`` is no
+            substitute, because a user may have many sessions.
+        priority: vLLM's field: among waiting requests, smaller numbers go first.
         user: accepted without effect, as are all fields below.
     """
 
@@ -254,7 +253,7 @@ class NamedToolChoice(msgspec.Struct):
 
 
 class ThinkingSwitch(msgspec.Struct):
-    """Whether the model thinks before the answer, and the budget in tokens.
+    """Switches thinking before the answer, with a budget in tokens.
 
     Attributes:
         type: ``adaptive`` and ``between_tools`` mean ``enabled``; clients of Anthropic, DeepSeek

@@ -20,7 +20,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    """Send events; the response begins with the first, so earlier errors get their own status.
+    """Send events. The first one begins the response, so earlier errors get their own status.
 
     Attributes:
         response: the response for the request's handler to return.
@@ -36,7 +36,7 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, event: msgspec.Struct, *, kind: str = "") -> None:
-        """Send an object; waits while the client reads slowly.
+        """Send an object; wait while the client reads slowly.
 
         Args:
             kind: name of the event; empty: none.

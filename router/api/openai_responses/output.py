@@ -59,7 +59,7 @@ class CallItem(msgspec.Struct):
 
 
 class CustomCallItem(msgspec.Struct):
-    """A call of a custom tool, whose input is a text and not JSON."""
+    """A call of a custom tool; its input is a text, not JSON."""
 
     id: str
     call_id: str
@@ -113,11 +113,11 @@ class Items:
     An item stays open until one of another kind begins or the answer ends.
 
     Args:
-        offered: the tools that may be called.
+        offered: tools that the model may call.
 
     Attributes:
         items: all items so far.
-        num_reasoning_tokens: tokens of steps that gave nothing but reasoning.
+        num_reasoning_tokens: tokens of steps that gave only reasoning.
     """
 
     def __init__(self, offered: OfferedTools | None = None) -> None:
@@ -170,7 +170,7 @@ class Items:
         if call.function.arguments:
             self._parts.append(call.function.arguments)
             if isinstance(self.items[-1], CustomCallItem):
-                return  # text within JSON, which is parsed at its end
+                return  # text inside JSON, which is parsed at its end
             yield self._event(
                 "response.function_call_arguments.delta", delta=call.function.arguments
             )
@@ -238,7 +238,7 @@ class Items:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input text of a custom tool's call, or the raw text if it has none."""
+    """Return the input text of a custom tool's call, or the raw arguments if they lack one."""
     found = read_arguments(arguments).get(INPUT)
     return found if isinstance(found, str) else arguments
 

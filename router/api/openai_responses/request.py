@@ -32,14 +32,14 @@ from router.intake.texts import check_num_messages
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ITEMS = "message, function_call, function_call_output or reasoning"
-# Items of tools that OpenAI runs, and of what its servers store.
+# Items of tools that OpenAI runs, and of data that its servers store.
 _ELSEWHERE = {
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
     "computer_call", "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request",
     "mcp_approval_response", "tool_search_call", "tool_search_output", "compaction",
     "ghost_snapshot",
 }  # fmt: skip
-# Client's field names for fields of the chat request, in errors.
+# Names of chat request fields in errors: the client's field names.
 FIELD_NAMES = {
     "messages": "input",
     "prompt": "input",
@@ -168,7 +168,7 @@ def chat_request(request: ResponsesRequest, offered: OfferedTools | None = None)
     """Return the equivalent chat request; raises InvalidRequestError.
 
     Args:
-        offered: the request's tools; read here if not given.
+        offered: the request's tools; None: read them from the request.
     """
     offered = read_tools(request.tools) if offered is None else offered
     for name in _STORED:
@@ -222,7 +222,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
                 messages.append(Message(role=item.role, content=content))
         case "reasoning":
             parts = item.content if isinstance(item.content, list) else None
-            # Other servers may send thoughts encrypted, without text.
+            # Other servers may send encrypted thoughts, without text.
             if text := "\n".join(_texts(parts or item.summary or [], f"{field}.content")):
                 messages.append(Message(role="assistant", reasoning_content=text))
         case "function_call" | "custom_tool_call" | "local_shell_call":
@@ -233,7 +233,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
             content = _output(item.output, f"{field}.output")
             messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
         case other if other in _ELSEWHERE:
-            pass  # its result is in the message that follows
+            pass  # the message that follows has its result
         case other:
             raise InvalidRequestError(
                 f"{field}.type", f"must be {_ITEMS}, got {other[:MAX_SHOWN_CHARS]!r}"
@@ -274,7 +274,7 @@ def _content(content: str | list[ItemPart] | None, field: str) -> str | list[Con
 
 
 def _output(output: str | list[ItemPart] | None, field: str) -> str | list[ContentPart]:
-    """Return a tool's result; parts that are no texts keep their type (`unseen_results`)."""
+    """Return a tool's result; parts that are no text keep their type (see `unseen_results`)."""
     if not isinstance(output, list):
         return _content(output, field)
     return [

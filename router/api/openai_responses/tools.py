@@ -1,10 +1,10 @@
-"""Tools of the Responses API, and how they are offered to the model.
+"""Convert tools of the Responses API to functions that a chat can offer to the model.
 
 function   -> a function
 custom     -> a function with one text, ``input``. A regex becomes the text's pattern; a Lark
               grammar constrains the text when the model calls the tool
-namespace  -> its functions, under names that join both names
-all others -> dropped: OpenAI runs them, or a client that knows its own model
+namespace  -> its functions, named after the namespace and the function
+all others -> dropped: OpenAI runs them, or only clients for certain models use them
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class OfferedTools:
     """A request's tools as a chat offers them, and how to convert its calls back.
 
     Attributes:
-        tools: functions; None: the request has no tools.
+        tools: functions; None: the request gives no tools.
         custom: names of custom tools.
-        grammars: Lark grammars of custom tools' texts, by name; "": only the pattern constrains it.
+        grammars: Lark grammars of custom tools' texts, by name; "": only the pattern constrains
+            the text.
         namespaces: (namespace, name) by the name that the model sees.
         dropped: names of tools without effect, for the response header.
     """
@@ -67,7 +68,7 @@ class OfferedTools:
     dropped: Sequence[str] = ()
 
     def told_as(self, name: str, namespace: str | None) -> str:
-        """Return the name under which the model sees a function."""
+        """Return the name that the model sees for a function."""
         return f"{namespace}{_BETWEEN}{name}" if namespace else name
 
 
@@ -103,7 +104,7 @@ def read_tools(given: Sequence[ResponsesTool] | None) -> OfferedTools:
 
 
 def _each(given: Sequence[ResponsesTool]) -> list[tuple[str, ResponsesTool, str]]:
-    """List tools with their places in the request and their namespaces."""
+    """List tools with their field paths in the request and their namespaces."""
     found: list[tuple[str, ResponsesTool, str]] = []
     for index, tool in enumerate(given):
         where = f"tools[{index}]"

@@ -1,4 +1,4 @@
-"""Drawings: small SVG pictures with text labels; the style sheet sets colours."""
+"""Small SVG pictures with text labels; the style sheet sets their colours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Span:
     """A part of a request's life; times are seconds since its arrival.
 
     Attributes:
-        kind: class in the style sheet, which decides the colour.
+        kind: class in the style sheet, which sets the colour.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Span:
 
 
 def sparkline(values: Sequence[float], what: str) -> Markup:
-    """Draw a figure's history; the last value is at the right edge."""
+    """Draw the history of a figure, with the last value at the right edge."""
     top = max([*values, 1e-9])
     if len(values) < 2:
         points = f"0,{_HEIGHT:g} {_WIDTH:g},{_HEIGHT:g}"
@@ -50,7 +50,7 @@ def meter(share: float, what: str, *, kind: str = "") -> Markup:
     """Draw how full something is.
 
     Args:
-        kind: style class for values that are never too high; if empty, high values look alarming.
+        kind: style class for figures that may be high; empty: high shares look alarming.
     """
     share = min(max(share, 0.0), 1.0)
     level = kind or ("high" if share >= 0.9 else "middle" if share >= 0.7 else "low")

@@ -1,4 +1,4 @@
-"""History: rates of requests and tokens in each of the last intervals."""
+"""History: rates of requests and tokens in each of the latest intervals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_KEPT = 150  # five minutes
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Rates within an interval, per second; and counts at its end."""
+    """Rates per second within an interval, and counts at its end."""
 
     requests_per_s: float
     failures_per_s: float
@@ -45,7 +45,7 @@ class History:
         return list(self._intervals)
 
     async def run(self) -> None:
-        """Record an interval at a time. Never returns."""
+        """Record one interval after another. Never returns."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             self.note()

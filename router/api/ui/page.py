@@ -68,7 +68,7 @@ _RATES = (
 
 
 class StatusPage:
-    """Serve ``/ui``, one page per request below it, and their style and script.
+    """Serve ``/ui``, a page per request below it, and the pages' style and script.
 
     Args:
         names: model names that clients may use; has the base models, their pools and logs.
@@ -111,7 +111,7 @@ class StatusPage:
         await asyncio.gather(*(history.run() for history in self._histories.values()))
 
     async def show_all(self, request: web.Request) -> web.Response:
-        """Return the page of a base model: of ``?model=``, or of the first one."""
+        """Return the page of the base model in ``?model=``, or of the first one."""
         base = self._names.find_base(request.query.get("model", ""))
         model = self._name_of(base)
         return self._html(
@@ -123,7 +123,7 @@ class StatusPage:
         )
 
     def _name_of(self, base: BaseModel) -> str:
-        """Return a base model's first name, or the model itself if it has none."""
+        """Return the first name of a base model, or the model itself if it has no name."""
         named = (one.name for one in self._names.served if one.base is base)
         return next(named, base.model)
 
@@ -216,10 +216,10 @@ def _series(history: History) -> list[tuple[str, float, list[float]]]:
 
 @dataclass(frozen=True, slots=True)
 class FirstConversation:
-    """The way to a first answer, for a page without requests.
+    """How to get a first answer, for a page that has no requests to show.
 
     Attributes:
-        root: URL of this router, as its reader knows the router.
+        root: this router's URL as the page's reader wrote it.
         command: shell command that asks the model.
         needs_key: whether the command takes an API key from the environment.
     """
@@ -232,7 +232,7 @@ class FirstConversation:
 def first_conversation(request: web.Request, model: str) -> FirstConversation:
     """Return a command that asks this router's model."""
     root = f"{request.scheme}://{printable(request.host)}"
-    needs_key = hdrs.AUTHORIZATION in request.headers  # the reader of the page had to bring one
+    needs_key = hdrs.AUTHORIZATION in request.headers  # the reader needed a key to see the page
     body = {"model": model, "messages": [{"role": "user", "content": "Who are you?"}]}
     lines = [f"curl {shlex.quote(f'{root}/v1/chat/completions')}"]
     lines += ["-H 'Content-Type: application/json'"]
@@ -242,17 +242,17 @@ def first_conversation(request: web.Request, model: str) -> FirstConversation:
 
 
 def _pairs(nodes: list[admin_pb2.NodeDescription]) -> list[tuple[str, admin_pb2.PeerDescription]]:
-    """List each pair once, as its prefill node reports it."""
+    """List each pair once, as reported by its prefill node."""
     prefills = (node for node in nodes if node.role == 1)
     return [(node.node_name, peer) for node in prefills for peer in node.peers]
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Decode nodes that a prefill node reaches by one transport, or fails to reach for one reason.
+    """Decode nodes that a prefill node reaches by one transport, or fails to for one reason.
 
     Attributes:
-        decodes: names with bytes per second (0: unknown).
+        decodes: names, each with bytes per second (0: unknown).
     """
 
     prefill: str

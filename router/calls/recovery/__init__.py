@@ -1,1 +1,1 @@
-"""What follows a failed attempt: blame, retries and their limits, trials of suspect calls."""
+"""Decides what follows a failed attempt: blame, retries and limits, trials of suspect calls."""

@@ -1,4 +1,4 @@
-"""PairChoice: which nodes a call's next attempt prefers, after failures on others."""
+"""PairChoice: which nodes a call's next attempt prefers after its earlier failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.policies.base import Placement
 class PairChoice:
     """Remember which nodes and pairs failed one call.
 
-    Nothing is excluded for good: failed nodes are used again if nothing else is left.
+    No node is excluded for good: failed nodes are used again if no others are left.
     """
 
     def __init__(self) -> None:
@@ -27,9 +27,9 @@ class PairChoice:
     ) -> None:
         """Note that an attempt on this pair of engine ids failed.
 
-        Silent nodes are blamed, whichever node reported the error. A node that is lost, broken, out
-        of memory or without the call's adapter is blamed alone. Any other error concerns the
-        hand-off, so the pair is blamed.
+        Silent nodes are blamed even if their partner reported the error. A node that is lost,
+        broken, out of memory, or lacks the call's adapter is blamed alone. Any other error concerns
+        the hand-off, so the pair is blamed.
         """
         error = item.delta.error
         assert error is not None
@@ -42,10 +42,10 @@ class PairChoice:
             self._failed_pairs.add((prefill, decode))
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the best part of ``fleet``; empty only if ``fleet`` is.
+        """Return the best part of ``fleet``; empty only if ``fleet`` is empty.
 
-        Among nodes without failures, the last attempt's decode node is preferred: its prefix cache
-        has the KV that arrived.
+        Among nodes without failures, the last decode node is preferred: its prefix cache has the KV
+        that arrived.
         """
         if not (self._failed_nodes or self._failed_pairs):
             return fleet

@@ -1,7 +1,7 @@
-"""Recovery: decides after a failed attempt who is at fault, and when and where to retry.
+"""Recovery: decides after a failed attempt which node is to blame, and when and where to retry.
 
-Most calls never need it. Knows neither tokens nor their order. `Recoveries` holds what the calls
-of one base model share.
+Most calls never need a recovery. It knows neither tokens nor their order. `Recoveries` holds the
+state that the calls of one base model share.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # A lost node, an unreachable peer or a broken engine: another node may succeed.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
-# After this time, a silent node was either heard again or declared lost.
+# After this time, a silent node has either been heard again or been declared lost.
 _VERDICT_S = 2.0
 
 
@@ -45,11 +45,11 @@ class Recoveries:
 
     Args:
         pool: the router's nodes.
-        options: limits of each call's retries; the default ones if not given.
-        budget: limits the retries of all calls together; a default one if not given.
+        options: limits of each call's retries; None: the default limits.
+        budget: limits the retries of all calls together; None: a default budget.
 
     Attributes:
-        options: limits of each call's retries; a replacement applies to later calls only.
+        options: limits of each call's retries; new options apply to later calls only.
         suspects: requests that may have crashed nodes.
     """
 
@@ -65,7 +65,7 @@ class Recoveries:
         self.suspects = Suspects(pool)
 
     def recover(self, call: Call, remaining_s: Callable[[], float]) -> Recovery:
-        """Count a new call, and return its recovery; see `Recovery`."""
+        """Count a new call and return its `Recovery`."""
         self.budget.note_call()
         return Recovery(call, self, remaining_s)
 
@@ -75,10 +75,10 @@ class Recovery:
 
     Args:
         shared: state that all calls of this base model share.
-        remaining_s: returns the seconds until the deadline; raises if the call was ended.
+        remaining_s: returns the seconds until the deadline; raises if the call has been ended.
 
     Attributes:
-        pair_timeout_s: how long an attempt waits for nodes if there are none.
+        pair_timeout_s: how long an attempt waits when no nodes can take it.
     """
 
     def __init__(self, call: Call, shared: Recoveries, remaining_s: Callable[[], float]) -> None:
@@ -94,7 +94,7 @@ class Recovery:
     # ------------------------------------------------------------------ an attempt failed
 
     def note_failure(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
-        """Count a failed attempt; raises its error if the call must not be retried."""
+        """Count a failed attempt; raise its error if the call must not be retried."""
         self._blame(attempt, item, error)
         if error.code not in (*_RETRYABLE, *MOVED):
             raise error_of(error)
@@ -109,8 +109,8 @@ class Recovery:
     async def wait_for_turn(self, attempt: Attempt, error: RequestError) -> None:
         """Wait until silent nodes are known to be lost or alive, and the budget allows a retry.
 
-        A call is no suspect if the silent node cannot have begun its work. Such a call does not
-        wait for the node's fate.
+        A call is no suspect if the silent node cannot have begun the call's work; such a call does
+        not wait for the node's fate.
         """
         pool, budget = self._pool, self._budget
         loop = asyncio.get_running_loop()
@@ -138,22 +138,20 @@ class Recovery:
         options = self._options
         exponent = min(self._retries.num_failed, 16) - 1
         pause_s = min(options.first_pause_s * 2**exponent, options.longest_pause_s)
-        # With jitter: calls that were preempted together must not all return together.
+        # Jitter keeps calls that were preempted together from returning together.
         pause_s *= 0.5 + secrets.randbelow(512) / 1024
         await asyncio.sleep(min(pause_s, self._remaining_s()))
 
     # ------------------------------------------------------------------ the next one
 
     async def wait_to_be_tried(self) -> None:
-        """Wait while a suspect must not be placed yet; raises PoisonRequestError."""
+        """Wait while a suspect call must not be placed; raise PoisonRequestError for a bad one."""
         if self._suspicion is not None:
             while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # its end is a time
                 await asyncio.sleep(min(wait_s, self._remaining_s()))
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the best nodes of ``fleet`` for the next attempt; empty if all are kept for
-        trials.
-        """
+        """Return the best nodes of ``fleet`` for the next attempt; empty if trials need all."""
         if self._suspects.rooms:
             fleet = self._suspects.rooms.without(fleet, self._suspicion)
         if self._suspicion is not None:
@@ -161,16 +159,16 @@ class Recovery:
         return self._choice.narrow(fleet)
 
     def expected_s(self) -> float:
-        """Return for how many seconds a place may still appear; 0 if none is expected.
+        """Return for how many seconds waiting for a node makes sense; 0 if no node is expected.
 
-        A trial may end, or a node that went away by itself may come back.
+        A trial may end, or a node that left without being told to may come back.
         """
         pool, options = self._pool, self._options
         trial_s = options.pair_timeout_s if self._suspects.rooms else 0.0
         return max(trial_s, pool.awaited_until(options.return_timeout_s) - pool.clock(), 0.0)
 
     def has_failed(self, placement: Placement) -> bool:
-        """Return whether this pair, or one of its nodes, failed the call before."""
+        """Return whether this pair or one of its nodes has failed the call before."""
         return self._choice.has_failed(placement)
 
     def note_attempt(self, placement: Placement) -> None:
@@ -212,14 +210,14 @@ class Recovery:
         return any(begun_on(attempt, engine_id) for engine_id in self._silent_of(attempt))
 
     def _suspect(self, attempt: Attempt) -> None:
-        """Suspect the call if nodes were lost under an attempt, else close its trial."""
+        """Suspect the call if nodes were lost during an attempt; else close the call's trial."""
         pool, suspects = self._pool, self._suspects
         gone = {
             node.engine_id
             for node in attempt.nodes
             if node.is_stuck or pool.node(node.engine_id) is not node
         }
-        # Nodes that an operator stopped are not among the losses.
+        # Nodes that an operator stopped do not count as losses.
         recent = pool.lost_nodes.lost_since(pool.clock() - WINDOW_S)
         losses = [loss for loss in recent if loss.engine_id in gone]
         if losses:
@@ -233,8 +231,8 @@ class Recovery:
     def _blame(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
         """Tell the nodes' health records that an attempt failed.
 
-        A node with a broken engine is blamed alone. For other errors either node may be at fault.
-        Lost nodes are gone anyway, and being out of memory is no fault.
+        A node with a broken engine is blamed alone. For other errors either node may be to blame.
+        Lost nodes are gone anyway; running out of memory is no fault.
         """
         prefill, decode = attempt.prefill, attempt.decode
         if error.code not in _RETRYABLE or self._is_loss(attempt, item):

@@ -1,4 +1,4 @@
-"""Retry limits of one call, and of all calls together. Knows neither nodes nor placing.
+"""Limits the retries of one call, and of all calls together. Knows neither nodes nor placing.
 
 a node of the attempt is lost or silent            retry at once, `max_losses` times
 another failure, and the budget allows a retry     retry at once, `max_attempts` in all
@@ -18,7 +18,7 @@ from baton.api.errors import ConfigError, NodeUnavailableError, OverloadedError
 from baton.link.words import ADAPTER_MISSING, MOVED, RequestError
 
 WINDOW_S = 10.0
-# Waiting calls hold their prompts and clients: limit their number and their wait.
+# Waiting calls hold prompts and clients, so their number and their wait are limited.
 MAX_WAITING = 1024
 PATIENCE_S = 60.0
 
@@ -31,17 +31,17 @@ class RetryOptions:
         max_attempts: failed attempts after which the call fails. Preemptions and losses of a node
             do not count.
         failing_for_s: while nodes cannot reach each other, the call fails only if its first failure
-            was this long ago.
-        max_preemptions: after more preemptions than this the call fails; nodes that lack the call's
-            adapter count, too.
-        max_losses: after more attempts than this end by the loss of a node, the call fails.
-        trial_pause_s: a suspect call is tried once no node was lost for this long, and no similar
-            call is on trial (see `suspects.py`).
-        pair_timeout_s: how long an attempt waits for nodes if there are none.
+            was at least this long ago.
+        max_preemptions: the call fails after more preemptions; an attempt on a node that lacks the
+            call's adapter counts as one.
+        max_losses: the call fails after losing a node in more attempts.
+        trial_pause_s: a suspect call is tried alone when no node has been lost for this long, and
+            no similar call is on trial (see `suspects.py`).
+        pair_timeout_s: how long an attempt waits when no nodes can take it.
         return_timeout_s: how long a call waits for a crashed node to return if no other nodes can
             serve the call.
         first_pause_s: pause before an attempt on nodes that just failed; doubles each time.
-        longest_pause_s: the longest such pause.
+        longest_pause_s: upper limit of this pause.
     """
 
     max_attempts: int = 3
@@ -66,8 +66,8 @@ class RetryOptions:
 class RetryBudget:
     """Keep retries from multiplying the load of a cluster in trouble.
 
-    In any 10 s, one retry per five calls is allowed, and 10 more. Further retries wait, which rides
-    out short failures. If so many wait that the next one would come too late, it fails.
+    In any 10 s, there may be 10 retries and one more per five calls. Further retries wait, which
+    bridges short failures. A retry that would have to wait too long fails instead.
 
     Args:
         clock: returns seconds.
@@ -94,7 +94,7 @@ class RetryBudget:
         self._now()[1] += 1
 
     def acquire_retry(self) -> bool:
-        """Count one more retry if the budget allows it, and return whether it does."""
+        """Count one more retry if the budget allows it; return whether it does."""
         now = self._now()
         if sum(second[2] for second in self._seconds) >= self._allowance():
             return False
@@ -102,7 +102,7 @@ class RetryBudget:
         return True
 
     def is_storm(self, patience_s: float) -> bool:
-        """Return whether one more waiting call would get no retry within ``patience_s`` seconds."""
+        """Return whether one more waiting call would wait longer than ``patience_s`` seconds."""
         self._now()
         could_begin = self._allowance() / WINDOW_S * min(patience_s, PATIENCE_S)
         return self.num_waiting >= min(could_begin, MAX_WAITING)
@@ -142,7 +142,7 @@ class CallRetries:
         self._budget = budget
         self._num_preemptions = 0
         self._num_losses = 0
-        self._failures: list[Callable[[], bool]] = []  # each returns whether it was a loss
+        self._failures: list[Callable[[], bool]] = []  # each returns whether it lost a node
         self._failing_since = 0.0
         self._latest: Callable[[], bool] | None = None  # the last failure; None: a preemption
 
@@ -154,8 +154,8 @@ class CallRetries:
     def note_failure(self, error: RequestError, was_loss: Callable[[], bool]) -> None:
         """Count a failed attempt that may be retried.
 
-        Losing a node is not the call's fault, and retrying the lost node's calls adds no load: such
-        retries need no budget and have a higher limit.
+        A lost node is not the call's fault, and the retries of its calls add no load. They need no
+        budget and have a higher limit.
 
         Args:
             was_loss: returns whether the attempt failed because a node is gone or silent. Asked
@@ -193,19 +193,17 @@ class CallRetries:
 
     @property
     def needs_pause(self) -> bool:
-        """Return whether so many attempts failed that the next one must not begin at once."""
+        """Return whether so many attempts failed that the next one must wait."""
         return self._latest in self._failures and len(self._failures) >= self._options.max_attempts
 
     def _may_pass(self, error: RequestError) -> bool:
-        """Return whether the failure may pass by itself: nodes cannot reach each other, but only
-        since a short time.
-        """
+        """Return whether the failure may pass by itself: nodes have just lost each other."""
         if error.code != "UNAVAILABLE" or self._options.max_attempts == 1:
             return False
         return self._budget.clock() - self._failing_since < self._options.failing_for_s
 
     def _count_failures(self) -> int:
-        """Return the number of failures, and count those that turned out to be losses as losses."""
+        """Return the number of failures; recount those that proved to be losses of a node."""
         failures = [was_loss for was_loss in self._failures if not was_loss()]
         self._num_losses += len(self._failures) - len(failures)
         self._failures = failures

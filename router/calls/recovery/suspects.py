@@ -1,12 +1,12 @@
-"""Suspects: track requests that may have crashed nodes, and refuse those that did.
+"""Suspects: tracks requests that may have crashed nodes, and refuses those that did.
 
-    a node is lost                  its suspects: requests that it had begun and had not proven well
+    a node is lost                  suspects are the requests that it had begun, unless cleared
     the same process joins again    nothing is suspected any more
-    no node was lost for a while    a suspect is tried alone on a node
-    that node dies                  the suspect fails, and equal requests are refused for minutes
+    no node is lost for a while     each suspect is tried alone on a node
+    this node dies                  the suspect fails, and equal requests are refused for minutes
     the work goes well              the suspect is cleared
 
-Requests are compared by a keyed hash of what they ask for (ADR 0027, ADR 0066).
+Equal requests have equal keyed hashes of sender and content (ADR 0027, ADR 0066).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 QUARANTINE_S = 300.0
 MAX_QUARANTINED = 1024
 MAX_HISTORIES = 4096
-# Most suspects of one lost node that are tried alone; the oldest come first.
+# Most suspects of one lost node that are tried alone; the oldest have precedence.
 MAX_SUSPECTS_PER_LOSS = 16
-# Older losses do not count together with new ones.
+# Losses further apart than this are judged separately.
 WINDOW_S = 10.0
-# If an unrelated node died within this many seconds, a verdict needs two failed trials instead of
-# one. A trial with its wait may take this long, so another death may coincide by chance.
+# If another node died within this many seconds, a verdict needs two failed trials instead of one.
+# A trial with its wait may take this long, so an unrelated death may fall into it by chance.
 BACKGROUND_S = 12.0
 MAX_OPEN_VERDICTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Describe a request that was ended as poison; equal requests are refused.
+    """A request that was ended as poison; equal requests are refused.
 
     Attributes:
         fingerprint: keyed hash of the request; differs between routers.
@@ -51,7 +51,7 @@ class Quarantined:
         principal: name of the caller.
         engine_ids: nodes that were lost with it.
         expires_at: end of the refusals, by the clock of `Suspects`.
-        loss: loss of the trial's node; if that node returns, equal requests are accepted again.
+        loss: the death during the trial; if this node returns, equal requests are accepted again.
         num_refused: equal requests refused since this one was ended.
     """
 
@@ -67,10 +67,10 @@ class Quarantined:
 
 @dataclass(slots=True, eq=False)
 class Verdict:
-    """Record that a node was lost during a request's trial.
+    """The loss of a node during a request's trial.
 
     Attributes:
-        num_trials: trials that ended with a loss, this one included.
+        num_trials: failed trials so far, this one included.
     """
 
     call: Call
@@ -102,8 +102,8 @@ class Suspects:
         self._quarantined: OrderedDict[str, Quarantined] = OrderedDict()  # oldest first
         self._lost_with: OrderedDict[str, set[Loss]] = OrderedDict()  # by fingerprint
         self._num_suspects: Counter[Loss] = Counter()
-        self._tried: Counter[str] = Counter()  # fingerprint -> trials now
-        # Verdicts on calls that ended before their node's fate was known.
+        self._tried: Counter[str] = Counter()  # fingerprint -> number of running trials
+        # Verdicts whose node's fate was still unknown when the call ended.
         self._open_verdicts: list[Verdict] = []
 
     # ------------------------------------------------------------------ quarantine
@@ -112,7 +112,7 @@ class Suspects:
         """Raise PoisonRequestError if an equal request was ended as poison."""
         if self._open_verdicts:
             self._settle_verdicts()
-        if self._quarantined:  # otherwise, hashing the prompt is wasted
+        if self._quarantined:  # hashing a prompt takes time
             self.check_fingerprint(self.fingerprint(call))
 
     def check_fingerprint(self, fingerprint: str) -> None:
@@ -175,7 +175,7 @@ class Suspects:
         ]
 
     def release(self, fingerprint: str) -> int:
-        """Stop refusing fingerprints with this prefix; all if empty. Raises NotFoundError."""
+        """Stop refusing fingerprints with this prefix (empty: all). Raises NotFoundError."""
         found = [name for name in self._quarantined if name.startswith(fingerprint)]
         if fingerprint and not found:
             raise NotFoundError(f"nothing is quarantined as {fingerprint!r}")
@@ -205,19 +205,19 @@ class Suspects:
             self._lost_with.popitem(last=False)
 
     def forget_losses(self, fingerprint: str, losses: Iterable[Loss]) -> None:
-        """Forget losses that requests with this fingerprint did not cause."""
+        """Forget losses that were not caused by requests with this fingerprint."""
         if fingerprint in self._lost_with:
             self._lost_with[fingerprint].difference_update(losses)
             if not self._lost_with[fingerprint]:
                 del self._lost_with[fingerprint]
 
     def others_lost(self, fingerprint: str, since: float) -> set[Loss]:
-        """Return the losses since then in which requests with this fingerprint had no part."""
+        """Return the losses since then that did not involve requests with this fingerprint."""
         known = self._lost_with.get(fingerprint, set())
         return set(self.lost_nodes.lost_since(since)) - known
 
     def admit(self, loss: Loss) -> bool:
-        """Count one more suspect of a loss; return False if the loss has too many."""
+        """Count one more suspect of a loss; return whether the limit allows it."""
         if self._num_suspects[loss] >= MAX_SUSPECTS_PER_LOSS:
             return False
         if len(self._num_suspects) > MAX_HISTORIES:
@@ -240,9 +240,9 @@ class Suspects:
             del self._tried[fingerprint]
 
     def judge(self, verdict: Verdict) -> PoisonRequestError | None:
-        """Quarantine a request whose trial killed a node; returns the error for its client.
+        """Quarantine a request whose trial killed a node; return the error for its client.
 
-        Returns None if the death proves nothing, because other nodes died at about that time.
+        Returns None if the death proves nothing, because other nodes died at about this time.
         """
         since = verdict.loss.at - BACKGROUND_S
         if verdict.num_trials < 2 and self.others_lost(verdict.fingerprint, since):
@@ -250,7 +250,7 @@ class Suspects:
         return self.quarantine(verdict.call, verdict.fingerprint, verdict.loss)
 
     def keep_open(self, verdict: Verdict) -> None:
-        """Keep a verdict until the node's fate is known, because its call has ended already."""
+        """Keep a verdict until the node's fate is known; the call itself has ended."""
         self._open_verdicts.append(verdict)
         del self._open_verdicts[:-MAX_OPEN_VERDICTS]
 

@@ -1,6 +1,6 @@
 """Suspicion: track which lost nodes one call may have killed, and try the call on a node alone.
 
-Made at a call's first loss of a node, which most calls never have. See `suspects.py`.
+A call gets a suspicion when it first loses a node; most calls never do. See `suspects.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.fleet.load.node_load import NodeLoad
 from router.fleet.lost_nodes import Fate, Loss
 from router.policies.base import Placement
 
-# A request that got this many tokens from a node is cleared: its beginning crashes no nodes.
+# A request that got this many tokens from a node is cleared: a killer would have struck before.
 PROVEN_TOKENS = 8
 # Longest time that a suspect waits for a node of its own.
 MAX_WAIT_S = 5.0
@@ -25,7 +25,7 @@ _FEW_LOSSES = 2
 
 
 class Work(Enum):
-    """Kinds of a node's work; a request that crashes nodes is blamed for one kind only."""
+    """Kinds of a node's work; a request that kills nodes is blamed for one kind only."""
 
     PROMPT = "prompt"
     TOKENS = "tokens"  # sampling tokens, or compiling their grammar
@@ -73,7 +73,7 @@ class Suspicion:
         work = None
         for loss in losses:
             begun = begun_on(attempt, loss.engine_id)
-            part = begun or Work.TOKENS  # its arriving KV may have killed the node
+            part = begun or Work.TOKENS  # the arriving KV may have killed the node
             blamed = self._blamed.setdefault(part, set())
             blamed.add(loss)
             suspects.note_lost_with(self._fingerprint, (loss,))
@@ -85,7 +85,7 @@ class Suspicion:
                 work, self._begun = part, begun
         num_others = len(suspects.others_lost(self._fingerprint, now - WINDOW_S))
         if num_others >= max(_FEW_LOSSES, num_nodes // 4):
-            work = self._verdict = None  # many nodes die: one more death proves nothing
+            work = self._verdict = None  # many deaths prove nothing
         self._work = work
 
     # ------------------------------------------------------------------ when and where it is tried
@@ -94,7 +94,7 @@ class Suspicion:
         """Return how long to wait before placing the call; ask again after that.
 
         Raises:
-            PoisonRequestError: the call, or one like it, was found to kill nodes.
+            PoisonRequestError: this call or an equal one was found to kill nodes.
         """
         suspects, now = self._suspects, self._suspects.clock()
         suspects.check_fingerprint(self._fingerprint)
@@ -104,7 +104,7 @@ class Suspicion:
         if self._work is None:
             return 0.0
         if not fleet:
-            self._waits_since = now  # there is no node to wait for
+            self._waits_since = now  # no node can be kept for the trial
             return 0.0
         quiet_at = max(suspects.lost_nodes.last_loss_at, self._waits_since) + self._pause_s
         if now >= self._waits_since + self._pause_s + MAX_WAIT_S:
@@ -118,7 +118,7 @@ class Suspicion:
         return 0.0 if self._room else POLL_S
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the nodes where the call is tried; the whole fleet if it is not tried."""
+        """Return the nodes where the call is tried; the whole fleet if no trial is due."""
         if not self._room:
             return fleet
 
@@ -131,7 +131,7 @@ class Suspicion:
         return fleet.only(prefill=is_room, ruled_out=pairs) or fleet
 
     def note_placed(self, placement: Placement) -> None:
-        """Note that the call was placed; begin its trial if it is on the node kept for it."""
+        """Note that the call was placed; begin its trial if this is the node kept for it."""
         prefill, decode = placement.prefill, placement.decode
         computes = prefill if prefill is not None and self._work is Work.PROMPT else decode
         if self._room and computes.engine_id == self._room:
@@ -141,7 +141,7 @@ class Suspicion:
             self._leave_room()  # that node does not admit the call
 
     def note_progress(self, attempt: Attempt) -> None:
-        """Note that tokens of an attempt came; the work that led to them is no longer suspect."""
+        """Note that an attempt yielded tokens; clears the call of the work that led to them."""
         if attempt.num_tokens > PROVEN_TOKENS:
             self._clear(*Work)
         elif attempt.began:
@@ -208,7 +208,7 @@ def begun_on(attempt: Attempt, engine_id: str) -> Work | None:
         return None
     if prefill is None and not attempt.began:
         return Work.PROMPT
-    # A decode node compiles a grammar while the prompt is computed elsewhere.
+    # A decode node compiles the grammar while another node computes the prompt.
     return Work.TOKENS if attempt.began or attempt.has_grammar else None
 
 

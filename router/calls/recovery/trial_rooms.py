@@ -1,12 +1,12 @@
-"""TrialRooms: reserves nodes for one suspect at a time, so each suspect is tried alone.
+"""TrialRooms: keeps nodes free for suspects, so that each suspect is tried alone.
 
     a suspect asks for a room    the least busy node is kept: new requests go elsewhere
-    the node is still busy       its requests are moved elsewhere, as by a preemption
-    the suspect is done          the next suspect gets the room; if there is none, the room opens
+    the node is still busy       its requests move elsewhere, as after a preemption
+    the suspect is done          the next suspect gets the room; without one, the room opens
     the room was kept for long   the room opens to all requests
 
-Where there is no other node, ordinary requests wait a moment, never longer than `MAX_KEPT_S`.
-`TrialRooms` knows neither what a suspect is suspected of nor how a trial ends.
+If no other node exists, ordinary requests wait a moment, at most `MAX_KEPT_S`. `TrialRooms` knows
+neither the suspicion nor how a trial ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 # Time for a new room's requests to finish before they are moved.
 QUIESCE_S = 1.0
-# Longest time that a room is kept, with all its suspects together.
+# Longest time that a room is kept, over all its suspects.
 MAX_KEPT_S = 5.0
-# Time for which a node then serves ordinary requests before it may be kept again. Otherwise a
-# series of suspects would keep the only node indefinitely.
+# Time that the node then serves ordinary requests before it may be kept again. Without this rest,
+# a series of suspects could keep the only node for good.
 REST_S = 2.0
 # Time for the next suspect to take over a free room.
 HAND_OVER_S = 0.1
@@ -46,7 +46,7 @@ class TrialRooms:
     """Keep nodes of one base model for suspects.
 
     Args:
-        pool: pool that has the nodes, and the clock that is used here.
+        pool: has the nodes and the clock.
     """
 
     def __init__(self, pool: NodePool) -> None:
@@ -59,9 +59,9 @@ class TrialRooms:
         return bool(self._rooms)
 
     def acquire(self, owner: object, nodes: Iterable[NodeLoad]) -> str:
-        """Return the engine id of an idle node that is now kept for the owner; "" if not yet.
+        """Return the engine id of an idle node that is now kept for the owner; "" if none is.
 
-        Ask again until there is a node, or until `release`.
+        Ask again until a node is kept, or call `release`.
 
         Args:
             owner: a suspect; one suspect has at most one room.
@@ -92,7 +92,7 @@ class TrialRooms:
                 asyncio.get_running_loop().call_later(HAND_OVER_S, self._open_if_free, room)
 
     def without(self, fleet: Fleet, owner: object | None = None) -> Fleet:
-        """Return the fleet without rooms that this owner does not own; may be empty."""
+        """Return the fleet without rooms of other owners; may be empty."""
 
         def is_free(node: NodeLoad) -> bool:
             room = self._rooms.get(node.engine_id)
@@ -122,10 +122,10 @@ class TrialRooms:
         return room
 
     def _may_keep(self, node: Node, num_others: int) -> bool:
-        """Return whether one more node may be kept; other nodes must do the other requests' work.
+        """Return whether one more node may be kept; the others must do all other requests' work.
 
         Args:
-            num_others: other candidates that are not kept.
+            num_others: number of other candidates that are not kept.
         """
         role, nodes = node.registration.role, self._pool.nodes
         kept = [one for one in nodes if one.engine_id in self._rooms]
@@ -134,7 +134,7 @@ class TrialRooms:
             return False
         if all(one.registration.role is role for one in kept):
             return True
-        # Each of two trials needs a node of the other role that is not kept.
+        # Each of two trials needs a free node of the other role.
         other_role = [one for one in nodes if one.registration.role is not role]
         return num_others > 0 and len(other_role) > len([one for one in kept if one in other_role])
 
@@ -143,7 +143,7 @@ class TrialRooms:
             self._open(room)
 
     def _open_and_rest(self, room: _Room) -> None:
-        """Open a room that was kept for long; its node is not kept again for a while."""
+        """Open a room that was kept for long, and let its node rest for a while."""
         if self._rooms.get(room.node.engine_id) is room:
             now = self._pool.clock()
             self._rests_until = {name: at for name, at in self._rests_until.items() if at > now}

@@ -1,1 +1,1 @@
-"""How busy one node is, how fast, and what it has promised; numbers that others judge."""
+"""How busy one node is, how fast, and what it has promised. Only numbers, no judgements."""

@@ -1,4 +1,4 @@
-"""PrefillForecast: a prompt's expected times on its node, and the measured ones.
+"""PrefillForecast: expected and measured times of a prompt on its node.
 
 Does not know how times are forecast or measured.
 """
@@ -14,16 +14,16 @@ RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 @dataclass(slots=True, eq=False)
 class PrefillForecast:
-    """Hold one prompt's times in seconds, by the router's clock. Only its `NodeLoad` writes here.
+    """A prompt's times in seconds, by the router's clock. Only the prompt's `NodeLoad` writes here.
 
     Attributes:
         num_tokens: tokens that the node is expected to compute.
         wait_s: expected wait until the node begins to compute the prompt.
-        compute_s: expected time from that beginning until token 1.
+        compute_s: expected time from the node's begin of the prompt until token 1.
         placed_at: when the prompt was placed, by the router's clock.
-        measured_wait_s: measured wait until the node began; None until token 1 came.
-        measured_compute_s: measured time from that beginning until token 1; None until token 1
-            came. Prompts of one step share its time.
+        measured_wait_s: measured wait until the node began the prompt; None before token 1.
+        measured_compute_s: measured time from there until token 1; None before token 1. Prompts of
+            one step each get the step's time.
     """
 
     num_tokens: int
@@ -36,10 +36,10 @@ class PrefillForecast:
 
 @dataclass(slots=True)
 class RatioCounts:
-    """Count ratios of expected to measured time, as a histogram.
+    """A histogram of the ratios of expected to measured time.
 
     Attributes:
-        counts: per bucket of `RATIOS`; the last bucket is above all bounds.
+        counts: number of ratios per bucket of `RATIOS`; the last bucket is above all bounds.
         total: sum of the ratios.
     """
 
@@ -56,7 +56,7 @@ class RatioCounts:
 
 @dataclass(slots=True)
 class ForecastCounts:
-    """Count how good one router's forecasts were, over all nodes.
+    """Histograms of how good one router's forecasts were, over all nodes.
 
     Attributes:
         compute: ratios of the time to compute a prompt.

@@ -1,11 +1,11 @@
-"""MeasuredLine: a linear model, fitted to measurements, of the seconds of a prompt or a step.
+"""MeasuredLine: a line fitted to measurements that predicts the seconds of a prompt or a step.
 
     prior    the node's own step times, or the line measured by other nodes, or a default
-    level    median of measured / prior, which one odd measurement does not move; begins with the
-             level of all nodes, or an unmeasured node would look faster than measured equals
+    level    median of measured / prior, which one odd measurement does not move; starts at the
+             level of all nodes, or an unmeasured node would look faster than its measured equals
     slope    least squares of relative errors around that level; outliers are bounded
 
-Only the last measurements count, newer ones more. Knows neither nodes nor clocks.
+Only the latest measurements count, the newest most. The line knows neither nodes nor clocks.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ Point = tuple[float, float]  # units, seconds
 _Weighted = tuple[float, float, float]  # units, seconds, weight
 
 NUM_KEPT = 16
-# Measurements per fit once there are many: a fit costs as much as placing a request.
+# Measurements between fits, once there are many: a fit costs as much as placing a request.
 DRAWN_EVERY = 8
 _OLDEST_WEIGHT = 0.2  # weight of the oldest measurement kept, relative to the newest
 _COLD_WEIGHT = 0.25  # weight of the first measurement, which may include warm-up or compilation
 # The prior weighs as much as this many measurements.
 PROFILE_WEIGHT, SHARED_WEIGHT = 1.5, 0.5
 _LARGEST_ERROR = 0.5  # a larger relative error counts as this one
-# Times are bounded, because sums of squares must stay finite whatever a node tells.
+# Times are bounded to keep sums of squares finite, whatever a node reports.
 _LEAST_S, _MOST_S = 1e-6, 1e6
 _SHARED_UNITS = (1.0, 256.0, 2048.0)
 
 
 class FleetLevel:
-    """Track the median of measured / profile over the last measurements of all nodes.
+    """The median of measured / profile over the latest measurements of all nodes.
 
-    A node that serves is slower than its profile, which it measured alone.
+    A node that serves is slower than its profile, which it measured without load.
 
     Attributes:
         value: the median; 1 before any measurement.
-        num_changes: times that the value was computed.
+        num_changes: how often the value was computed.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class FleetLevel:
         self._num_noted = 0
 
     def note(self, ratio: float) -> None:
-        """Add the ratio of a prompt's or step's measured seconds to those of the node's profile."""
+        """Add the ratio of measured seconds to the profile's seconds for one prompt or step."""
         self._ratios.append((ratio, 1.0))
         self._num_noted += 1
         if self._num_noted <= NUM_KEPT or self._num_noted % DRAWN_EVERY == 0:
@@ -58,15 +58,15 @@ class MeasuredLine:
 
     Args:
         profile: times that the node measured at its start, sorted by units.
-        shared: line of all nodes, to which every measurement but the first is added. It is the
-            prior of a node without profile; for others, its ``fleet_level`` is the first level.
-        default: two points used until something is measured; needed without ``shared``.
+        shared: line of all nodes, which gets every measurement but the first. It is the prior of a
+            node without profile; for others, its ``fleet_level`` is the first level.
+        default: two points, used before any measurement; needed without ``shared``.
         num_kept: number of measurements kept.
-        shared_units: units at which the line of ``shared`` is sampled.
+        shared_units: units at which the line samples ``shared``.
 
     Attributes:
         num_measured: measurements added here since the start.
-        fleet_level: on a shared line, the level of all nodes with a profile.
+        fleet_level: on a shared line, the level of all nodes that have a profile.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class MeasuredLine:
         self._num_kept = num_kept
         self._faded = tuple(_OLDEST_WEIGHT ** (age / num_kept) for age in range(num_kept))
         self._shared_units = shared_units
-        # Measurements here, on the shared line, and changes of the level at the last fit.
+        # At the last fit: measurements here, measurements on the shared line, changes of the level.
         self._num_drawn = self._num_shared = self._num_levels = -1
         self.num_measured = 0
         self._prior = _fit_prior(self._points, self._weight) if self._points else (0.0, 0.0)
@@ -119,7 +119,7 @@ class MeasuredLine:
                 self._level.note(seconds / (base + per_unit * units))
 
     def refresh(self) -> None:
-        """Fit the line again if enough was measured since the last fit."""
+        """Fit the line again if there are enough new measurements."""
         num_new = self.num_measured - self._num_drawn
         is_due = num_new > 0 if self.num_measured <= self._num_kept else num_new >= DRAWN_EVERY
         shared = self._follows
@@ -187,7 +187,7 @@ def _fit(points: Sequence[_Weighted], near_base: float, near_slope: float) -> Po
     """Return base and slope by least squares of relative errors.
 
     Args:
-        near_base, near_slope: a line; errors are relative to it, and large ones are bounded.
+        near_base, near_slope: line to which errors are relative; large errors are bounded.
     """
     weight = x = y = xx = xy = 0.0
     for units, seconds, each in points:
@@ -204,5 +204,5 @@ def _fit(points: Sequence[_Weighted], near_base: float, near_slope: float) -> Po
         xy += each_x * seconds
     spread = weight * xx - x * x
     per_unit = (weight * xy - x * y) / spread if spread > 1e-9 * weight * xx else near_slope
-    per_unit = min(max(per_unit, 0.0), y / x)  # a larger slope would mean a negative base
+    per_unit = min(max(per_unit, 0.0), y / x)  # a larger slope means a negative base
     return max(y - per_unit * x, 0.0) / weight, per_unit

@@ -1,10 +1,10 @@
-"""NodeLoad: what the router knows of one node's load and speed. Policies read it.
+"""NodeLoad: what the router knows of one node's load and speed, for policies to read.
 
-    counted     requests, when they are placed, begin or end here
+    counted     requests that are placed, begin or end on the node
     reported    beats: the load by all routers' requests
-    measured    how long prompts and steps take: a `MeasuredLine` each
+    measured    how long prompts and steps take: one `MeasuredLine` each
 
-Only the `Node` it belongs to writes here. Offers numbers and judges nothing.
+Only the load's `Node` writes here. `NodeLoad` offers numbers and judges nothing.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from router.fleet.load.forecast import ForecastCounts, PrefillForecast
 from router.fleet.load.measured_line import MeasuredLine, Point
 from router.fleet.load.promises import Promise, Promises
 
-# Used for nodes that do not report step times, until something is measured. The values fit one
-# mid-range GPU with an 8B model: pairs of prompt tokens, or of step units, and seconds.
+# Assumed (prompt tokens, seconds) and (step units, seconds) of a node that reports no step times,
+# until it is measured. The numbers fit one mid-range GPU with an 8B model.
 _DEFAULT_PREFILL = ((0.0, 0.01), (8000.0, 0.81))
 _DEFAULT_STEP = ((0.0, 0.01), (100_000.0, 0.02))
-# A request in a decode step costs about as much as this many tokens of context.
+# In a decode step, a request costs about as much as this many tokens of context.
 REQUEST_UNITS = 500
-# One measurement is the mean of this many steps: messages of a busy node come in bursts.
+# One measurement is the mean of this many steps, because a busy node's messages come in bursts.
 STEPS_MEASURED_TOGETHER = 8
-# Enough to include several batch sizes: from one size alone no slope can be fitted.
+# Enough steps to include several batch sizes: one size alone yields no slope.
 _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
-_LONG_PROMPT = 4  # prompts this many times as long as the largest step are added to profiles
-# How many times longer a prompt takes while others decode on its node: the assumed value until
-# measured, the highest value that counts, and the weight of the newest measurement.
+_LONG_PROMPT = 4  # profiles are extended to prompts this many times as long as the largest step
+# How many times longer a prompt takes while others decode on its node: first assumed value, highest
+# value that counts, weight of the newest measurement.
 _FIRST_BESIDE, _MOST_BESIDE, _BESIDE_FADING = 2.0, 20.0, 0.2
 _FADING = 0.05  # weight of a new value in running averages
 _LONG_FADING = 0.01
@@ -42,14 +42,14 @@ _LONG_FADING = 0.01
 
 @dataclass(slots=True)
 class SharedRates:
-    """Hold what all nodes of a router measured together; new nodes start from it.
+    """Rates that all nodes of a router measured together; new nodes start from these.
 
     Attributes:
         output_tokens: mean output length of a request.
         long_output_tokens: length that few outputs exceed; rises at once, falls slowly.
         residence_s: mean time that a request decodes.
         kv_bytes_per_token: KV size of a token over all layers; 0: unknown.
-        forecasts: how good the forecasts of prompts were.
+        forecasts: how well prompts' times were forecast.
     """
 
     prefill: MeasuredLine = field(default_factory=lambda: MeasuredLine(default=_DEFAULT_PREFILL))
@@ -65,19 +65,19 @@ class SharedRates:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """Hold what one open request counts for on one node; only its `NodeLoad` writes here.
+    """The load of one open request on one node; only the node's `NodeLoad` writes here.
 
     Attributes:
-        num_tokens: open tokens that the request counts for.
+        num_tokens: what the request adds to the node's ``num_open_tokens``.
         num_uncomputed: prompt tokens to compute here.
         num_arriving: prompt tokens whose KV needs room here and has not arrived.
         num_decoding: prompt tokens of a request that decodes here; 0 before.
-        is_beside: whether others were on this decode node when the request was placed.
+        is_beside: whether this decode node had other requests when this one was placed.
         begun_at: when its first token came from this decode node; None before.
         promise: the request's deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes it.
-        unmeasured: tokens and seconds of a prompt that this decode node computed, until the node
-            tells its own time; None: nothing to measure.
+        unmeasured: tokens of a prompt that this decode node computed, and the seconds measured by
+            the router, until the node reports its own; None: nothing to measure.
     """
 
     num_tokens: int
@@ -99,36 +99,36 @@ class NodeLoad:
         clock: returns monotonic seconds.
 
     Attributes:
-        weight: share of its usual load that the node should get, above 0 to 1; low while warming
-            up.
+        weight: share of its usual load that the node should get, above 0 up to 1; low during
+            warm-up.
         num_blocks: size of its KV cache in blocks.
-        max_model_len: most tokens of one request.
+        max_model_len: longest request in tokens.
         loads_adapters: whether the node can load adapters from files.
-        adapters: digests of the adapters that it has in memory.
-        beat: the node's last report of its load by all routers.
-        num_open_requests: requests that this router placed there and that have not ended.
-        num_open_tokens: prompt tokens of open requests that are not computed yet (prefill node), or
-            prompt tokens plus largest outputs of open requests (decode node).
+        adapters: digests of the adapters in the node's memory.
+        beat: the node's latest report of its load by all routers.
+        num_open_requests: requests placed there by this router that have not ended.
+        num_open_tokens: on a prefill node, open requests' prompt tokens that are not computed yet;
+            on a decode node, open requests' prompt tokens plus largest outputs.
         num_uncomputed_requests: open requests whose prompt must be computed there.
         num_placed_tokens: tokens of all requests ever placed there, counted like `num_open_tokens`.
-        prefill: seconds per prompt, by the number of its tokens to compute.
-        prefill_queue_s: time that its open prompts take.
-        prefill_base_s, prefill_s_per_token: line of the time until one more prompt is computed, by
-            its tokens; scaled up for a weight below 1.
-        prefill_front_s: the first prompt's part of ``prefill_queue_s``; may be partly computed.
-        prefill_progress_at: when the last prompt was done, by the clock; for an idle node, when the
-            next one came.
-        prefill_asked_at: when the last prompt was placed there; before the first, when it joined.
-        beside_factor: seconds of a prompt while others decode there, over its seconds alone; above
-            1, because its chunks are small and each shares a step with decodes.
+        prefill: seconds to compute a prompt, by its number of uncomputed tokens.
+        prefill_queue_s: time to compute all open prompts.
+        prefill_base_s, prefill_s_per_token: line of the time to compute one more prompt, by its
+            tokens; scaled up for a weight below 1.
+        prefill_front_s: the first prompt's part of ``prefill_queue_s``; may be partly over.
+        prefill_progress_at: when the last prompt was done, or when the first prompt came to the
+            idle node, by the clock.
+        prefill_asked_at: when the last prompt was placed there, or when the node joined.
+        beside_factor: how many times longer a prompt takes while others decode there; above 1,
+            because its chunks are small and share their steps with decodes.
         step: seconds per decode step, by `step_units`.
         step_units: size of a step: context tokens, plus `REQUEST_UNITS` per request.
-        step_base_s, step_s_per_unit: line of what one more request costs per step, by its units:
-            its own share of the step, and the delay of the other requests.
-        num_batch: requests there or on their way.
-        num_free_tokens: free KV room in tokens once all placed requests have arrived; may be
+        step_base_s, step_s_per_unit: line of the cost per step of one more request, by its units:
+            its own share of the step, and the delay of all other requests.
+        num_batch: requests on the node or on their way there.
+        num_free_tokens: free room for KV, in tokens, once all placed requests have arrived; may be
             negative.
-        num_room_tokens: longest prompt that need not wait for room.
+        num_room_tokens: longest prompt that finds room without waiting.
         shared: measurements of all nodes of this router.
     """
 
@@ -179,7 +179,7 @@ class NodeLoad:
         self._num_decoding_tokens = 0  # prompt tokens of the decoding requests
         self._foreign_units = self._foreign_running_units = 0.0
         self._stepped_at: float | None = None
-        self._num_timed = 0  # steps to be measured together, and their sums
+        self._num_timed = 0  # steps of the current measurement, and their sums
         self._timed_units = self._timed_s = 0.0
         self.promises = Promises()
         self._derive()
@@ -227,7 +227,7 @@ class NodeLoad:
         )
 
     def _forecast(self, num_tokens: int, now: float, factor: float) -> PrefillForecast:
-        """Return a prompt's forecast, if computing takes ``factor`` times as long as alone."""
+        """Return a prompt's forecast; computing it takes ``factor`` times as long as alone."""
         begun_s = min(now - self.prefill_progress_at, factor * self.prefill_front_s)
         wait_s = max(factor * self.prefill_queue_s - begun_s, 0.0)
         return PrefillForecast(num_tokens, wait_s, factor * self.prefill.seconds(num_tokens), now)
@@ -240,7 +240,7 @@ class NodeLoad:
             self.shared.forecasts.note(forecast)
 
     def note_computed(self, account: Account) -> None:
-        """Count an open request's prompt as computed, so that it leaves this node's queue."""
+        """Take an open request's computed prompt off this node's queue."""
         self.num_open_tokens -= account.num_tokens
         account.num_tokens = 0
         self._drop_uncomputed(account)
@@ -266,13 +266,13 @@ class NodeLoad:
         self._derive()
 
     def note_prompt_time(self, account: Account, own_s: float = math.inf) -> None:
-        """Measure the prompt that this decode node computed; harmless where there is none.
+        """Measure the prompt that this decode node computed, if there is one.
 
-        The time measured by the router includes the way to the node and back. For a prompt with few
+        The router's measurement includes the way to the node and back. For a prompt with few
         uncomputed tokens this is most of the time, and would make long prompts look slower.
 
         Args:
-            own_s: seconds until its first token, measured by the node; inf: not told.
+            own_s: seconds until its first token, measured by the node; inf: not reported.
         """
         if account.unmeasured is not None:
             num_tokens, seconds = account.unmeasured
@@ -286,7 +286,7 @@ class NodeLoad:
         self.beside_factor += part * (min(max(factor, 1.0), _MOST_BESIDE) - self.beside_factor)
 
     def note_closed(self, account: Account) -> None:
-        """Remove everything that an ended request still counts for."""
+        """Take everything that an ended request still counts for off the load."""
         self.note_prompt_time(account)
         self.num_open_requests -= 1
         self.num_open_tokens -= account.num_tokens
@@ -296,7 +296,7 @@ class NodeLoad:
         if account.promise is not None:
             self.promises.close(account.promise)
         if not self._num_decoding:
-            self._stepped_at = None  # the node pauses now, so the next interval is no step
+            self._stepped_at = None  # idle now, so the time until the next token is no step
         self._drop_uncomputed(account)
         self._derive()
 
@@ -308,14 +308,14 @@ class NodeLoad:
             self.prefill_progress_at = self._clock()
 
     def note_stalled(self) -> None:
-        """Measure progress from now on, because the stall so far has been dealt with."""
+        """Measure progress from now on; the stall so far has had its consequences."""
         self.prefill_progress_at = self._clock()
 
     @property
     def stalled_s(self) -> float:
-        """How long the prompts placed by this router have made no progress; 0 if there are none.
+        """How long the prompts placed by this router have made no progress; 0 without prompts.
 
-        The router is not told when other routers' prompts are computed.
+        Other routers' prompts do not count, because their progress is unknown here.
         """
         return self._clock() - self.prefill_progress_at if self.num_uncomputed_requests else 0.0
 
@@ -327,7 +327,7 @@ class NodeLoad:
             self.adapters = frozenset(beat.adapters)
         self.beat = beat
         self.has_beat = True
-        # Tokens that the node must compute beyond those placed from here: other routers' requests,
+        # Tokens that the node must compute beyond this router's count: other routers' requests,
         # and prompts with fewer cached tokens than expected.
         self._num_foreign = max(0, beat.num_uncomputed_tokens - self._num_uncomputed)
         self._note_foreign_units()
@@ -336,7 +336,7 @@ class NodeLoad:
         self._derive()
 
     def _note_foreign_units(self) -> None:
-        """Estimate the step units of other routers' requests, assuming requests of average size."""
+        """Estimate the step units of other routers' requests from the average request."""
         beat = self.beat
         num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
         num_held_tokens = (self.num_blocks - beat.num_free_blocks) * self.block_size
@@ -348,11 +348,10 @@ class NodeLoad:
     def note_prefilled(
         self, receipts: Sequence[PrefillReceipt], accounts: Sequence[Account] = ()
     ) -> None:
-        """Measure the prompts whose last tokens one step computed; call before their legs close.
+        """Measure the prompts that one step finished together; call before their legs close.
 
-        Each prompt gets an equal part of the time since a step last ended prompts, and of all
-        tokens: which prompt took how long is unknown, but the sum is the time that the node was
-        busy.
+        The time since the last such step is divided evenly among the prompts, and so are their
+        tokens: the time of each prompt is unknown, but the sum is the time that the node was busy.
         """
         computed = [receipt for receipt in receipts if receipt.num_computed_tokens > 0]
         now = self._clock()
@@ -394,9 +393,9 @@ class NodeLoad:
         """Note a request that ended after ``residence_s`` on this decode node.
 
         Args:
-            num_tokens: its output length; a step may have sampled several tokens.
-            is_cut: whether it ended at its token limit. Then the average of long outputs does not
-                fall, because without the limit the output might have been long.
+            num_tokens: length of its output; a step may sample several tokens.
+            is_cut: whether its token limit ended it. It then does not lower the average of long
+                outputs, because without the limit it might have been long.
         """
         shared = self.shared
         num_tokens = min(num_tokens, self.max_model_len)
@@ -408,14 +407,14 @@ class NodeLoad:
     # ------------------------------------------------------------------ derived
 
     def slack_s(self, now: float) -> float:
-        """Return how long steps may pause for one more prompt before a deadline here is missed.
+        """Return how long one more prompt may delay steps before a request here is late.
 
-        The prompts already queued count as well. O(requests here).
+        Prompts that are already queued are included. Takes O(requests here).
         """
         return self.promises.slack_s(now, self.step_base_s) - self.prefill_queue_s
 
     def _derive(self) -> None:
-        """Update what policies read; done at changes, which are rarer than reads."""
+        """Update the values that policies read, now because changes are rarer than reads."""
         beat = self.beat
         line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
         self.prefill_queue_s = line.base * num_requests + line.per_unit * (
@@ -436,12 +435,12 @@ class NodeLoad:
         self.step_units = own_units + self._foreign_units
         step = self.step
         self.step_base_s = step.base + step.per_unit * self.step_units / weight
-        # Slower steps cost the other requests too, which have half of their steps left on average.
+        # Slower steps also cost the other requests, which have half of their steps left on average.
         self.step_s_per_unit = step.per_unit * (1 + self.num_batch / 2 / weight)
 
 
 def _profile(registration: NodeRegistration) -> tuple[Point, ...]:
-    """Return the node's step times, extended to a prompt of several of its largest steps."""
+    """Return the node's measured step times, plus an extrapolated time for a long prompt."""
     times = registration.step_times
     if len(times) < 2:
         return ()
@@ -451,7 +450,7 @@ def _profile(registration: NodeRegistration) -> tuple[Point, ...]:
 
 
 def _decode_profile(registration: NodeRegistration) -> tuple[Point, ...]:
-    """Return the node's decode steps sorted by units; empty if there are too few for a line."""
+    """Return the node's decode steps sorted by units; empty if too few for a line."""
     seconds_of = {
         float(REQUEST_UNITS * one.num_requests + one.num_context_tokens): one.seconds
         for one in registration.decode_times

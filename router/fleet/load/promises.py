@@ -1,6 +1,6 @@
-"""Promises: deadlines of the requests on a decode node, and the delay they still allow.
+"""Promises: deadlines of the requests on a decode node, and the delay that they still allow.
 
-Knows deadlines and steps, but neither prompts nor memory.
+`Promises` knows deadlines and steps, but neither prompts nor memory.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# As in the gate: without a margin, half of the requests would finish too late.
+# Without a margin, half of the requests would finish late; the gate has the same margin.
 _MARGIN = 1.15
 
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """Hold the deadline of a request; its times are by the node's clock.
+    """The deadline of a request; times are by the node's clock.
 
     Attributes:
-        num_steps: decode steps that it may take.
-        arrives_at: when its KV is expected.
-        ends_with: number of the node's step that ends it; None until its first token.
+        num_steps: decode steps that the request may take.
+        arrives_at: when the request's KV is expected.
+        ends_with: number of the node's step that ends the request; None before its first token.
     """
 
     finish_by: float
@@ -40,13 +40,13 @@ class Promises:
         self._open: set[Promise] = set()
 
     def open(self, finish_by: float, num_steps: float, arrives_at: float) -> Promise:
-        """Add the promise of a request that was placed."""
+        """Add the promise to a request that was placed."""
         promise = Promise(finish_by, num_steps, arrives_at)
         self._open.add(promise)
         return promise
 
     def begin_promise(self, promise: Promise) -> None:
-        """Count the steps of the promise from now on, because the request's first token came."""
+        """Count the promise's steps from now on, because the request has its first token."""
         promise.ends_with = self.num_steps + promise.num_steps
 
     def close(self, promise: Promise) -> None:
@@ -54,7 +54,7 @@ class Promises:
         self._open.discard(promise)
 
     def slack_s(self, now: float, step_s: float) -> float:
-        """Return how long all steps may pause until a deadline is missed; negative: one will be.
+        """Return how long steps may pause until a request is late; negative: one will be late.
 
         Args:
             step_s: duration of a step without prompts.

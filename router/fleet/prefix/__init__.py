@@ -1,1 +1,1 @@
-"""Which blocks of which prompts are in which node's prefix cache, as far as the router is told."""
+"""Which node's prefix cache has which blocks of a prompt, as far as nodes report it."""

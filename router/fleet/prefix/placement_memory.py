@@ -1,6 +1,6 @@
-"""PlacementMemory: where prompts were placed recently, for nodes that do not report their caches.
+"""PlacementMemory: where prompts went recently; for nodes that do not report their caches.
 
-Entries are kept in two generations instead of with a time each; the older one expires whole.
+Entries have no times of their own: two generations are kept, and the older one expires as a whole.
 
     note ->  [ newest ]   every lifetime_s / 2, or when it is full:  newest -> previous -> gone
 """
@@ -14,16 +14,16 @@ from baton.kv.block_hash import ShortHash
 
 
 class PlacementMemory:
-    """Remember which nodes were sent a block's content, as bits of an integer.
+    """Remembers which nodes were sent which block contents; nodes are bits of an integer.
 
     Args:
         max_blocks: most contents remembered.
-        lifetime_s: longest time that a placement is remembered; at least half of it, unless there
-            are too many.
+        lifetime_s: longest time that a placement is remembered; the shortest is half of it, or less
+            if there are too many.
         clock: returns monotonic seconds.
 
     Attributes:
-        generation: counts how often a generation expired.
+        generation: number of generations that have expired.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PlacementMemory:
 
     @property
     def num_blocks(self) -> int:
-        """Contents remembered; those in both generations count twice."""
+        """Number of entries in both generations; a content in both counts twice."""
         return len(self._newest) + len(self._previous)
 
     def note(self, bit: int, hashes: Iterable[ShortHash]) -> None:
@@ -62,11 +62,11 @@ class PlacementMemory:
         return self.generation >= generation + 2 or not self.num_blocks
 
     def expire(self) -> None:
-        """Forget what is too old."""
+        """Forget generations that are too old."""
         now = self._clock()
         if now < self._change_at:
             return
-        # `expire` was not called for long, so both generations are old.
+        # After a long pause, both generations are too old.
         if now >= self._change_at + self._lifetime_s / 2:
             self._change()
         self._change()

@@ -6,13 +6,13 @@
        h1              1 0 0 1                   1 0 0 1      node 2 has 1 block
        h2              0 0 1 1                   0 0 0 1      node 3 has 2, node 0 has 3
 
-Exact for nodes whose events come without a gap; for others, recent placements count
-(`placement_memory.py`). An error only means that a prompt is computed again: the node checks its
-own cache. Knows neither load nor which node gets a request.
+The index is exact for nodes whose events come without a gap; for others, recent placements count
+(`placement_memory.py`). An error only means that a prompt is computed again, because nodes check
+their own caches. The index knows neither load nor which node gets a request.
 
-With several KV cache groups a node reports the first, which keeps most: full attention if the model
-has any. Blocks of another group may be evicted, or the first one's window may slide, so the node's
-hit may be shorter or longer than the index says.
+A node with several KV cache groups reports the first one, which keeps most: full attention if the
+model has any. Blocks of other groups may be evicted, or the first group's window may slide, so the
+node's hit may be shorter or longer than the index says.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ MAX_PLACED_BLOCKS = 2**18
 PLACEMENT_LIFETIME_S = 600.0
 SWEEP_BLOCKS = 2048
 _MAX_SHARED_SETS = 2**16
-MAX_KINDS = 8  # every prompt is hashed once per kind
+MAX_KINDS = 8  # a prompt is hashed once for each
 
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """Hold what the index knows of a node since its last snapshot.
+    """The index's knowledge of a node since the node's last snapshot.
 
     Attributes:
         bit: the node's bit in sets of nodes.
-        blocks: the node's contents that had room in the index.
-        num_left_out: the node's contents for which the index had no room.
-        last_sequence: number of its last event; None: a snapshot is awaited.
+        blocks: the node's contents for which the index had room.
+        num_left_out: number of contents for which the index had no room.
+        last_sequence: number of the node's last event; None: its snapshot has not come.
         was_placed: whether the placement memory may have entries with this bit.
         generation: the placement memory's generation when the node left.
     """
@@ -65,12 +65,12 @@ class PrefixIndex:
     """Index the prefix caches of one base model's nodes, on its event loop.
 
     Args:
-        max_blocks: most (node, block) entries. What nodes hold beyond that is left out, and
-            placements count for them as well.
+        max_blocks: most (node, block) entries. Contents beyond this are left out, and placements
+            count for their nodes.
         max_placed_blocks: most blocks whose placement is remembered.
         placement_lifetime_s: longest time that a placement is remembered.
-        sweep_blocks: entries of removed nodes dropped at a time, so that the event loop is not
-            blocked.
+        sweep_blocks: entries of removed nodes that are dropped at a time; more would block the
+            event loop.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -95,7 +95,7 @@ class PrefixIndex:
         self._kinds: set[HashKind] = set()
         self._places: list[_Holder | None] = []  # by bit; None: free
         self._leaving: deque[_Holder] = deque()  # removed nodes with blocks to drop, oldest first
-        # Removed nodes whose bits are left only in the placement memory, oldest first.
+        # Removed nodes whose bits remain only in the placement memory, oldest first.
         self._fading: deque[_Holder] = deque()
         self._exact = 0  # bits of nodes whose events are complete
         self._inexact = 0  # bits of nodes for which placements count
@@ -107,8 +107,7 @@ class PrefixIndex:
     def add_node(self, engine_id: str, kind: HashKind) -> None:
         """Add a node; placements count for it until its snapshot comes.
 
-        A node whose blocks are of one kind more than `MAX_KINDS` is left out: nothing is known of
-        its cache.
+        A node whose kind of blocks would exceed `MAX_KINDS` is left out: its cache stays unknown.
         """
         self.remove(engine_id)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
@@ -117,7 +116,7 @@ class PrefixIndex:
         self._enter(engine_id, kind)
 
     def remove(self, engine_id: str) -> None:
-        """Remove a node; harmless if unknown."""
+        """Remove a node; do nothing if it is unknown."""
         holder = self._holders.pop(engine_id, None)
         if holder is not None:
             self._exact &= ~holder.bit
@@ -136,7 +135,7 @@ class PrefixIndex:
         if holder is None:
             return False
         if events.snapshot:
-            if holder.blocks:  # a new entry, because dropping many blocks here would take long
+            if holder.blocks:  # dropping many blocks here would take long
                 self.remove(engine_id)
                 holder = self._enter(engine_id, holder.kind)
             holder.num_left_out = 0
@@ -157,7 +156,7 @@ class PrefixIndex:
         return False
 
     def is_exact(self, engine_id: str) -> bool:
-        """Return whether `match` is exact for this node, and not from placements."""
+        """Return whether the node's events, not placements, decide its matches."""
         holder = self._holders.get(engine_id)
         return holder is not None and bool(holder.bit & self._exact & ~self._inexact)
 
@@ -174,7 +173,7 @@ class PrefixIndex:
     def match(self, hashes: Sequence[ShortHash]) -> dict[str, int]:
         """Return the longest prefix that each node holds, in blocks, by engine id.
 
-        Nodes that hold none are left out.
+        Nodes without any block of the prompt are left out.
 
         Args:
             hashes: hashes of the prompt's blocks, in order.
@@ -198,12 +197,12 @@ class PrefixIndex:
     def _walk(
         self, get: Callable[[ShortHash, int], int], hashes: Sequence[ShortHash], candidates: int
     ) -> dict[str, int]:
-        """Return how many blocks from the start each candidate holds without a gap."""
+        """Return how many leading blocks each candidate holds without a gap."""
         found: dict[str, int] = {}
         last, length = candidates, 0
         for block_hash in hashes:
             held = get(block_hash, 0)
-            if held is not last:  # equal sets are one object: look once
+            if held is not last:  # equal sets are one object, so this is rare
                 last = held
                 left = candidates & held
                 if left != candidates:
@@ -290,7 +289,7 @@ class PrefixIndex:
         return self._shared_sets.setdefault(nodes, nodes)
 
     def _sweep(self) -> None:
-        """Drop some blocks of removed nodes, and free the bits of nodes that have none left."""
+        """Drop some blocks of removed nodes, and free the bits of nodes without blocks."""
         room = self._sweep_blocks
         while self._leaving:
             holder = self._leaving[0]

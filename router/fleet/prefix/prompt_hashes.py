@@ -1,4 +1,4 @@
-"""PromptHashes: the hashes of a prompt's blocks, as nodes compute them, made on demand."""
+"""PromptHashes: hashes of a prompt's blocks, computed on demand as nodes compute them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from baton.kv.block_hash import BlockHash, BlockHasher, ShortHash, extra_keys_of
 
 
 class HashKind(NamedTuple):
-    """Parameters that make equal prefixes have equal hashes.
+    """The parameters of block hashes; with equal parameters, equal prefixes have equal hashes.
 
     Attributes:
         block_size: tokens per block.
         algorithm: a name in HASH_ALGORITHMS.
-        namespace: shared by nodes whose KV of equal tokens is equal.
+        namespace: equal on nodes that compute equal KV for equal tokens.
     """
 
     block_size: int
@@ -27,7 +27,7 @@ class PromptHashes:
 
     Args:
         token_ids: the prompt's token ids.
-        cache_salt: selects which prompts may share cached blocks, as on the nodes.
+        cache_salt: prompts share cached blocks only if their salts are equal, as on the nodes.
         adapter: digest of the adapter that computes the prompt; empty: the base model.
     """
 
@@ -41,7 +41,7 @@ class PromptHashes:
         self._salted: dict[bytes, PromptHashes] = {}
 
     def are_of(self, token_ids: Sequence[int], cache_salt: bytes, adapter: str) -> bool:
-        """Return whether these hashes are of this very list of ids with this salt and adapter."""
+        """Return whether these are the hashes of this list object with this salt and adapter."""
         keys = (self._cache_salt, self._adapter)
         return token_ids is self._token_ids and (cache_salt, adapter) == keys
 

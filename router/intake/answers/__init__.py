@@ -1,1 +1,1 @@
-"""Chat outputs: their grammars, and their division into reasoning, calls and answer."""
+"""Grammars of chat outputs, and the division of outputs into reasoning, calls and answer."""

@@ -1,7 +1,7 @@
-"""Answers: the parts of calls' outputs that clients get: texts, and receipts without other tenants'
-figures.
+"""Answers: the parts of calls' outputs that clients may see: texts, and receipts that reveal no
+other tenants' figures.
 
-Logs the outputs if enabled. Knows no API: `LongAnswers` builds the parts of any API's response.
+Logs outputs if enabled. Knows no API: `LongAnswers` builds the parts of any API's response.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.intake.usage import OwnPrompts, told
 
 
 class Answers:
-    """Make the answers of one router's calls.
+    """Make the answers to one router's calls.
 
     Args:
         tokenizer: the checkpoint's tokenizer; None: outputs have no text.
@@ -42,7 +42,7 @@ class Answers:
     def open_answer(
         self, call: Call, parser: OutputParser | None, receipt: Callable[[], Receipt]
     ) -> Answer:
-        """Return the answer to a call that begins; for ``parser`` and ``receipt`` see `CallText`.
+        """Return the answer to a call that begins. See `CallText` for ``parser`` and ``receipt``.
 
         Logs the prompt if enabled.
         """
@@ -59,7 +59,7 @@ class Answer:
 
     Args:
         text: adds the text to the call's tokens.
-        own_prompts: earlier prompts of the call's tenant.
+        own_prompts: earlier prompts of the call's tenant, which a receipt may reveal.
         log: log of the output; None: prompt and output are not logged.
     """
 
@@ -71,7 +71,7 @@ class Answer:
         self._log = None if log is None else log.log_prompt(call)
 
     def add(self, output: TextDelta) -> TextDelta:
-        """Return an output with its text; the receipt in the last one is not for the client yet."""
+        """Return an output with its text; the client must not yet see the last one's receipt."""
         delta = self._text.add(output)
         if delta.output_index == 0:
             self._own_prompts.note(self._call)

@@ -1,10 +1,10 @@
-"""Argument forms: grammars for model families that write each argument separately.
+"""Argument forms: write grammars for model families that write each argument separately.
 
 <parameter=city>           weather(city="Bonn", days=3)
 Bonn
 </parameter>
 
-Text between tags has no quotes or escapes, so its schema becomes a regex of the raw text.
+Text between tags has no quotes or escapes, so its schema becomes a regex of the plain text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from baton.text.schemas.repairs import end_of_class
 from baton.text.schemas.rewrites import rewritten
 
 _MAX_DEPTH = 16
-_MAX_PARTS = 2  # members of allOf whose types are looked at
+_MAX_PARTS = 2  # members of allOf whose types are read
 _MAX_SCHEMAS = 2_000  # most subschemas visited per function
-# Keywords of parameters that name the arguments or constrain nothing.
+# Keywords of parameters that name arguments or constrain nothing.
 _PLAIN = frozenset(
     {
         "type", "properties", "required", "additionalProperties", "$defs", "definitions", "title",
@@ -34,7 +34,7 @@ _ANNOTATIONS = frozenset(
     {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly",
      "writeOnly", "contentMediaType", "contentEncoding", "discriminator"}
 )  # fmt: skip
-# Keywords that constrain values of other types only.
+# Keywords that constrain only values of types other than text.
 _OF_OTHERS = frozenset(
     {
         "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items",
@@ -48,7 +48,7 @@ _TEXT_KEYWORDS = (
 _HEX = "[0-9a-fA-F]"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# Formats as regexes of a text; each accepts the format or a subset of it.
+# Formats as regexes of texts; each regex accepts the format or a part of it.
 _FORMATS = {
     "duration": "P([0-9]{1,9}W|[0-9]{1,9}D|([0-9]{1,9}D)?T([0-9]{1,9}H)?[0-9]{1,9}M)",
     "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
@@ -56,16 +56,16 @@ _FORMATS = {
     "uri": r"[a-z][a-z0-9+.\-]*:[A-Za-z0-9\-._~:\/?#@!$&'()*+,;=]+",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
-# Texts that would be read as another type if the schema allows that type.
+# Texts that are read as another type if the schema allows that type.
 _OF_OTHER_TYPES = r"(?s:\s*([\[{\"0-9+\-.](?s:.*)|(?i:true|false|null|none)\s*)?)"
-_GROUP = re.compile(r"\?s?:")  # begins a group that only groups, or lets dots be newlines
+_GROUP = re.compile(r"\?s?:")  # begins a plain group, or lets dots match newlines
 _ESCAPE = re.compile(r"\\.")
 _WORDS = {"null": "null", "boolean": "(true|false)"}
 _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}  # as in JSON Schema: ASCII only
 
 
 class InexpressibleError(Exception):
-    """The schema constrains arguments in a way that this grammar form cannot express."""
+    """A grammar of this form cannot express the schema's constraints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Argument:
 
     Attributes:
         name: the argument's name; empty: any name that no other argument has.
-        value: name of the rule of the argument's value.
+        value: name of the grammar rule of the argument's value.
     """
 
     name: str
@@ -83,18 +83,18 @@ class Argument:
 
 
 class ValueForm(Protocol):
-    """Write grammar for argument values, in the tool-call format of a family of models."""
+    """Write the grammar of argument values in a family's tool-call format."""
 
     def json(self, rule: str) -> str:
         """Return an expression for a value in JSON; ``rule`` is the grammar rule of that JSON."""
         ...
 
     def text(self, conditions: Sequence[str]) -> str | None:
-        """Return a terminal for a text that matches all conditions; None: texts are JSON, too."""
+        """Return a terminal for a text that matches all conditions; None: texts are JSON too."""
         ...
 
     def behind_text(self) -> str:
-        """Return the grammar that must follow a text's terminal."""
+        """Return the grammar that follows a text's terminal."""
         ...
 
 
@@ -103,8 +103,8 @@ class ArgumentRules:
 
     Args:
         schema: JSON Schema of the parameters.
-        prefix: starts the names of the rules; must be unique to the function.
-        form: writes values.
+        prefix: start of all rule names; must be unique to the function.
+        form: writes the grammar of values.
         json_rule: writes a JSON schema as a rule.
 
     Attributes:
@@ -132,7 +132,7 @@ class ArgumentRules:
         self._num_chars = 0
 
     def arguments(self) -> list[Argument]:
-        """Return the arguments in schema order; one with any other name, if allowed, comes last."""
+        """Return the arguments in schema order, at the end one with any other name if allowed."""
         schema = self._schema
         if more := set(schema) - _PLAIN:
             raise InexpressibleError(f"{min(more)} is not enforced beside the properties")
@@ -150,7 +150,7 @@ class ArgumentRules:
         return found
 
     def _value(self, rule: str, schema: Any) -> str:
-        """Write ``rule`` for a value, with the rules that it needs; return the rule's name."""
+        """Write a rule for a value, with all rules that it needs; return its name."""
         used = []
         for index, (kind, value) in enumerate(self._ways(schema)):
             if kind == "json":
@@ -168,15 +168,13 @@ class ArgumentRules:
         return rule
 
     def _whole(self, schema: Any) -> Any:
-        """Make a part of the schema a document of its own, in which its references still
-        resolve.
-        """
+        """Make a part of the schema a document of its own in which all references resolve."""
         if "$ref" not in json.dumps(schema):
             return schema
         return {**_rebased(schema), "$defs": {"whole": _rebased(self._schema)}}
 
     def _ways(self, schema: Any) -> list[tuple[str, Any]]:
-        """Return alternatives of a value: ("json", schema) or ("text", conditions)."""
+        """Return the alternative forms of a value: ("json", schema) or ("text", conditions)."""
         if self._form.text(()) is None:
             return [("json", {} if schema is True else schema)]
         ways = list(self._flat(schema, 0))
@@ -187,7 +185,7 @@ class ArgumentRules:
         whole = [("json", {"anyOf": others} if len(others) > 1 else others[0])] if others else []
         words = [f"/{word}/" for kind, word in ways if kind == "word"]
         listed = [("text", [f"({' | '.join(words)})"])] if words else []
-        # A text that looks like another allowed type would be read as that type.
+        # A text must not look like another allowed type, or it would be read as that type.
         more = [] if kinds <= {"text"} else [f"~/{_OF_OTHER_TYPES}/"]
         texts = [("text", [*one, *more]) for kind, one in ways if kind == "text"]
         return [*whole, *listed, *texts]
@@ -235,7 +233,7 @@ class ArgumentRules:
             raise InexpressibleError(f"{min(said)} without a type is not enforced here")
 
     def _is_structure(self, schema: Any, depth: int) -> bool:
-        """Return whether all values of a schema are objects or lists."""
+        """Return whether a schema allows only objects or lists."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return False
         if "type" in schema:
@@ -269,7 +267,7 @@ class ArgumentRules:
 
 
 def _rebased(schema: Any) -> Any:
-    """Redirect a schema's references to ``#/$defs/whole``, where the whole schema is put."""
+    """Let a schema's references point to ``#/$defs/whole``, where the whole schema will be."""
     if isinstance(schema, list):
         return [_rebased(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -284,7 +282,7 @@ def _rebased(schema: Any) -> Any:
 
 
 def _regexes(schema: Mapping[str, Any]) -> list[str]:
-    """Return grammar regexes that a text must all match to fit a schema."""
+    """Return regexes that a text must match to fit a schema, in the grammar's syntax."""
     if more := set(schema) - _TEXT_KEYWORDS:
         raise InexpressibleError(f"{min(more)} is not enforced on texts here")
     found = []
@@ -303,7 +301,7 @@ def _regexes(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _searched(pattern: str) -> str:
-    """Turn a pattern that may match anywhere into a regex of the whole text."""
+    """Turn a pattern that is searched for in a text into a regex of the whole text."""
     ways, way, depth, position = [], "", 0, 0
     while position < len(pattern):
         sign, end = pattern[position], position + 1
@@ -332,7 +330,7 @@ def _ends(rest: str) -> bool:
 
 
 def _part(part: str) -> str:
-    """Convert a pattern's character or class to the syntax of a grammar's regex."""
+    """Convert one character or class of a pattern to the grammar's regex syntax."""
     if part[:1] == "[":
         return _ESCAPE.sub(lambda one: _CLASSES.get(one[0][1:], one[0]), part).replace("/", "\\/")
     if part[:1] == "\\":
@@ -342,7 +340,7 @@ def _part(part: str) -> str:
 
 
 def _anywhere(way: str) -> str:
-    """Return a regex of whole texts in which this alternative is found, unless it is anchored."""
+    """Return a regex of whole texts that contain this alternative; anchors are kept."""
     is_ended = way.endswith("$") and not way.endswith("\\$")
     inner = (way[:-1] if is_ended else way).removeprefix("^")
     before = "" if way.startswith("^") else "(?s:.*)"
@@ -352,5 +350,5 @@ def _anywhere(way: str) -> str:
 def _escaped(text: str) -> str:
     """Return a regex that matches exactly one text."""
     if not text:
-        return "(?:)"  # nothing between slashes begins a comment
+        return "(?:)"  # because two slashes begin a comment
     return re.escape(text).replace("/", "\\/").replace("\n", "n")

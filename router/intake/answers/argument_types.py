@@ -1,7 +1,7 @@
 """Argument types: convert the argument texts of tagged calls to JSON values.
 
-A function's JSON Schema decides the type. Schemas come from clients: reading one is bounded, and
-their patterns are not matched here.
+A function's JSON Schema decides the type. Schemas come from clients, so the work of reading one is
+bounded, and their patterns are not matched here.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
-# Most subschemas visited for one argument; larger schemas are taken to allow anything.
+# Most subschemas visited for one argument; a larger schema counts as allowing anything.
 MAX_SCHEMAS = 1_000
 _MAX_DEPTH = 32
-# Templates of these families show arguments in Python's notation.
+# These families' templates show arguments in Python's notation.
 _NULLS = ("null", "None")
 _BOOLS = {"true": True, "false": False}
-_MAX_LITERAL_CHARS = 10_000  # Python's literal reader is slow
-_SAMPLES: tuple[Any, ...] = (None, True, 0, 0.5, {}, [])  # one of each type but string
+_MAX_LITERAL_CHARS = 10_000  # because Python's literal reader is slow
+_SAMPLES: tuple[Any, ...] = (None, True, 0, 0.5, {}, [])  # one of each type except string
 _NOT_THERE: Final = object()
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -33,7 +33,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ArgumentTypes:
-    """Determine the types of one function's arguments.
+    """The types of one function's arguments.
 
     Args:
         schema: JSON Schema of the function's parameters.
@@ -45,11 +45,11 @@ class ArgumentTypes:
         self._by_lists = True
 
     def is_text(self, name: str, begun: str) -> bool:
-        """Return whether an argument with this beginning can only be a string."""
+        """Return whether an argument that begins like this can only be a string."""
         schema = self._schema_of(name)
         if schema is None or not self._accepts_any(schema, "-"):
             return False
-        # Values in ``enum`` and ``const`` count by their types, as they hardly ever equal a sample.
+        # Values in ``enum`` and ``const`` stand for their types: they hardly ever equal a sample.
         takes_null, *others = (
             self._accepts_any(schema, other, by_lists=False) for other in _SAMPLES
         )
@@ -63,8 +63,8 @@ class ArgumentTypes:
     def value_of(self, name: str, text: str) -> Any:
         """Return the JSON value of an argument's text.
 
-        If the schema allows several types, the first that fits is taken: null, boolean, number,
-        object or array, string. A text that fits none is passed on for the function to reject.
+        If the schema allows several types, the first that fits counts: null, boolean, number,
+        object or array, string. A text that fits none is passed on: the function may reject it.
         """
         schema = self._schema_of(name)
         if schema is None or all(self._accepts_any(schema, one) for one in ("-", *_SAMPLES)):
@@ -78,12 +78,12 @@ class ArgumentTypes:
         return values[0]
 
     def json_of(self, name: str, text: str) -> str:
-        """Return the JSON of what a text stands for; see `value_of`."""
+        """Return the JSON of the value of a text; see `value_of`."""
         value = self.value_of(name, text)
         try:
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
         except ValueError:
-            return text.strip()  # is JSON, with a number that is larger than any float
+            return text.strip()  # JSON with a number too large for a float
 
     def _schema_of(self, name: str) -> Any:
         self._num_left = MAX_SCHEMAS
@@ -93,14 +93,14 @@ class ArgumentTypes:
         """Return whether a schema accepts a value.
 
         Args:
-            by_lists: whether ``enum`` and ``const`` count.
+            by_lists: whether to check ``enum`` and ``const``.
         """
         self._num_left = MAX_SCHEMAS
         self._by_lists = by_lists
         return self._accepts(schema, value)
 
     def _property(self, schema: Any, name: str, depth: int = 0) -> Any:
-        """Return the schema of a property, or None if the schema does not mention it."""
+        """Return the schema of a property; None if the schema does not name it."""
         if not isinstance(schema, Mapping) or self._is_too_far(depth):
             return None
         found = []
@@ -149,7 +149,7 @@ class ArgumentTypes:
         return self._num_left < 0 or depth > _MAX_DEPTH
 
     def _target(self, reference: object) -> Any:
-        """Resolve a reference within the schema; True, which allows anything, if it fails."""
+        """Resolve a reference within the schema; return True (allows anything) if that fails."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return True
         found: Any = self._root
@@ -182,7 +182,7 @@ def _has_type(declared: object, value: object) -> bool:
 
 
 def _equal(one: object, other: object) -> bool:
-    """Compare values as JSON: true differs from 1."""
+    """Compare two values as JSON, where true differs from 1."""
     return isinstance(one, bool) is isinstance(other, bool) and one == other
 
 
@@ -190,7 +190,7 @@ def _readings(text: str, *, is_json: bool = False) -> Iterator[Any]:
     """Yield the possible values of a text, the most specific first.
 
     Args:
-        is_json: whether quotes mark a JSON string and are not part of the text.
+        is_json: whether quotes delimit a JSON string; otherwise they belong to the text.
     """
     plain = text.strip()
     if plain in _NULLS:
@@ -210,12 +210,12 @@ def _readings(text: str, *, is_json: bool = False) -> Iterator[Any]:
 
 
 def is_json(text: str) -> bool:
-    """Return whether a text is JSON, whose numbers may be larger than any float."""
+    """Return whether a text is JSON; its numbers may be too large for a float."""
     return _json(text) is not _NOT_THERE
 
 
 def _json(text: str) -> Any:
-    """Return a JSON value that can be written again, or `_NOT_THERE`; numbers may be infinite."""
+    """Return the value of a JSON text, or `_NOT_THERE`; large numbers become infinite."""
     try:
         value = json.loads(text, parse_constant=_refuse)
         json.dumps(value, ensure_ascii=False).encode()

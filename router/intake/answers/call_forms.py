@@ -1,9 +1,9 @@
-"""Call forms: grammars of outputs that are either calls in the model family's form or an answer.
+"""Call forms: grammars of outputs that are either calls, in the model family's form, or an answer.
 
-A response format constrains the answer only: the model may still call tools.
+A response format constrains only the answer: the model may still call tools.
 
 start -> answer (fits the format's schema)
-      -> calls (begin with the family's mark, or are JSON or Python of their own kind)
+      -> calls (begin with the family's mark, or are JSON or Python of a form of their own)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from router.intake.parsers.named import NamedForm
 from router.intake.parsers.pythonic import PythonForm
 from router.intake.parsers.tagged import TaggedForm
 
-# JSON within calls and answers is written as everywhere else.
+# JSON in calls and answers has the same spacing as in all other outputs.
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NEWLINE, _COMMA, _QUOTE = '"\\n"', '", "', '"\\""'
 
@@ -44,8 +44,8 @@ class Function:
 
     Attributes:
         parameters: JSON Schema of the arguments.
-        held_text: the name of its only argument and a Lark grammar for that text; None: only the
-            schema applies. Every family writes the text as a JSON string.
+        held_text: name of the only argument and a Lark grammar of its text; None: the schema
+            applies. All families write this text as a JSON string.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Function:
 
 
 Mark = Callable[[str], str]
-"""Returns a mark in a grammar's syntax: as a special token or as text."""
+"""Writes a mark in a grammar's syntax: as a special token or as text."""
 
 
 def answer_or_calls(
@@ -70,7 +70,7 @@ def answer_or_calls(
     Raises InvalidRequestError.
     """
     if isinstance(form, BareJsonForm) and any(function.held_text for function in functions):
-        # An answer and a call both begin with a brace, at which the library's lexer picks one.
+        # Answer and call both begin with a brace, and the library's lexer would pick one of them.
         raise InvalidRequestError(
             "response_format", "cannot be together with a grammar of a tool's input for this model"
         )
@@ -88,9 +88,9 @@ def answer_or_calls(
 def forced_calls(
     form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
 ) -> tuple[str, bool]:
-    """Make a Lark grammar of calls; also return whether it is in the family's form.
+    """Make a Lark grammar of calls; also return whether it has the family's form.
 
-    If the family's form cannot enforce the schemas, the output is one JSON object with ``name`` and
+    If that form cannot enforce the schemas, the output is one JSON object with ``name`` and
     ``arguments``, which `OneCall` reads.
     """
     try:
@@ -108,7 +108,7 @@ def common_call(functions: Sequence[Function]) -> str:
 
 
 def _final(mark: Mark) -> str:
-    """Write what precedes the text of a Harmony answer."""
+    """Write the marks before the text of a Harmony answer."""
     return f'{mark(harmony.CHANNEL)} "final" {mark(harmony.MESSAGE)}'
 
 
@@ -135,7 +135,7 @@ def _arguments(function: Function, index: int) -> dict[str, Any]:
 
 
 def _arguments_rule(function: Function, index: int) -> str:
-    """Return the grammar of a function's arguments, as one JSON object."""
+    """Return the grammar of a function's arguments as one JSON object."""
     if function.held_text is None:
         return _json(_arguments(function, 0))
     name, _ = function.held_text
@@ -147,7 +147,7 @@ def _held_text(index: int) -> str:
 
 
 def _held_rules(functions: Sequence[Function]) -> str:
-    """Return the grammar rules of text arguments that have their own grammar."""
+    """Return the rules of text arguments that bring grammars of their own."""
     num_chars = sum(len(one.held_text[1]) for one in functions if one.held_text is not None)
     if num_chars > MAX_TEXT_BYTES:
         problem = f"must have grammars of at most {MAX_TEXT_BYTES} characters, got {num_chars}"
@@ -170,7 +170,7 @@ def _text(text: str) -> str:
 
 
 def _named_object(functions: Sequence[Function], key: str) -> str:
-    """Write one call as JSON: name and arguments."""
+    """Write a call as a JSON object with name and arguments."""
     if any(function.held_text for function in functions):
         ways = []
         for index, function in enumerate(functions):
@@ -193,7 +193,7 @@ def _named_object(functions: Sequence[Function], key: str) -> str:
 
 
 def _each(functions: Sequence[Function], before: str, behind: str = "") -> str:
-    """Write alternatives of name, separator and JSON arguments."""
+    """Write the alternatives of function name, separator and JSON arguments."""
     ways = (
         f"{json.dumps(function.name)} {before} {_arguments_rule(function, index)} {behind}"
         for index, function in enumerate(functions)
@@ -206,7 +206,7 @@ def call_rules(form: CallForm, functions: Sequence[Function], mark: Mark, severa
 
     Raises:
         InexpressibleError: this form cannot enforce a function's schema.
-        InvalidRequestError: the grammar of a text cannot be enforced.
+        InvalidRequestError: a text's own grammar cannot be enforced.
     """
     return _calls(form, functions, mark, several) + _held_rules(functions)
 
@@ -234,7 +234,7 @@ def _json_calls(form: JsonForm, functions: Sequence[Function], mark: Mark, sever
     call = _named_object(functions, "arguments")
     close = f" {mark(form.close)}" if form.close else ""
     if close and len(form.opens) > 1:
-        close += "?"  # models do not close every mark
+        close += "?"  # models sometimes leave a mark unclosed
     if form.is_list:
         opened = " | ".join(f"{mark(one)}" for one in form.opens)
         listed = f'"[" {_repeated("call", _COMMA, several)} "]"{close}'
@@ -275,7 +275,7 @@ def _rules_of(
     values: ValueForm,
     other_names: Callable[[Sequence[str], int], list[str]],
 ) -> tuple[list[Argument], list[str]]:
-    """Return a function's arguments and their rules; InexpressibleError names the function."""
+    """Return a function's arguments and their rules; an InexpressibleError names the function."""
     arguments = ArgumentRules(function.parameters, f"f{index}", values, _value_json)
     try:
         found = arguments.arguments()
@@ -292,7 +292,7 @@ def _tagged_argument(argument: Argument, values: _TaggedValues, index: int) -> s
 
 
 def _other_names(names: Sequence[str], index: int) -> list[str]:
-    """Write the terminal of an argument name that is not listed."""
+    """Write the terminal of argument names that are not listed."""
     listed = "|".join(re.escape(name).replace("/", "\\/") for name in names)
     return [f"NAME{index}: /[^<>\\r\\n]+/" + (f" & ~/({listed})/" if listed else "")]
 
@@ -302,14 +302,14 @@ def _value_json(schema: Any) -> str:
 
 
 class _TaggedValues:
-    """Write values between tags."""
+    """Write argument values between tags."""
 
     def __init__(self, form: TaggedForm, mark: Mark) -> None:
         self._form = form
         self._mark = mark
         is_token = mark(form.value_end) != json.dumps(form.value_end)
         line = "\n" if form.has_lines else ""
-        # A token ends a text's lexeme by itself; a plain mark must be part of the lexeme.
+        # A closing mark in plain text must belong to the text's lexeme; a special token need not.
         self._end = json.dumps(line if is_token else f"{line}{form.value_end}\n")
         self._behind = f"{mark(form.value_end)} {_NEWLINE}" if is_token else ""
 
@@ -372,7 +372,7 @@ def _python(form: PythonForm, functions: Sequence[Function], mark: Mark, several
 
 
 class _PythonValues:
-    """Write arguments as Python's keyword arguments, with values in JSON."""
+    """Write arguments as Python keyword arguments with JSON values."""
 
     def json(self, rule: str) -> str:
         return rule
@@ -385,7 +385,7 @@ class _PythonValues:
 
 
 def _other_keys(names: Sequence[str], index: int) -> list[str]:
-    """Write the terminal of a keyword that is not listed."""
+    """Write the terminal of keywords that are not listed."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise InexpressibleError(f"parameter {name[:80]!r} is no name that Python has")
@@ -394,7 +394,7 @@ def _other_keys(names: Sequence[str], index: int) -> list[str]:
 
 
 def _python_arguments(arguments: Sequence[Argument], index: int) -> str:
-    """Write arguments in order, with commas between those present."""
+    """Write arguments in order; commas separate those that are present."""
     keys = [json.dumps(f"{one.name}=") if one.name else f'NAME{index} "="' for one in arguments]
     each = [f"{key} {one.value}" for key, one in zip(keys, arguments, strict=True)]
     behind = [
@@ -413,7 +413,7 @@ def _mistral(functions: Sequence[Function], mark: Mark, several: bool) -> str:
     tag, arguments = mark(mistral.TAG), mark(mistral.ARGS)
     listed = _repeated("call", '", "', several)
     named = f"{tag} {_each(functions, f'{arguments}?')}"
-    often = "+" if several and tag != '""' else ""  # each named call has its own mark
+    often = "+" if several and tag != '""' else ""  # each of these calls has its own mark
     return (
         f'calls: {tag} " "? "[" {listed} "]" | named{often}\n'
         f"call: {_named_object(functions, 'arguments')}\nnamed: {named}\n"

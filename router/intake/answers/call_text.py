@@ -19,8 +19,8 @@ class CallText:
 
     Args:
         tokenizer: the checkpoint's tokenizer; None: outputs have no text.
-        parser: divides the output. Deltas are then `DividedDelta`, and stop strings count in the
-            answer only. None: stop strings count in the whole text.
+        parser: divides the output into parts. Deltas are then `DividedDelta`, and stop strings
+            count only in the answer. None: stop strings count in the whole text.
         receipt: returns the call's receipt when a stop string ends the output.
     """
 
@@ -42,7 +42,7 @@ class CallText:
             )
 
     def add(self, output: TextDelta) -> TextDelta:
-        """Return an output with its text added; a stop string ends the output."""
+        """Return an output with its text; a stop string ends the output."""
         text, finish_reason, receipt = self._text, output.finish_reason, output.receipt
         token_ids = output.token_ids
         piece = ""

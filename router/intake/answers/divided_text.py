@@ -1,6 +1,6 @@
 """DividedText: an output's text as reasoning, calls and answer, ended by stop strings.
 
-Stop strings count in the answer only, not in reasoning or call arguments.
+Stop strings count only in the answer, not in reasoning or call arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class DividedDelta(TextDelta, frozen=True, gc=False):
     """One streamed piece of a chat output.
 
     Attributes:
-        parts: the piece's parts, up to a stop string; ``text`` is all that the model wrote.
+        parts: parts of this piece, up to a stop string; ``text`` is all that the model wrote.
     """
 
     parts: tuple[Part, ...] = ()
@@ -30,7 +30,7 @@ class DividedText:
     """Divide the text of a growing output, and end it at the answer's first stop string.
 
     Attributes:
-        parts: parts that the last push added.
+        parts: parts that the latest push added.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DividedText:
 
     @property
     def stopped(self) -> bool:
-        """Return whether a stop string was found; the token that completed it is the last one."""
+        """Return whether a stop string was found; its last token is then the output's last."""
         return self._stop_strings.stopped
 
     @property
@@ -80,8 +80,8 @@ class DividedText:
             ended_by_token: whether the last token itself ended the output.
         """
         self.parts = []
-        # Take one token at a time if a stop string may end the output, so that the last token is
-        # known, or if a token may end a thought.
+        # One token at a time if a stop string may end the output, so that its last token is known,
+        # or if a token may end a thought.
         is_apart = bool(self._stop) or self._thought is not None
         steps = [[one] for one in token_ids] if is_apart and token_ids else [token_ids]
         texts = []
@@ -98,7 +98,7 @@ class DividedText:
         return "".join(texts)
 
     def _with_close(self, token_ids: Sequence[int], text: str) -> str:
-        """Return a token's text for the parser, with the closing token as `CLOSE_SIGN`."""
+        """Return a token's text for the parser; the closing token becomes `CLOSE_SIGN`."""
         if self._thought is None or not token_ids:
             return text
         was_open = self._thought.phase is Phase.OPEN
@@ -124,7 +124,7 @@ class DividedText:
                 return
 
     def _flush(self) -> None:
-        """Release held-back answer text, because another part follows."""
+        """Release answer text that was held back, because another part follows."""
         if held := self._stop_strings.flush():
             self.parts.append(held)
             self._stop_strings = StopStrings(self._stop, include=self._include_stop)

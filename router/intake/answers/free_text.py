@@ -1,6 +1,6 @@
-"""Free text: grammars of outputs that are text, possibly ending in schema-checked calls.
+"""Free text: grammars of outputs that are text and may end in calls that fit schemas.
 
-The text must not contain a call's mark: the parser would read a call there.
+The text must not contain a call's mark, because the parser would read a call there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from router.intake.parsers.tagged import TaggedForm
 def text_or_calls(
     form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
 ) -> str | None:
-    """Make a Lark grammar of a text that may end in calls; None if they cannot be told apart.
+    """Make a Lark grammar of a text that may end in calls; None if a parser cannot tell them apart.
 
-    A thought comes before the grammar and is not part of the text.
+    A thought precedes the grammar and does not belong to the text.
 
     Args:
         several: whether one output may contain more than one call.
@@ -67,13 +67,13 @@ def _without(marks: Sequence[str]) -> str:
 
 
 def _marks(form: CallForm) -> list[str]:
-    """Return all marks that a parser might take for part of a call."""
+    """Return all marks that a parser may take for part of a call."""
     functions = [form.function] if isinstance(form, TaggedForm) and form.function else []
     return list(dict.fromkeys([*form.begins, *form.special_tokens, *functions]))
 
 
 def _before_a_mark(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    """Write a lazy lexeme that ends with the mark; after it, the rule of a call begins."""
+    """Write a lazy lexeme that ends with the mark; the rule of a call follows it."""
 
     def unmarked(text: str) -> str:
         return '""' if text in form.begins else mark(text)
@@ -93,7 +93,7 @@ def _has_one_mark(form: CallForm) -> bool:
 
 
 def _unless_begun(first: str, tag: str) -> str:
-    """Let the first non-blank character distinguish calls from text.
+    """Write a grammar in which the first non-blank character tells calls from text.
 
     Args:
         first: the first character of calls.
@@ -106,7 +106,7 @@ def _unless_begun(first: str, tag: str) -> str:
 
 
 def _messages(form: HarmonyForm, mark: Mark) -> str | None:
-    """Allow messages of other channels before the call or the last message."""
+    """Allow messages of other channels before the calls or the last message."""
     if not all(_is_token(one, mark) for one in form.special_tokens):
         return None
     channel, message = mark(harmony.CHANNEL), mark(harmony.MESSAGE)

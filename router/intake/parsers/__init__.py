@@ -1,4 +1,4 @@
-"""Output parsers by name, for calls and for reasoning. To add one, add a row in `families.py`.
+"""Output parsers, by name, for calls and for reasoning. A new parser is a row in `families.py`.
 
 Names are those of vLLM's options.
 """
@@ -8,6 +8,6 @@ from __future__ import annotations
 from baton.registry import Registry
 from router.intake.parsers.families import CALLS, THOUGHTS, Family, Thoughts
 
-AUTO, NONE = "auto", "none"  # chosen by the chat template; no parser
+AUTO, NONE = "auto", "none"  # AUTO: chosen by the chat template; NONE: no parser
 TOOL_CALL_PARSERS: Registry[Family] = Registry("tool-call parser", CALLS)
 REASONING_PARSERS: Registry[Thoughts] = Registry("reasoning parser", THOUGHTS)

@@ -22,7 +22,7 @@ def new_call_id(name: str = "", number: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """The beginning of a call; its arguments follow."""
+    """The beginning of a call, before its arguments."""
 
     name: str
     call_id: str = field(default_factory=new_call_id, compare=False)
@@ -30,45 +30,45 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of the last call's arguments: JSON, as the model wrote it."""
+    """The next piece of the last call's arguments, as JSON that the model wrote."""
 
     text: str
 
 
 CLOSE_SIGN = "\ud800"
-"""Placeholder for a token that closes a thought; no output has this text."""
+"""Stands for the token that closes a thought; no output contains this text."""
 MakeId = Callable[[str], str]
-"""Makes the id of an output's next call from its function's name."""
+"""Makes the id of an output's next call from the function's name."""
 Part = str | Reasoning | CallBegins | CallArguments
-"""A string is text of the assistant's message."""
+"""A string is a part of the message's text."""
 
 
 class OutputParser(Protocol):
-    """Divide one output, which comes in pieces, into parts. Never raises.
+    """Divides one output, which comes in pieces, into parts. Never raises.
 
-    How the output is cut into pieces does not change the joined parts. The total time is linear in
-    the output.
+    The joined parts do not depend on how the output is cut into pieces. The total time is linear in
+    the output's length.
     """
 
     def push(self, text: str) -> Iterator[Part]:
-        """Yield the parts that are certain now; a possible beginning of a tag is held back."""
+        """Yield the parts that are certain now; hold back text that may begin a tag."""
         ...
 
     def flush(self) -> Iterator[Part]:
-        """Yield the rest, because the output has ended."""
+        """Yield the rest of an output that has ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """Hold what a parser may know of its request.
+    """Facts about a request that its parser may use.
 
     Attributes:
         tools: JSON Schema of each offered function's parameters, by name.
-        prompt_end: the part of the prompt that belongs to the answer, with special tokens.
+        prompt_end: the end of the prompt that belongs to the answer, with special tokens.
         num_calls: number of calls in the conversation so far.
-        closes_by_token: whether only the closing token, `CLOSE_SIGN`, ends a thought. Its text
-            spelled with other tokens does not.
+        closes_by_token: whether only the closing token (`CLOSE_SIGN`) ends a thought; the same text
+            in other tokens then does not.
     """
 
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""OutputParsers: chooses the parsers of a model's outputs, by chat template or option."""
+"""OutputParsers: makes the parsers of a model's outputs, chosen by chat template or option."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Row = TypeVar("Row", Family, Thoughts)
 
 @dataclass(frozen=True, slots=True)
 class AskedThinking:
-    """Hold what a request says about thinking before the answer.
+    """A request's wishes about thinking before the answer.
 
     Attributes:
         is_off: whether the model must not think.
-        must_think: whether the output begins with a thought; if not, the model decides.
+        must_think: whether the output must begin with a thought; if not, the model decides.
         budget_tokens: most tokens of the thought; None: no limit.
-        goes_on: whether the output continues text of the prompt, so that no thought begins.
+        goes_on: whether the output continues text of the prompt; no thought begins then.
     """
 
     is_off: bool = False
@@ -63,7 +63,7 @@ class OutputParsers:
         source = ""
         if tokenizer is not None and tokenizer.chat_template is not None:
             source = tokenizer.chat_template.source(with_tools=True)
-        # Templates without tools get tools described in Hermes' form.
+        # If a template knows no tools, they are described to the model in Hermes' form.
         takes_tools = tokenizer is not None and tokenizer.takes_tools
         if tool_call_parser == AUTO:
             tool_call_parser = family_of(source, CALLS if takes_tools else {}) or "hermes"
@@ -78,14 +78,14 @@ class OutputParsers:
             self._thoughts = ThoughtFinder(tokenizer, self._reasoning.marks)
 
     def shown_token_ids(self, *, with_tools: bool) -> frozenset[int]:
-        """Return special tokens that must appear in the output's text so that parsers see them."""
+        """Return special tokens that must stay in the output's text, because parsers read them."""
         kinds = (self._reasoning, self._calls if with_tools else None)
         names = [name for kind in kinds if kind is not None for name in kind.special_tokens]
         found = map(self._tokenizer.special_token_id, names) if self._tokenizer else ()
         return frozenset(token_id for token_id in found if token_id is not None)
 
     def prompt_end(self, prompt: list[int]) -> str:
-        """Return the part of a prompt that belongs to the answer; see `ThoughtFinder`."""
+        """Return the end of a prompt that belongs to the answer; see `ThoughtFinder`."""
         return "" if self._thoughts is None else self._thoughts.prompt_end(prompt)
 
     def thinking(
@@ -96,11 +96,11 @@ class OutputParsers:
         is_constrained: bool = False,
         before_calls: bool = False,
     ) -> Thinking | None:
-        """Return the marks and budget of a thought for the engine, or None if it need not know.
+        """Return the marks and budget of a thought; None if the engine need not know them.
 
         Args:
             is_constrained: whether a grammar constrains the answer after the thought.
-            before_calls: whether a grammar of calls in the family's form follows, and no answer.
+            before_calls: whether a grammar of calls in the family's form follows, not of an answer.
         """
         is_off = asked.is_off or asked.budget_tokens == 0
         budget_tokens = 0 if is_off else asked.budget_tokens
@@ -118,9 +118,9 @@ class OutputParsers:
         return None if lets_none_begin else found
 
     def asked_thinking(self, prompt: list[int], asked: Thinking) -> Thinking | None:
-        """Fill in the marks of a thought whose budget the client set; None if no thought can begin.
+        """Add the marks to a thought whose budget the client set; None if no thought can begin.
 
-        Raises InvalidRequestError for a model without thoughts.
+        Raises InvalidRequestError for a model that does not think.
         """
         if self._thoughts is None:
             raise InvalidRequestError("thinking", "this model has no marks of a thought")
@@ -131,9 +131,9 @@ class OutputParsers:
     def answer_or_calls(
         self, answer: str, functions: Sequence[Function], *, several: bool
     ) -> str | None:
-        """Make a grammar of either an answer that fits a JSON Schema or calls.
+        """Make a grammar of an answer that fits a JSON Schema, or of calls instead.
 
-        Returns None if outputs are not parsed for calls; raises the errors of the function
+        Returns None if outputs are not searched for calls. Raises the errors of the function
         `answer_or_calls`.
         """
         if self._calls is None:
@@ -143,7 +143,7 @@ class OutputParsers:
     def forced_calls(self, functions: Sequence[Function], *, several: bool) -> tuple[str, bool]:
         """Make a grammar of forced calls, in the model's form or in a common JSON form.
 
-        Also returns whether the common form is forced, to pass to `make` as ``is_forced``.
+        Also returns whether the calls have the common form; pass this to `make` as ``is_forced``.
 
         Raises InvalidRequestError.
         """
@@ -157,7 +157,7 @@ class OutputParsers:
     def text_or_calls(self, functions: Sequence[Function], *, several: bool) -> str | None:
         """Make a grammar of a text that may end in calls.
 
-        Returns None if calls cannot be distinguished from text; raises InvalidRequestError.
+        Returns None if calls look like text. Raises InvalidRequestError.
         """
         if self._calls is None:
             return None
@@ -182,7 +182,7 @@ class OutputParsers:
         Args:
             is_forced: whether a grammar forces one call in the common form.
             is_constrained: whether a grammar constrains the answer to anything but free text.
-            is_either: whether that grammar is from `answer_or_calls`.
+            is_either: whether this grammar is from `answer_or_calls`.
             several: whether a client may get more than one call.
             thinks: whether a thought may precede the constrained answer.
         """

@@ -1,7 +1,7 @@
 """Families: one row for each way in which models write calls and reasoning.
 
-A row has the signs in chat templates, the marks of calls and the form of call ids. Parsers read
-with these rows, and `router/intake/answers/call_forms.py` writes grammars from them.
+A row has signs found in chat templates, marks of calls, and the form of call ids. Parsers use
+the rows to read outputs, `router/intake/answers/call_forms.py` to write grammars.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from router.intake.parsers.think import ThinkForm
 
 
 class CallForm(Protocol):
-    """Marks of calls, and their parser.
+    """The marks of a family's calls, and their parser.
 
     Attributes:
-        special_tokens: marks that may be special tokens, which must then stay in the text.
-        begins: marks that calls may begin with; empty: calls have no mark.
+        special_tokens: marks that may be special tokens and must then stay in the text.
+        begins: marks that calls may begin with; empty: calls have none.
     """
 
     @property
@@ -44,9 +44,9 @@ class Family:
     """How a family of models writes calls.
 
     Attributes:
-        signs: texts of which any in a chat template identifies the family.
-        new_id: makes a call's id from the function's name and the number of earlier calls, as the
-            family's templates show ids.
+        signs: texts; any of them in a chat template identifies the family.
+        new_id: makes a call's id from the function's name and the number of earlier calls, in the
+            form that the family's templates show.
         takes_all: whether the parser of calls also finds reasoning.
     """
 
@@ -63,7 +63,7 @@ class Family:
         return self.form.make_parser(context, self.make_ids(context))
 
     def make_ids(self, context: ParserContext) -> MakeId:
-        """Return a function that makes the ids of one output's calls."""
+        """Return a function that makes the ids of calls in one output."""
         numbers = itertools.count(context.num_calls)
         return lambda name: self.new_id(name, next(numbers))
 
@@ -73,7 +73,7 @@ class Thoughts:
     """How a family of models marks its reasoning.
 
     Attributes:
-        signs: texts of which any in a chat template identifies the family.
+        signs: texts; any of them in a chat template identifies the family.
         takes_all: whether the parser also finds calls.
     """
 
@@ -94,11 +94,11 @@ class Thoughts:
 
 
 def numbered_id(name: str, number: int) -> str:
-    """Return a call id as Kimi's templates show it."""
+    """Return a call id in the form of Kimi's templates."""
     return f"functions.{name}:{number}"
 
 
-# The first row with a sign in the template wins.
+# The first row whose sign is in the template counts.
 CALLS: dict[str, Family] = {
     "openai": Family(HarmonyForm(), ("<|channel|>",), takes_all=True),
     "glm45": Family(

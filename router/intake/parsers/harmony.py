@@ -46,7 +46,7 @@ class HarmonyForm:
 
 def _script(source: Source, prompt_end: str) -> Steps[None]:
     begun, mark, _ = prompt_end.rpartition(MESSAGE)
-    if mark and not (yield from _message(source, begun)):  # the prompt ends within a message
+    if mark and not (yield from _message(source, begun)):  # the prompt ends inside a message
         return
     begins_with_header = bool(mark) or (yield from _begins(source))
     while True:
@@ -56,7 +56,7 @@ def _script(source: Source, prompt_end: str) -> Steps[None]:
             text = "".join(header)
             if not ending:
                 if CHANNEL not in text and START not in text and text.strip():
-                    yield text  # otherwise a header was cut short
+                    yield text  # a header was cut short, so this is text
                 return
         begins_with_header = True
         tag = yield from _message(source, "".join(header))
@@ -65,7 +65,7 @@ def _script(source: Source, prompt_end: str) -> Steps[None]:
 
 
 def _end(source: Source) -> Steps[str]:
-    """Consume the mark that ends a message, if it is next; return it or ""."""
+    """Consume the mark that ends a message, if it is next; return the mark or ""."""
     for mark in _ENDS:
         if (yield from source.consume(mark)):
             return mark
@@ -81,7 +81,7 @@ def _begins(source: Source) -> Steps[bool]:
 
 
 def _message(source: Source, header: str) -> Steps[str]:
-    """Read a message after its header; return the mark that ended it."""
+    """Read a message after its header; return the mark at its end."""
     recipient = _RECIPIENT.search(header)
     if recipient:
         blanks = yield from source.match(SPACE)

@@ -1,4 +1,4 @@
-"""Parse a call written as ``{"name": ..., "arguments": {...}}`` while it is written."""
+"""Parse a call in the form ``{"name": ..., "arguments": {...}}`` while the model writes it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from router.intake.parsers.source import Source, Steps
 ARGUMENT_KEYS = ("arguments", "parameters")
 NO_ARGUMENTS = "{}"
 SPACE = re.compile(r"[ \t\r\n]*")
-# Between a call's arguments and the closing mark: closing brackets, even too many.
+# Text between a call's arguments and the closing mark: closing brackets, even too many.
 BEHIND = re.compile(r"[ \t\r\n}\]]*")
 _COMMA = re.compile(r"[ \t\r\n,]*")
-# Characters outside strings that need no attention.
+# Runs of characters outside strings that do not change the parser's state.
 _PLAIN = re.compile(r"[^\"{}\[\]<>();`|#$&=\\'@!?^%~]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _SCALAR = re.compile(r"[^\"{}\[\],<>\s]*")
@@ -33,10 +33,10 @@ def call_steps(
     names: Collection[str] | None = None,
     make_id: MakeId = new_call_id,
 ) -> Steps[str | None]:
-    """Read a call; return None if there was one, or else the consumed text.
+    """Read a call. Return None if it is one; else return the consumed text.
 
-    A call counts once its name and the ``{`` of its arguments were read, even if the
-    rest is invalid.
+    A call counts once its name and the ``{`` of its arguments were read, even if the rest is
+    invalid.
 
     Args:
         names: functions that may be called; None: any.
@@ -45,12 +45,12 @@ def call_steps(
 
 
 def list_steps(source: Source, read: str, *, make_id: MakeId = new_call_id) -> Steps[str | None]:
-    """Read a list of calls after its ``[``; return what `call_steps` returns.
+    """Read a list of calls after its ``[``. Return None if there is a call; else the consumed text.
 
     The list counts as calls if its first element is a call.
 
     Args:
-        read: text consumed before the list, which is returned if there is no call.
+        read: text that was consumed before the list, returned as part of the consumed text.
     """
     is_first = True
     while True:
@@ -82,7 +82,7 @@ class _CallReader:
         has_ended = yield from self._members()
         if self._has_begun:
             return None
-        # Some models write no arguments for functions without parameters.
+        # Some models leave out the arguments of functions without parameters.
         is_call = has_ended and self._name and (self._arguments or self._names is None)
         if not is_call:
             return "".join(self._read)
@@ -91,7 +91,7 @@ class _CallReader:
         return None
 
     def _members(self) -> Steps[bool]:
-        """Return whether an object was read to its end, as far as a call needs it."""
+        """Return whether an object was read to its end, or far enough for a call."""
         if not (yield from self._expect("{")):
             return False
         while True:
@@ -131,7 +131,7 @@ class _CallReader:
         return (yield from value_steps(self._source, CallArguments))
 
     def _null(self) -> Steps[bool]:
-        """Read null, which some models write for a function without parameters."""
+        """Read null, which some models write as the arguments of a function without parameters."""
         scalar = yield from self._source.match(_SCALAR)
         self._keep(scalar)
         if scalar != "null":
@@ -140,7 +140,7 @@ class _CallReader:
         return True
 
     def _arguments_in_a_string(self) -> Steps[bool]:
-        """Read arguments as JSON in a string, as in OpenAI's API; some models write this."""
+        """Read arguments as JSON in a string, the form of OpenAI's API, which some models write."""
         text = yield from self._string()
         if text is None:
             return False
@@ -190,7 +190,7 @@ class _CallReader:
             return None
         try:
             value = json.loads("".join(parts), strict=False)
-            value.encode()  # raises for half a surrogate pair, which cannot be sent
+            value.encode()  # raises for half a surrogate pair, which no client can be sent
         except (ValueError, RecursionError):
             return None
         return str(value)
@@ -201,9 +201,9 @@ class _CallReader:
 
 
 def value_steps(source: Source, take: Callable[[str], Part | None]) -> Steps[bool]:
-    """Consume a JSON value as it comes; return whether it was complete.
+    """Consume a JSON value while it arrives; return whether it was complete.
 
-    Stops before text that cannot be JSON.
+    Stops at text that cannot be JSON.
 
     Args:
         take: called with each piece of text; returns a part of the output, or None.
@@ -237,7 +237,7 @@ class _ValueState:
         self.has_ended = False
 
     def read(self, text: str) -> int:
-        """Return how many leading characters of the text belong to the value."""
+        """Return the number of leading characters of the text that belong to the value."""
         position = 0
         while position < len(text) and not self.has_ended:
             if self._escaped:

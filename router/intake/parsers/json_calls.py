@@ -1,4 +1,4 @@
-"""Calls as JSON objects: between marks anywhere in a text, or as the whole output.
+"""Calls as JSON objects, either between marks anywhere in a text or as the whole output.
 
 I will look.<tool_call>
 {"name": "get_weather", "arguments": {"city": "Bonn"}}
@@ -23,17 +23,17 @@ from router.intake.parsers.source import (
 
 _BETWEEN = re.compile(r"[ \t\r\n;,]*")
 Block = Callable[[Source], Steps[str | None]]
-"""Reads calls after a mark; returns None if there was one, or else the consumed text."""
+"""Reads calls after a mark. Returns None if there was one; else the consumed text."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """Marks of calls in JSON; text between marks that is no call stays text, with its marks.
+    """Marks of calls in JSON; if text between marks is no call, it stays text, marks included.
 
     Attributes:
-        opens: marks that may begin calls; grammars use the first.
+        opens: marks that may begin calls; grammars use the first one.
         close: mark that ends calls; empty: none.
-        is_list: whether one mark begins a list of all calls; parsers accept both.
+        is_list: whether grammars put all calls in a list after one mark; parsers accept both.
     """
 
     opens: tuple[str, ...]
@@ -66,7 +66,7 @@ class JsonForm:
 
 @dataclass(frozen=True, slots=True)
 class BareJsonForm:
-    """An output that is only calls, separated by semicolons, possibly after a mark.
+    """Form of an output that is only calls, separated by semicolons, possibly after a mark.
 
     Only offered functions count as calls; other JSON is text.
     """
@@ -82,7 +82,7 @@ class BareJsonForm:
         return ()
 
     def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
-        """Make a parser of an output."""
+        """Make a parser of a whole output."""
         names = frozenset(context.tools)
 
         def script(source: Source) -> Steps[None]:
@@ -117,7 +117,7 @@ def marked_steps(source: Source, opens: tuple[str, ...], close: str, block: Bloc
         if no_call is not None:
             yield tag + no_call
         tag = yield from source.until(ends, as_text)
-        if tag and tag == close:  # models sometimes omit it
+        if tag and tag == close:  # models sometimes leave it out
             if no_call is not None:
                 yield close
             tag = yield from source.until(opens, as_text)

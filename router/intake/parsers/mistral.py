@@ -1,4 +1,4 @@
-"""Mistral: a mark and a list of calls, or (since 2025) a mark, name and arguments per call.
+"""Mistral's calls: one mark and a list, or (since 2025) mark, name and arguments per call.
 
 [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, ...]
 [TOOL_CALLS]f{"x": 1}[TOOL_CALLS]g[ARGS]{}
@@ -31,7 +31,7 @@ def new_short_id(name: str = "", number: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MistralForm:
-    """Calls after their mark, in both forms."""
+    """Calls after their mark, in both of Mistral's forms."""
 
     special_tokens: tuple[str, ...] = (TAG, CALL_ID, ARGS)
     begins: tuple[str, ...] = (TAG,)

@@ -1,4 +1,4 @@
-"""Calls as function name and JSON arguments between marks, as DeepSeek and Kimi write them.
+"""Calls as function name and JSON arguments between marks, in DeepSeek's and Kimi's form.
 
 <｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Bonn"}<｜tool▁call▁end｜>
 """
@@ -31,14 +31,14 @@ _FENCE = re.compile(r"[`a-z \t\r\n}\]]*")
 
 @dataclass(frozen=True, slots=True)
 class NamedForm:
-    """Marks of calls.
+    """Marks of calls with names.
 
     Attributes:
         all_open, all_close: enclose all calls of an output.
         open, close: enclose one call.
         separator: stands between name and arguments.
-        is_fenced: whether the name may follow the separator, with arguments in a code block.
-        prefix: stands before the name, which is then followed by ``:`` and the call's number.
+        is_fenced: whether the name may come after the separator, with arguments in a code block.
+        prefix: stands before the name; ``:`` and the call's number then follow the name.
     """
 
     all_open: str
@@ -77,7 +77,7 @@ class _Reader:
                 yield form.open + no_call
 
     def _call(self, source: Source) -> Steps[str | None]:
-        """Read a call; return None if there was one, or else the consumed text."""
+        """Read a call. Return None if there was one; else the consumed text."""
         form = self._form
         name = yield from source.match(_NAME)
         read = name + (yield from source.match(SPACE))
@@ -103,7 +103,7 @@ class _Reader:
         return None
 
     def _begin(self, written: str) -> CallBegins:
-        """Begin a call; keep an id that the model wrote, because the model refers to it later."""
+        """Begin a call; keep the id that the model wrote, because the model refers to it later."""
         if not self._form.prefix:
             return CallBegins(written, self._make_id(written))
         name = written.removeprefix(self._form.prefix)

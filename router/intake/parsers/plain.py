@@ -1,4 +1,4 @@
-"""Parsers of simple outputs: plain text, one call, calls or text, only the first call."""
+"""Parsers of simple outputs: plain text; one call; calls or text; only the first call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PlainText:
 
 
 class OneCall(ScriptedParser):
-    """Read an output that is one call, as a grammar ensured.
+    """Read an output that a grammar forced to be one call.
 
     Args:
         make_id: makes the call's id.
@@ -44,9 +44,9 @@ class OneCall(ScriptedParser):
 
 
 class CallsOrText:
-    """Read an output as calls if it begins with one of their marks, else as text.
+    """Read an output as calls if it begins with a mark of calls, else as text.
 
-    In the second case marks within the text mean nothing.
+    Marks later in a text mean nothing.
 
     Args:
         calls: the parser of calls.

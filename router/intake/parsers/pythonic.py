@@ -32,9 +32,9 @@ class PythonForm:
 
     Attributes:
         open, close: enclose calls.
-        is_marked: whether calls stand between marks anywhere in a text. Otherwise the output is a
-            list of calls, marks are optional, and only offered functions count.
-        is_list: whether calls form a list in brackets; if not, each is on its own line.
+        is_marked: whether calls stand between marks anywhere in a text. If not, the whole output is
+            a list of calls, marks are optional, and only offered functions count.
+        is_list: whether calls form a list in brackets; if not, each call has its own line.
     """
 
     open: str
@@ -58,7 +58,7 @@ class PythonForm:
             read = yield from source.match(SPACE)
             if (yield from source.consume("[")):
                 read += "[" + (yield from source.match(SPACE))
-            if (yield from source.peek()) == "{":  # some templates show JSON
+            if (yield from source.peek()) == "{":  # JSON, which some templates show
                 return (yield from list_steps(source, read, make_id=make_id))
             no_call = yield from _calls(source, names, read, make_id)
             if no_call is None:
@@ -83,7 +83,7 @@ class PythonForm:
 def _calls(
     source: Source, names: frozenset[str] | None, read: str, make_id: MakeId
 ) -> Steps[str | None]:
-    """Read calls; return None if there was one, or else the consumed text.
+    """Read calls. Return None if there was one; else the consumed text.
 
     Args:
         names: functions that may be called; None: any.
@@ -114,7 +114,7 @@ def _calls(
 
 
 def _arguments(source: Source) -> Steps[str | None]:
-    """Read ``x=1, y="a")`` as a JSON object; return consumed text that is no argument, or None."""
+    """Read ``x=1, y="a")`` as a JSON object; return None, or consumed text that is no argument."""
     sign = "{"
     while True:
         yield from source.match(SPACE)
@@ -138,7 +138,7 @@ def _arguments(source: Source) -> Steps[str | None]:
 
 
 def _value(source: Source) -> Steps[str]:
-    """Consume text up to a comma or parenthesis outside of strings and brackets."""
+    """Consume text up to a comma or parenthesis outside strings and brackets."""
     parts: list[str] = []
     opened: list[str] = []
     quote = ""
@@ -163,7 +163,7 @@ def _value(source: Source) -> Steps[str]:
 
 
 def _as_json(text: str) -> str | None:
-    """Return a literal of Python or JSON as JSON, or None if that is impossible."""
+    """Return a Python or JSON literal as JSON, or None if that is impossible."""
     text = text.strip()
     if text in _WORDS:
         return _WORDS[text]
@@ -174,9 +174,9 @@ def _as_json(text: str) -> str | None:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
         return written
-    return text if is_json(text) else None  # JSON with a number that no float has
+    return text if is_json(text) else None  # JSON with a number that is too large for a float
 
 
 def _read_lines(text: str) -> object:
-    """Read a string with raw line breaks: templates write strings so."""
+    """Read a string with unescaped line breaks, as some templates show them."""
     return ast.literal_eval(text.translate(_ESCAPES))

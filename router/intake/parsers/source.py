@@ -1,7 +1,7 @@
-"""Source: lets a parser read an output as if it were complete, while it comes in pieces.
+"""Source: lets a parser read an output as if it were complete, although it comes in pieces.
 
-A parser is a generator that yields parts, and `MORE` when it needs more text. How the text is cut
-does not change what it reads, and only possible beginnings of markers are scanned twice.
+A parser is a generator that yields parts, and yields `MORE` when it needs more text. The cuts
+between pieces do not change the result, and only text that may begin a marker is scanned twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Steps = Generator[Step, None, T]
 
 
 class Source:
-    """Hold text that is not consumed yet."""
+    """The text that is not consumed yet."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -42,9 +42,9 @@ class Source:
         self._has_ended = True
 
     def until(self, markers: tuple[str, ...], take: Callable[[str], Part | None]) -> Steps[str]:
-        """Consume text through the first of several markers; return that marker, or "" at the end.
+        """Consume text through the first of several markers; return this marker, or "" at the end.
 
-        No marker may contain another one, except at its end.
+        No marker may contain another one, except as its end.
 
         Args:
             take: called with each piece of text before the marker; returns a part, or None.
@@ -84,7 +84,7 @@ class Source:
             yield MORE
 
     def comes(self, text: str) -> Steps[bool]:
-        """Return whether exactly this text is next."""
+        """Return whether the next characters are exactly this text."""
         for length in range(1, len(text) + 1):
             if (yield from self.peek(length)) != text[:length]:
                 return False
@@ -98,7 +98,7 @@ class Source:
         return True
 
     def chunk(self) -> Steps[str]:
-        """Return all text that is available, not consumed; empty only at the end."""
+        """Return all available text without consuming it; empty only at the end."""
         while self._position == len(self._text) and not self._has_ended:
             yield MORE
         return self._text[self._position :]
@@ -128,7 +128,7 @@ class ScriptedParser:
     def __init__(self, script: Callable[[Source], Steps[None]]) -> None:
         self._source = Source()
         self._steps = script(self._source)
-        self._after_call = False  # only white space came since the last call
+        self._after_call = False  # only white space has followed the last call
         self._blanks: list[str] = []
 
     def push(self, text: str) -> Iterator[Part]:
@@ -158,7 +158,7 @@ class ScriptedParser:
 
 
 def as_text(text: str) -> Part:
-    """Return a text as part of the assistant's message."""
+    """Return a text as a part of the assistant's message."""
     return text
 
 
@@ -168,7 +168,7 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def rest_as_text(source: Source) -> Steps[None]:
-    """Pass on the remaining text as part of the assistant's message."""
+    """Pass on the remaining text as parts of the assistant's message."""
     while text := (yield from source.chunk()):
         source.skip(len(text))
         yield text

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand in tags: Qwen3-Coder's form, and similar ones.
+"""Calls with each argument between tags: Qwen3-Coder's form and similar ones.
 
 <tool_call>
 <function=get_weather>
@@ -34,7 +34,7 @@ _PLAIN_NAME = re.compile(r"[\w.:/\-]+")
 
 @dataclass(frozen=True, slots=True)
 class TaggedForm:
-    """Marks of a call, in the order in which a model writes them; "" if a family has none.
+    """Marks of a call, in the order of writing; "" is a mark that the family does not have.
 
     Attributes:
         open, close: enclose the call.
@@ -42,10 +42,8 @@ class TaggedForm:
         key, key_end: enclose an argument's name.
         value, value_end: enclose an argument's value.
         end: follows the arguments.
-        has_lines: whether values stand on lines of their own; these line breaks are not part of
-            them.
-
-    An empty text is a mark that the family does not have.
+        has_lines: whether values stand on lines of their own; the line breaks do not belong to the
+            values.
     """
 
     open: str
@@ -70,7 +68,7 @@ class TaggedForm:
         return (self.open,)
 
     def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
-        """Make a parser that gives each argument the type from the function's schema."""
+        """Make a parser that gives each argument its type from the function's schema."""
         return ScriptedParser(_Reader(self, context, make_id).steps)
 
 
@@ -95,14 +93,14 @@ class _Reader:
             if ended == form.end and tag == form.open:
                 yield from source.match(SPACE)
                 yield from source.consume(form.close)
-            is_next = ended in self._tags  # the model omitted the end
+            is_next = ended in self._tags  # the model left out the end
             tag = ended if is_next else (yield from source.until(self._tags, as_text))
 
     def _tools(self, name: str) -> dict[str, object]:
         return dict(self._context.tools.get(name, {}))
 
     def _name(self, source: Source, tag: str) -> Steps[str]:
-        """Read a function's name; if there is none, yield the consumed text and return ""."""
+        """Read a function's name; without a name, yield the consumed text and return ""."""
         form, read = self._form, tag
         if tag == form.open:
             read += yield from source.match(SPACE)
@@ -130,7 +128,7 @@ class _Reader:
         return (yield from source.comes(self._form.close))
 
     def _arguments(self, source: Source, types: ArgumentTypes) -> Steps[str]:
-        """Read arguments as a JSON object; return the mark that ended them."""
+        """Read arguments as a JSON object; return the mark after them."""
         form, sign = self._form, "{"
         while (ended := (yield from source.until(self._ends, _nothing))) == form.key:
             name = (yield from source.match(_NAME)).strip()
@@ -160,7 +158,7 @@ def _nothing(text: str) -> None:
 
 
 class _Value:
-    """Write one argument as JSON; strings are streamed."""
+    """Convert one argument to JSON; strings are streamed."""
 
     def __init__(self, types: ArgumentTypes, name: str) -> None:
         self._types = types
@@ -170,12 +168,12 @@ class _Value:
         self._is_text = False
 
     def push(self, text: str) -> Part | None:
-        """Take a piece of the argument's text, and return the JSON that is certain, or None."""
+        """Take a piece of the argument's text; return the JSON that is certain so far, or None."""
         if self._is_text:
             return CallArguments(_escaped(text))
         self._held.append(text)
         self._num_held += len(text)
-        # If the first characters do not make the value a string, later characters do not either.
+        # If the first characters do not decide that it is a string, the rest will not either.
         if self._num_held - len(text) > _DECIDED_CHARS:
             return None
         begun = "".join(self._held)

@@ -1,16 +1,16 @@
 """Paged attention whose results for a query have the same bits in every batch.
 
-Only the number of keys that a query sees decides how these keys are cut into parts. Each part is
+The number of keys that a query sees alone decides how these keys are cut into parts. Each part is
 computed tile by tile, and parts are merged in order. So the result does not depend on whether a
-token is a decode, on its place in a chunk of a prompt, or on other requests in the step::
+token is a decode, on its place in a prompt chunk, or on other requests in the step::
 
     keys that are seen    0 .. 511 | 512 .. 1,023 | ...      a query at most 8,192 tokens on
                           0 .. 1,023 | 1,024 .. 2,047 | ...  at most 16,384; so at most 16 parts
 
-Each part of a decode has a program, and the last to finish merges all parts. A tile of a prompt's
-queries has one program, which merges parts as it computes them. Both use one function with tiles of
-one size, compiled without fused multiply-adds, because a compiler's choice to fuse depends on the
-surrounding code.
+Each part of a decode has a program, and the last program to finish merges all parts. A tile of a
+prompt's queries has one program, which merges parts as it computes them. Both kernels use one
+function with tiles of one size, compiled without fused multiply-adds, because a compiler's choice
+to fuse depends on the surrounding code.
 
 Refuses to know: how the host cuts a step into tiles.
 """
@@ -41,13 +41,12 @@ from baton_kernels.triton.attention_tile import (
 from baton_kernels.triton.launch import Launch, Launcher
 from baton_kernels.triton.varlen_attention import attend_tile
 
-LEAST_PART = 512  # fewest keys of a part; a multiple of every tile
+LEAST_PART = 512  # fewest keys of a part; a multiple of every tile size
 MOST_PARTS = 16  # most parts of one query
 _NO_WINDOW = 2**31 - 1
 
-# Tiles by padded head size, for 16-bit numbers. 64 rows are the fewest of a matrix product on 9.0.
-# All GPUs use the same tiles, because other tiles give other bits; so all must fit the 99 KiB of
-# 8.6.
+# Tiles by padded head size, for 16-bit numbers. A matrix product on 9.0 has at least 64 rows. All
+# GPUs use the same tiles, as other tiles give other bits; so all tiles must fit the 99 KiB of 8.6.
 _ROWS = 64
 _TILES = {
     16: TileSize(64, 4, 5),
@@ -60,7 +59,7 @@ _ROWS_FLOAT32, _TILE_FLOAT32 = 16, TileSize(16, 4, 1)
 
 
 def part_keys(num_keys: int) -> int:
-    """Return the keys per part for ``num_keys`` keys; see ``parts_of``."""
+    """Return the number of keys per part for ``num_keys`` keys; see ``parts_of``."""
     size = LEAST_PART
     while size * MOST_PARTS < num_keys:
         size *= 2
@@ -71,7 +70,7 @@ def part_keys(num_keys: int) -> int:
 def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
     """Split the keys before ``end`` that queries from ``position`` see into parts.
 
-    Returns ``(first key, keys of a part, first part, parts)``; the first key begins a tile.
+    Returns ``(first key, keys per part, first part, parts)``; the first key begins a tile.
     """
     first_seen = tl.maximum(position - window + 1, 0) // TILE * TILE
     size = tl.full((), LEAST, tl.int32)
@@ -83,13 +82,13 @@ def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOS
 
 @triton.jit
 def weigh(highest, total, acc, lse, values):
-    """Add one more part to the weighted sums.
+    """Add one part to the weighted sums.
 
     Args:
         highest: ``[M]``, the highest log2 of a sum of weights so far; -inf before the first.
-        total: ``[M]``, the sum of parts' weights relative to ``highest``.
+        total: ``[M]``, the sum of the parts' weights relative to ``highest``.
         acc: ``[M, D]``, the sum of weighted values relative to ``highest``.
-        lse: ``[M]``, log2 of the part's sum of weights; -inf where a row sees none of its keys.
+        lse: ``[M]``, log2 of the part's sum of weights; -inf if a row sees no key of the part.
         values: ``[M, D]``, the part's result.
     """
     new_highest = tl.maximum(highest, lse)
@@ -162,7 +161,7 @@ def merge_parts(
     D: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Combine the parts of one decode and KV head by their weights."""
+    """Combine one decode's parts for one KV head, by their weights."""
     group, dims = tl.arange(0, HEADS), tl.arange(0, D)
     present, heads = group < GROUP, kv_head * GROUP + group
     in_group = present[:, None] & (dims < HEAD_DIM)[None, :]
@@ -217,14 +216,14 @@ def invariant_decodes(
 ):
     """Grid (NUM_KV_HEADS, num_requests, MOST): one part of a request with one new token.
 
-    The last part of a request to finish combines all of them.
+    The program that finishes a request's last part combines all parts.
     """
     kv_head, request, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, M), tl.arange(0, D)
     present = rows < GROUP
     heads = kv_head * GROUP + rows
     in_tile = present[:, None] & (dims < HEAD_DIM)[None, :]
-    places = heads[:, None] * HEAD_DIM + dims[None, :]  # [M, D], inside a token
+    places = heads[:, None] * HEAD_DIM + dims[None, :]  # [M, D], within a token
     token_size = NUM_KV_HEADS * GROUP * HEAD_DIM
     first_padding = tl.load(query_start_loc + num_requests) + request * MOST + number
     for padding in range(first_padding, num_tokens, num_requests * MOST):
@@ -248,11 +247,11 @@ def invariant_decodes(
     tl.store(part_out + slot.to(tl.int64) * token_size + places, values, mask=in_tile)
     tl.store(part_lse + slot * (NUM_KV_HEADS * GROUP) + heads, lse, mask=present)
     # One thread counts. The barrier orders this program's stores before the release; the acquire
-    # orders the other parts' stores before the last part's loads.
+    # orders other parts' stores before the last part's loads.
     tl.debug_barrier()
     counter = arrived + request * NUM_KV_HEADS + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-        tl.store(counter, 0)  # for the next launch; this was the last part of this one
+        tl.store(counter, 0)  # ready for the next launch
         merge_parts(
             out + token * token_size, part_out, part_lse, sinks, request * MOST, num_parts,
             kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, D, HEADS,
@@ -261,14 +260,14 @@ def invariant_decodes(
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def invariant_prompts(
-    out,  # this one and the next: see invariant_decodes
+    out,  # arguments up to sinks: see invariant_decodes
     query,
     kv_cache,
     block_table,
     query_start_loc,
     seq_lens,
     sinks,
-    tiles,  # [num_tiles, 3] int32: request, its first new token, the end
+    tiles,  # [num_tiles, 3] int32: request, first new token, end
     score_scale,
     cap,
     window,
@@ -296,7 +295,7 @@ def invariant_prompts(
     present = new < end_new
     heads = kv_head * GROUP + rows % GROUP
     in_tile = present[:, None] & (dims < HEAD_DIM)[None, :]
-    places = heads[:, None] * HEAD_DIM + dims[None, :]  # [M, D], inside a token
+    places = heads[:, None] * HEAD_DIM + dims[None, :]  # [M, D], within a token
     query_start = tl.load(query_start_loc + request)
     query_end = tl.load(query_start_loc + request + 1)
     num_earlier = tl.load(seq_lens + request) - (query_end - query_start)
@@ -325,15 +324,15 @@ def invariant_prompts(
 
 @dataclass(frozen=True, slots=True)
 class PartBuffers:
-    """Buffers through which the parts of decodes exchange results; reused by later steps."""
+    """Buffers through which parts of decodes exchange results; later steps reuse them."""
 
     part_out: Tensor  # [num_requests, MOST_PARTS, num_heads, head_dim] float32
     part_lse: Tensor  # [num_requests, MOST_PARTS, num_heads] float32
-    arrived: Tensor  # [num_requests, num_kv_heads] int32; zero between two launches
+    arrived: Tensor  # [num_requests, num_kv_heads] int32; zero between launches
 
     @classmethod
     def allocate(cls, num_requests: int, shape: PagedShape, device: torch.device) -> PartBuffers:
-        """Allocate for steps of up to this many requests."""
+        """Allocate for steps of up to ``num_requests`` requests."""
         parts = num_requests, MOST_PARTS, shape.num_kv_heads * shape.group
         return cls(
             torch.empty(*parts, shape.head_dim, device=device),
@@ -345,7 +344,7 @@ class PartBuffers:
 def cut_prompts(
     query_lens: Sequence[int], seq_lens: Sequence[int], tokens_per_tile: int
 ) -> list[tuple[int, int, int]]:
-    """Cut requests with several new tokens into tiles whose queries have parts of one size.
+    """Cut requests with several new tokens into tiles whose queries have equally large parts.
 
     Args:
         query_lens: new tokens of each request.
@@ -374,13 +373,13 @@ def tiles_of_step(metadata: AttentionMetadata, shape: PagedShape, element_size: 
     on_host = torch.from_numpy(np.array(tiles, dtype=np.int32).reshape(-1, 3))
     device = metadata.seq_lens.device
     if device.type == "cuda":
-        on_host = on_host.pin_memory()  # pinned memory is reused only after its copy to the device
+        on_host = on_host.pin_memory()  # torch reuses pinned memory only after its copy
     return on_host.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundInvariant:
-    """The launch of one step for all layers with the same options.
+    """One step's launch for all layers with the same options.
 
     Attributes:
         attend: launch for the step's decodes or for its tiles.
@@ -393,13 +392,13 @@ class BoundInvariant:
     work: tuple[Tensor, ...]
 
     def launch(self, out: Tensor, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> None:
-        """Attend with the step's decodes or tiles.
+        """Attend for the step's decodes or tiles.
 
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
             query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
             kv_cache: cache of one layer, see ``PagedShape.of``.
-            sinks: ``[num_heads]`` float32, a further score per head; None: no sinks.
+            sinks: ``[num_heads]`` float32, an additional score per head; None: no sinks.
         """
         step = self.metadata
         self.attend(
@@ -417,15 +416,15 @@ def bind_invariant(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> BoundInvariant:
-    """Bind the launch of a step to these tensors' shapes; layers with the same shapes share it.
+    """Bind a step's launch to these tensors' shapes; layers with equal shapes share it.
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: cache of one layer, see ``PagedShape.of``.
         metadata: lengths and blocks of the step's requests.
-        work: buffers, to bind the step's requests with one new token; or tiles, for the others.
-        scale: factor on the dot products.
-        sliding_window: each query sees at most this many newest keys; None: all.
+        work: buffers, to bind the requests with one new token; or tiles, to bind all others.
+        scale: factor of the dot products.
+        sliding_window: most keys that a query sees, the newest; None: all.
         soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)

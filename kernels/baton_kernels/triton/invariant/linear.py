@@ -1,9 +1,9 @@
 """Linear layers whose result for a token does not depend on the number of tokens.
 
-A row's inputs are summed in parts. Only the weight's shape decides their number, and they are added
-in order. With few tokens each part has a program, and the last to finish adds all parts; with many,
-a program computes all parts of its tile. Both use matrix products of the same size, 64 tokens by 64
-rows of the weight.
+A row's inputs are summed in parts, whose number depends only on the weight's shape; parts are added
+in order. With few tokens, each part has a program, and the last program to finish adds all parts;
+with many tokens, a program computes all parts of its tile. Both ways use matrix products of the
+same size, 64 tokens by 64 rows of the weight.
 
 Refuses to know: layers, weights of few bits.
 """
@@ -22,8 +22,8 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
 FEW_TOKENS = 64
-_WANTED_PROGRAMS = 256  # programs per layer that fill the GPU when tokens are few
-_LEAST_STEPS = 4  # fewest steps over the inputs that one part sums
+_WANTED_PROGRAMS = 256  # programs per layer that fill the GPU with few tokens
+_LEAST_STEPS = 4  # fewest steps over the inputs per part
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LinearTile:
 
 _FEW = LinearTile(FEW_TOKENS, 128, 64, 4, 4)
 _MANY = LinearTile(2 * FEW_TOKENS, 128, 64, 8, 3)
-# No matrix unit multiplies float32 without rounding.
+# Matrix units would round float32.
 _FLOAT32 = LinearTile(FEW_TOKENS, 64, 32, 4, 2)
 
 
@@ -78,7 +78,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Te
 
 
 def steps_of_part(out_features: int, num_steps: int, tile: LinearTile) -> int:
-    """Return the steps per part of a row; the last part may have fewer."""
+    """Return the number of steps per part of a row; the last part may have fewer."""
     wanted = _WANTED_PROGRAMS // -(-out_features // tile.rows)
     parts = max(1, min(wanted, num_steps // _LEAST_STEPS))
     return -(-num_steps // parts)
@@ -98,7 +98,7 @@ def _launcher(tile: LinearTile, is_even: bool) -> Launcher:
     )  # fmt: skip
 
 
-# Not specialized: a new number must not cause a compilation while serving.
+# Not specialized, as a new number must not cause a compilation while serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, arrived_ptr, num_tokens, x_stride,
@@ -109,7 +109,7 @@ def linear_kernel(
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    # Places beyond the last token or row load the last one again; their results are not stored.
+    # Places beyond the last token or row load the last one; their results are not stored.
     x_at = x_ptr + tl.minimum(token, num_tokens - 1)[:, None].to(tl.int64) * x_stride
     x_at += depth[None, :]
     weight_at = weight_ptr + tl.minimum(row, out_features - 1)[None, :].to(tl.int64) * weight_stride
@@ -141,12 +141,12 @@ def linear_kernel(
         size = tl.cast(num_tokens, tl.int64) * out_features
         tl.store(sum_ptr + tl.program_id(2) * size + place, total, mask=exists)
         # One thread counts. The barrier orders this program's stores before the release; the
-        # acquire orders the other parts' stores before the last part's loads.
+        # acquire orders other parts' stores before the last part's loads.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrived_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
         is_last = is_last == tl.num_programs(2) - 1
         if is_last:
-            tl.store(arrived_ptr + tl.program_id(1), 0)  # for the next launch
+            tl.store(arrived_ptr + tl.program_id(1), 0)  # ready for the next launch
             total = tl.zeros_like(total)
             for part in range(tl.num_programs(2)):
                 # Other processors wrote these values, so this processor's cache may be stale.

@@ -1,12 +1,12 @@
-"""Attention over latents: one vector of a token is key and value of every query head.
+"""Attention over latents: a token's vector is key and value of every query head.
 
     a latent      | rank: key and value | rotary: key |
     rows of a tile  token 0: heads 0..GROUP | token 1: heads 0..GROUP | ...
 
-Prompts and decodes both use the absorbed form (DeepSeek-AI, arXiv:2405.04434): a tile of latents is
+Prompts and decodes use the absorbed form (DeepSeek-AI, arXiv:2405.04434): a tile of latents is
 loaded once and multiplied twice. Requests that compute one token are split over programs and
-merged, as in `decode_attention`; each other program computes a tile of tokens. Refuses to know:
-layers, how latents come into the cache.
+merged, as in `decode_attention`; for other requests, a program computes a tile of tokens. Refuses
+to know: layers, how latents come into the cache.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from baton_kernels.triton.launch import Launcher
 _MOST_HEADS = 16  # most heads of a tile: tl.dot has at least 16 rows
 _MIN_PART_TOKENS = 128
 _NO_WINDOW = 2**31 - 1
-_PROMPT_ROWS = 32  # rows of a prompt's tile; half for float32, which takes more registers
+_PROMPT_ROWS = 32  # rows of a prompt's tile; half for float32, which needs more registers
 
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Shapes that a kernel is compiled for."""
+    """The shapes that a kernel is compiled for."""
 
     num_heads: int
     rank: int
@@ -75,12 +75,12 @@ class LatentShape:
 
     @property
     def tile_keys(self) -> int:
-        """Number of latents loaded at once: 36 KiB with DeepSeek's sizes."""
+        """Latents loaded at once: 36 KiB with DeepSeek's sizes."""
         return 32 if self.element_size < 4 else 16
 
     @property
     def num_warps(self) -> int:
-        """Warps of a program: the sums of 16 heads of rank 512 take 32 registers of 8 warps."""
+        """Warps of a program: sums of 16 heads of rank 512 fill 32 registers of 8 warps."""
         return 8 if self.rank > 128 else 4
 
     @property
@@ -90,7 +90,7 @@ class LatentShape:
 
     @property
     def as_paged(self) -> PagedShape:
-        """The shape for dividing decodes among programs: a group of heads counts as a KV head."""
+        """Return the shape for dividing decodes: a group of heads counts as a KV head."""
         return PagedShape(self.num_groups, self.group, self.rank, self.block_size)
 
 
@@ -102,7 +102,7 @@ def attend(
     table_row,
     start,
     end,
-    last_seen,  # [M], last token that each row sees
+    last_seen,  # [M], last token that the row sees
     block_stride,
     token_stride,
     score_scale,
@@ -127,7 +127,7 @@ def attend(
         block_ids = tl.load(table_row + tokens // BLOCK_SIZE, mask=there, other=0)
         places = block_ids.to(tl.int64) * block_stride + tokens % BLOCK_SIZE * token_stride
         rows = cache + places[:, None]
-        # Zeros instead of arbitrary memory, as memory behind the last token may contain NaN.
+        # Load zeros after the last token, where memory may contain NaN.
         latents = tl.load(
             rows + ranks[None, :], mask=there[:, None] & (ranks < RANK)[None, :], other=0.0
         )
@@ -211,7 +211,7 @@ def latent_decodes(
     else:
         tl.store(part_out + slot.to(tl.int64) * NUM_HEADS * RANK + places, result, mask=in_tile)
         tl.store(part_lse + slot * NUM_HEADS + heads, highest + tl.log2(total), mask=in_group)
-        # As in decode_attention: the last part sees all other parts' stores.
+        # As in decode_attention: the last part must see all other parts' stores.
         tl.debug_barrier()
         counter = arrived + request * (NUM_HEADS // GROUP) + group
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
@@ -233,8 +233,7 @@ def latent_prompts(
     query,
     cache,
     block_table,
-    # [num_tiles, 4] int32: request, first row of the step, number of rows, position of the first
-    # row.
+    # [num_tiles, 4] int32: request, first row of the step, number of rows, first row's position.
     tiles,
     score_scale,
     query_stride,
@@ -285,7 +284,7 @@ def latent_prompts(
 
 
 def allocate(num_requests: int, shape: LatentShape, device: torch.device) -> DecodeBuffers:
-    """Allocate for steps of up to this many requests."""
+    """Allocate for steps of up to ``num_requests`` requests."""
     return DecodeBuffers.allocate(num_requests, shape.as_paged, device)
 
 
@@ -312,7 +311,7 @@ def launch_decodes(
     shape: LatentShape,
     scale: float,
 ) -> None:
-    """Attend for the requests that compute one token, and zero the padding behind all requests."""
+    """Attend for requests that compute one token; zero the padding after all requests."""
     num_slots = metadata.num_requests + spare_slots(shape.as_paged, query.device)
     table, starts = metadata.block_table, metadata.query_start_loc
     _decode_launcher(shape)(
@@ -405,7 +404,7 @@ def _prompt_constants(shape: LatentShape) -> dict[str, int]:
 
 
 def _aot_cases(num_heads: int, dtype: str) -> list[AotCase]:
-    """Return cases of DeepSeek V2 and V3 for ranks with this many heads."""
+    """Return DeepSeek V2's and V3's cases for ranks with this many heads."""
     shape = LatentShape(num_heads, 512, 64, 16, 4 if dtype == "fp32" else 2)
     pointers = {
         **dict.fromkeys(("out", "query", "cache"), f"*{dtype}"),

@@ -1,4 +1,4 @@
-"""Kernels of token mixers that carry a state; a module for each op of `baton_kernels.recurrent`.
+"""Kernels of token mixers with a state; a module for each op of `baton_kernels.recurrent`.
 
 Refuses to know: models, who owns a slot.
 """

@@ -1,7 +1,7 @@
-"""Short causal convolutions of channels that read and write each request's state.
+"""Short causal convolutions of channels; they read and write each request's state.
 
-A program computes some channels of a request. Several programs share the tiles of a long request;
-only the first one reads and writes states. Refuses to know: models, who owns a slot.
+A program computes some channels of a request. Several programs share a long request's tiles; only
+the first one reads and writes states. Refuses to know: models, who owns a slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
 CHANNELS = 128  # channels of a program
-TILE_TOKENS = 8  # tokens of a prompt that are computed at once
+TILE_TOKENS = 8  # prompt tokens computed at once
 LARGEST_SHARE = 32  # most programs that share one request's tokens
 
 
@@ -78,7 +78,7 @@ def _launcher(kernel_size: int, has_silu: bool, tile: int) -> Launcher:
 def load_inputs(
     x_ptr, in_gate_ptr, x_stride, in_gate_stride, token, channel, mask, dtype: tl.constexpr
 ):  # fmt: skip
-    """Return the convolution's inputs, float32 ``[tokens, CHANNELS]``; zeros beyond the mask."""
+    """Return the convolution's inputs, float32 ``[tokens, CHANNELS]``; 0 where masked."""
     inputs = tl.load(x_ptr + token[:, None] * x_stride + channel[None, :], mask=mask, other=0.0)
     inputs = inputs.to(tl.float32)
     if in_gate_ptr is not None:
@@ -97,7 +97,7 @@ def causal_conv_kernel(
     KERNEL: tl.constexpr, KEPT: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve some channels of one request; programs share its tiles of tokens in turn."""
+    """Convolve some channels of one request; programs take its tiles of tokens in turn."""
     dtype = out_ptr.dtype.element_ty
     first_segment = tl.load(request_start_ptr + tl.program_id(0))
     end_segment = tl.load(request_start_ptr + tl.program_id(0) + 1)
@@ -106,7 +106,7 @@ def causal_conv_kernel(
     slot = tl.load(read_ptr + first_segment, mask=first_segment < end_segment, other=-1)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     in_row = channel < num_channels
-    # [1, CHANNELS]: start of the request's state before this step
+    # [1, CHANNELS]: address of the request's state before this step
     before_ptr = (states_ptr + slot.to(tl.int64) * slot_stride + channel * channel_stride)[None, :]
     kept = tl.arange(0, KEPT)
     is_kept = (kept < KERNEL - 1)[:, None] & in_row[None, :]
@@ -134,14 +134,14 @@ def causal_conv_kernel(
         store_results(out_ptr, out_gate_ptr, out_gate_stride, token, channel, num_channels,
                       total.to(dtype).to(tl.float32), exists, SILU)  # fmt: skip
     if tl.program_id(2) == 0:
-        tl.debug_barrier()  # another thread may still read the slot that is written next
+        tl.debug_barrier()  # other threads may still read the slot to be written
         for segment in range(first_segment, end_segment):
             at = (tl.load(segment_start_ptr + segment + 1) - (KERNEL - 1) + kept).to(tl.int64)
             is_new = (at >= begin)[:, None] & is_kept
             newest = load_inputs(
                 x_ptr, in_gate_ptr, x_stride, in_gate_stride, at, channel, is_new, dtype
             )
-            # A request of few tokens keeps a part of its earlier state.
+            # A request with few tokens keeps a part of its earlier state.
             same = (at - begin + KERNEL - 1)[:, None] == kept[None, :]  # [KEPT, KEPT]
             newest += tl.sum(tl.where(same[:, :, None], initial[None, :, :], 0.0), axis=1)
             write = tl.load(write_ptr + segment)
@@ -158,7 +158,7 @@ def store_results(
     """Apply ``silu`` and gate to sums, float32 ``[tokens, CHANNELS]``, and store them."""
     dtype = out_ptr.dtype.element_ty
     if SILU:
-        small = tl.exp(-tl.abs(result))  # of -|x|, so that it cannot overflow
+        small = tl.exp(-tl.abs(result))  # of -|x|, which cannot overflow
         result = result * tl.where(result >= 0, 1.0, small) / (1 + small)
         result = result.to(dtype).to(tl.float32)
     if out_gate_ptr is not None:

@@ -1,7 +1,7 @@
 """Linear recurrences, token by token: Mamba 2's state space and the gated delta rule.
 
-A program carries some columns of one head's state in registers through all tokens of a request.
-Columns are independent. Refuses to know: models, who owns a slot.
+A program carries some columns of one head's state in registers through a request's tokens. Columns
+are independent. Refuses to know: models, who owns a slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton_kernels.state_metadata import StateMetadata
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
-STATE_ELEMENTS = 4096  # elements of a program: 32 registers of each of its 128 threads
+STATE_ELEMENTS = 4096  # elements per program: 32 registers for each of 128 threads
 LARGEST_KEY_DIM = 512
 
 
@@ -142,8 +142,7 @@ def recurrence_kernel(
             value = tl.load(value_ptr + token * value_stride + value_at, mask=in_value, other=0.0)
             query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
             rate = tl.load(rate_ptr + token * rate_stride + head).to(tl.float32) + rate_bias
-            # softplus; for small x, 1 + x rounds to 1 and its log to 0, so x is taken for log(1 +
-            # x).
+            # softplus; for small x, 1 + x rounds to 1 and its log to 0, so x replaces log(1 + x).
             grown = tl.exp(tl.minimum(rate, 20.0))
             more = 1 + grown
             log = tl.where(more == 1, grown, tl.log(more) * grown / (more - 1 + (more == 1)))

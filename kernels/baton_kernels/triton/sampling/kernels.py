@@ -1,9 +1,9 @@
-"""The three kernels of `sampling`, which share one row of logits and its noise.
+"""The three kernels of `sampling`, over one row of logits and its noise.
 
-Floats are compared as `ordered` keys, unsigned integers of the same order, so that a limit is found
-exactly, bit by bit. Sums run in an order that depends on the vocabulary alone, so a row's token
-does not depend on other rows. The noise equals that of Baton's Gumbel-max sampler, with the same
-hash of key and token id. Refuses to know: how many rows there are, where logits come from.
+Floats are compared as `ordered` keys, unsigned integers with the same order, so that a limit is
+found exactly, bit by bit. Sums run in an order that depends only on the vocabulary, so a row's
+token does not depend on other rows. The noise equals that of Baton's Gumbel-max sampler: the same
+hash of key and token id. Refuses to know: the number of rows, the origin of logits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# `lowbias32` of https://github.com/skeeto/hash-prospector, mixed with the key before and between.
+# `lowbias32` of https://github.com/skeeto/hash-prospector; the key is mixed in before and between.
 SPREAD = tl.constexpr(0x9E3779B9)
 FIRST_MULTIPLIER = tl.constexpr(0x7FEB352D)
 SECOND_MULTIPLIER = tl.constexpr(0x846CA68B)
@@ -19,15 +19,15 @@ ALL_BITS = tl.constexpr(0xFFFFFFFF)
 SHARE = tl.constexpr(2.0**-32)
 EXPONENT_BIAS = tl.constexpr(127)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# Leading bits of a key that give a lower bound at most 2**-11 (relative) too low.
+# Leading bits of a key that give a lower bound, too low by at most 2**-11 (relative).
 BITS_OF_BOUND = tl.constexpr(20)
 NO_TOKEN = tl.constexpr(2**31 - 1)
-NO_NUMBERS = tl.constexpr(-1)  # instead of a token: the row has NaN or plus infinity
+NO_NUMBERS = tl.constexpr(-1)  # in place of a token: the row has NaN or plus infinity
 
 
 @triton.jit
 def ordered(x):
-    """Convert float32 to uint32 keys of the same order; both zeros have one key."""
+    """Convert float32 to uint32 keys with the same order; both zeros have the same key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -(2**31))).to(tl.uint32, bitcast=True)
 
@@ -43,9 +43,9 @@ def mixed(key0, key1, token_ids):
 
 @triton.jit
 def gumbel(hashes):
-    """Return the noise ``-log(-log(1 - share))``; share is in (0, 1), from a token's hash."""
+    """Return the noise ``-log(-log(1 - share))``, with a share in (0, 1) from a token's hash."""
     share = (hashes.to(tl.float32) + 0.5) * SHARE
-    # 1 - share is exact from the complement; near 1 its logarithm is not, so a series is used.
+    # 1 - share is exact by the complement; its logarithm near 1 is not, so use a series.
     rest = ((hashes ^ ALL_BITS).to(tl.float32) + 0.5) * SHARE
     series = 1 / 3 + share * (1 / 4 + share * (1 / 5 + share * (1 / 6)))
     series = share * (1 + share * (1 / 2 + share * series))
@@ -54,7 +54,7 @@ def gumbel(hashes):
 
 @triton.jit
 def gumbel_bound(hashes):
-    """Return an upper bound of `gumbel`, up to rounding; 0.09 too high at most, for hashes from 100
+    """Return an upper bound of `gumbel`, up to rounding; at most 0.09 too high for hashes from 100
     to 2**27.
 
     The noise is at most ``-log(share)``. A float's bits, read as an integer, are its binary
@@ -67,7 +67,7 @@ def gumbel_bound(hashes):
 
 @triton.jit
 def weigh(x, best, temperature):
-    """Return each logit's weight relative to the best one, which may be infinite."""
+    """Return each logit's weight relative to the best logit, which may be infinite."""
     inverse = 1 / temperature
     return tl.where(x == best, 1.0, tl.exp((x - best) * inverse))
 
@@ -81,14 +81,14 @@ def key_of_min_p(min_p, best, temperature):
 
 @triton.jit
 def first_best(scores, token_ids):
-    """Return the best score and the first token that has it."""
+    """Return the best score, and the first token with this score."""
     best = tl.max(scores, axis=0)
     return best, tl.min(tl.where(scores == best, token_ids, NO_TOKEN), axis=0)
 
 
 @triton.jit
 def largest_key(keys, weights, target, NUM_BITS: tl.constexpr):
-    """Return the largest key at and above which weights sum to ``target``; 0 if none does."""
+    """Return the largest key from which on weights sum to ``target``; 0 if none does."""
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2**31, tl.uint32)
     for _ in range(NUM_BITS):
@@ -107,7 +107,7 @@ def partials_kernel(
     tokens_ptr, logits_stride, vocab_size, num_parts, num_groups,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Find best logit, total weight, best score, and each group's best logit in a part of a row.
+    """Find a part's best logit, total weight and best score, and each group's best logit.
 
     | group | group | ... | group |   one part: BLOCK tokens; a group: GROUP tokens
     """
@@ -137,7 +137,7 @@ def partials_kernel(
 
 @triton.jit
 def best_score(x, token_ids, temperature, key0, key1):
-    """Return the best score and its token; compute logarithms only if a bound does not decide."""
+    """Return the best score and its token; compute logarithms only if bounds do not decide."""
     hashes = mixed(key0, key1, token_ids)
     bounds = x + temperature * gumbel_bound(hashes)
     _, token = first_best(bounds, token_ids)
@@ -161,9 +161,9 @@ def choose_kernel(
     PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     MOST: tl.constexpr, DEFAULT_K: tl.constexpr,
 ):  # fmt: skip
-    """Choose a row's token if no filter applies or all kept tokens are among its MOST best.
+    """Choose a row's token if no filter applies, or if all kept tokens are among its MOST best.
 
-    The k-th largest best logit of a group is a lower bound of the k-th largest logit, so only
+    The k-th largest of the groups' best logits is a lower bound of the k-th largest logit, so only
     groups that reach it are read. Without top-k, k is DEFAULT_K, and the tokens found may be too
     few.
     """
@@ -216,7 +216,7 @@ def gather_candidates(
     logits_ptr, maxima_ptr, groups_ptr, candidates_ptr, wanted, vocab_size, num_groups,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Collect a row's tokens at or above a bound that ``wanted`` groups reach, by rising id.
+    """Collect a row's tokens from a bound on that ``wanted`` groups reach, by rising id.
 
     Return the bound's key and the number of tokens; a number above MOST means too many.
     """
@@ -228,7 +228,7 @@ def gather_candidates(
     reached = exists & (keys >= bound)
     num_reached = tl.sum(reached.to(tl.int32), axis=0)
     tl.store(groups_ptr + tl.cumsum(reached.to(tl.int32), axis=0) - 1, group, mask=reached)
-    tl.debug_barrier()  # other threads of this program read them
+    tl.debug_barrier()  # other threads of this program read the candidates
     count = tl.where(num_reached > MOST, MOST + 1, 0)
     for start in range(0, tl.where(num_reached > MOST, 0, num_reached), TILE):
         place = start + tl.arange(0, TILE)
@@ -254,8 +254,8 @@ def draw_candidate(
     """Draw a candidate; return it, and whether all kept tokens are among the candidates.
 
     A token is kept if the tokens above it weigh less than top-p of the weight that top-k keeps.
-    Equally probable tokens are kept or dropped together, but only those that top-k counts add
-    weight.
+    Equally probable tokens are kept or dropped together, but weights are summed only over those
+    that top-k counts.
     """
     slot = tl.arange(0, MOST)
     exists = slot < count
@@ -290,9 +290,9 @@ def search_kernel(
 ):  # fmt: skip
     """Choose the token of a row that `choose_kernel` left open, in several passes over its logits.
 
-    The set of top-p is never computed. The best score wins if the tokens above its token weigh
-    little enough; if not, that token and all less probable ones are dropped, and the search
-    repeats. The first try succeeds with a probability of top-p.
+    Top-p's set is never computed. The best score wins if the tokens above its token weigh little
+    enough; if not, its token and all less probable ones are dropped, and the search repeats. The
+    first try succeeds with probability top-p.
     """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(undecided_ptr + row) != 0:

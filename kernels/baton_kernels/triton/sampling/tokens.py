@@ -2,13 +2,13 @@
 
 Three launches, whatever the parameters, and no result is read back: a CUDA graph can hold them.
 
-    partials   every token once: best score, total weight, best logit of each group of tokens
-    choose     completes rows without filters; in the others, reads the few groups that matter
+    partials   reads every token: best score, total weight, best logit of each group of tokens
+    choose     completes rows without filters; for others, reads the few groups that matter
     search     completes rows with many kept tokens (a flat distribution) in passes over the row
 
 Rejects candidates like FlashInfer's sampling kernels (https://flashinfer.ai, "Sorting-Free GPU
-Kernels for LLM Sampling"), but with noise that is fixed per token instead of new random numbers per
-round. Refuses to know: penalties, grammars, requests.
+Kernels for LLM Sampling"), but with fixed noise per token, not new random numbers per round.
+Refuses to know: penalties, grammars, requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.sampling.kernels import choose_kernel, partials_kernel, search_kernel
 
-# Tokens of a part (one program) and of a group (the unit in which logits are skipped).
+# Tokens of a part (for one program), and of a group (whose logits are read or skipped together).
 PART, GROUP = 2048, 64
 # Candidates that `choose` can hold, and its k for top-p without top-k.
 MOST, DEFAULT_K = 1024, 256
@@ -39,8 +39,7 @@ def sample_tokens(
     min_p: Tensor,
     keys: Tensor,
 ) -> Tensor:
-    """Sample one token per row: the best ``logit + temperature * G(key, token id)`` of the kept
-    ones.
+    """Sample one token per row: among kept tokens, the best ``logit + temperature * G(key, id)``.
 
     Top-k, then top-p of the remaining tokens, and min-p decide which tokens are kept; equally
     probable tokens are kept or dropped together. Equals `engine.sampling.sampler` in float32.
@@ -54,7 +53,7 @@ def sample_tokens(
         keys: ``[num_rows, 2]`` int32, the bits of the random words for seed and position.
 
     Returns:
-        ``[num_rows]`` int64; 0 where every logit is minus infinity, -1 where a logit is NaN or plus
+        ``[num_rows]`` int64; 0 if every logit is minus infinity, -1 if a logit is NaN or plus
         infinity.
     """
     num_rows, vocab_size = logits.shape
@@ -116,7 +115,7 @@ _PARTIALS = {
 }  # fmt: skip
 _SIZES = {"logits_stride": "i32:16", "vocab_size": "i32:16"}
 _COUNTS = {"num_parts": "i32", "num_groups": "i32"}
-# For 151,936 tokens, Qwen3's vocabulary.
+# For Qwen3's vocabulary, 151,936 tokens.
 AOT_CASES = (
     AotCase(
         "sampling partials bf16",
